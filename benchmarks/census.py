@@ -86,16 +86,18 @@ def main() -> None:
     quiet()
     for place, name in enumerate(names, 1):
         before = census.classes.get(name, {})
-        kept = {layout: found for layout, found in before.items() if found.status == PROVEN or not options.again}
+        kept = {
+            layout: findings for layout, findings in before.items() if findings.status == PROVEN or not options.again
+        }
         kept = {} if options.anew else kept
         started = time.monotonic()
-        found = {**kept, **take(name, [layout for layout in asked if layout not in kept], options.timeout)}
-        found = {layout: found[layout] for layout in LAYOUTS if layout in found}
-        if found != before:
+        findings = {**kept, **take(name, [layout for layout in asked if layout not in kept], options.timeout)}
+        findings = {layout: findings[layout] for layout in LAYOUTS if layout in findings}
+        if findings != before:
             today = datetime.date.today().isoformat()
-            census = replace(census, date=today, classes={**census.classes, name: found})
+            census = replace(census, date=today, classes={**census.classes, name: findings})
             write(options.out, census)
-        print(f"{place}/{len(names)} {name}: {describe(found)} ({time.monotonic() - started:.0f} s)", flush=True)
+        print(f"{place}/{len(names)} {name}: {describe(findings)} ({time.monotonic() - started:.0f} s)", flush=True)
     print(headline(census))
 
 
@@ -130,10 +132,10 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
         because = f"the unsplit model does not train on token ids alone: {type(error).__name__}: {error}"
         return {layout: Finding(REFUSED, short(because)) for layout in layouts if layout != "ep2"}
     layouts = [layout for layout in layouts if layout != "ep2" or has_experts(model)]
-    found = {}
+    findings = {}
     for layout, proof in zip(layouts, prove_each(subject, layouts, timeout), strict=True):
-        found[layout] = finding_of(proof)
-    return found
+        findings[layout] = finding_of(proof)
+    return findings
 
 
 def subjects() -> list[str]:

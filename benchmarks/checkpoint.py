@@ -67,23 +67,25 @@ def work(options: argparse.Namespace) -> None:
     from hf_helix.runtime.distributed.agreement import all_gather_object
 
     torch.set_num_threads(1)
-    found: dict[str, list[Any]] = {}
+    seconds_of_ranks: dict[str, list[Any]] = {}
     parameters = 0
     for _ in range(options.repeats):
         for name, (helix, steps) in LAYOUTS.items():
             trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
             parameters = parameters or sum(p.numel() for p in trainer.model.parameters())
             trainer.train()
-            found.setdefault(f"save, {name}", []).append(all_gather_object(costs["save"]))
+            seconds_of_ranks.setdefault(f"save, {name}", []).append(all_gather_object(costs["save"]))
             for source in {name, name if helix is None else SAVED_BY}:
                 trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
                 trainer.args.max_steps = 2
                 trainer.args.save_strategy = "no"
                 trainer.train(resume_from_checkpoint=f"{options.folder}/{source}/checkpoint-1")
-                found.setdefault(f"resume, {name}, saved by {source}", []).append(all_gather_object(costs["resume"]))
+                seconds_of_ranks.setdefault(f"resume, {name}, saved by {source}", []).append(
+                    all_gather_object(costs["resume"])
+                )
     if dist.get_rank() == 0:
         sizes = {name: size_of(Path(options.folder, name, "checkpoint-1")) for name in LAYOUTS}
-        text = describe(found, sizes, parameters)
+        text = describe(seconds_of_ranks, sizes, parameters)
         print(text, flush=True)
         if options.markdown:
             options.markdown.write_text(markdown(text))
@@ -168,14 +170,14 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def describe(found: dict[str, list[Any]], sizes: dict[str, int], parameters: int) -> str:
+def describe(seconds_of_ranks: dict[str, list[Any]], sizes: dict[str, int], parameters: int) -> str:
     """The table: medians of the slowest rank's seconds, with all of them; the highest peak of each rank."""
     lines = [
         f"{parameters / 1e6:.1f} M parameters in fp32, {4 * parameters / 1e6:.0f} MB, with AdamW's states "
         f"{12 * parameters / 1e6:.0f} MB; on the disk {', '.join(f'{n}: {s / 1e6:.0f} MB' for n, s in sizes.items())}",
         f"  {'':<66}{'s':>7}   of                 peak MB above, by rank",
     ]
-    for name, runs in sorted(found.items(), key=lambda item: item[0].startswith("resume")):
+    for name, runs in sorted(seconds_of_ranks.items(), key=lambda item: item[0].startswith("resume")):
         seconds = [max(cost[0] for cost in ranks) for ranks in runs]
         peaks = [max(ranks[rank][1] for ranks in runs) for rank in range(2)]
         every = " ".join(f"{value:.2f}" for value in seconds)

@@ -65,7 +65,7 @@ def alternate(a: Callable[[], None], b: Callable[[], None], repeats: int, device
     """Seconds of each, in turn; medians of the fastest rank."""
     times: list[list[float]] = [[], []]
     for _ in range(repeats + 2):
-        for work, found in zip((a, b), times, strict=True):
+        for work, seconds in zip((a, b), times, strict=True):
             dist.barrier()
             start = time.perf_counter()
             work()
@@ -73,8 +73,8 @@ def alternate(a: Callable[[], None], b: Callable[[], None], repeats: int, device
                 torch.cuda.synchronize(device)
             mine = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
             dist.all_reduce(mine, op=dist.ReduceOp.MIN)
-            found.append(mine.item())
-    return [statistics.median(found[2:]) for found in times]
+            seconds.append(mine.item())
+    return [statistics.median(seconds[2:]) for seconds in times]
 
 
 if __name__ == "__main__":

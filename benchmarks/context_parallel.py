@@ -172,9 +172,9 @@ class Bench:
         """Mbit/s at which communication takes as long as computation."""
         from hf_helix.tuning.measure.overlap import measure_overlap
 
-        found = measure_overlap({"": self.runners[()]}, self.window(length), 1)[""]
+        overlap = measure_overlap({"": self.runners[()]}, self.window(length), 1)[""]
         sums = sum(parameter.nbytes for parameter in self.runners[()].stage.placements)  # all-reduce of two ranks
-        return round(8 * (found.bytes_moved + sums) / found.computation / 1e6)
+        return round(8 * (overlap.bytes_moved + sums) / overlap.computation / 1e6)
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
@@ -195,7 +195,7 @@ class Bench:
             runners[name] = plan_runners(self.runners[without], [rule], known, len(window))[rule]
             predicted[name] = predict_window(runners[name], known, len(window))
         overlaps = measure_overlap(runners, window, self.options.repeats)
-        rows = {name: dataclasses.asdict(found) for name, found in overlaps.items()}
+        rows = {name: dataclasses.asdict(overlap) for name, overlap in overlaps.items()}
         return {"length": length, "rate": rate, "rows": rows, "predicted": predicted}
 
 

@@ -49,10 +49,10 @@ def main() -> None:
     ratios, times = [], {name: [] for name in runs}
     for number in range(options.rounds + 2):
         order = list(runs) if number % 2 else list(reversed(list(runs)))
-        found = {name: runs[name].time() for name in order}
+        seconds_of_ways = {name: runs[name].time() for name in order}
         if number >= 2:
-            ratios.append(found[DERIVED] / found[DECLARED])
-            for name, seconds in found.items():
+            ratios.append(seconds_of_ways[DERIVED] / seconds_of_ways[DECLARED])
+            for name, seconds in seconds_of_ways.items():
                 times[name].append(seconds)
     gradients = [dict(run.gradients()) for run in runs.values()]
     same = all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])

@@ -7,9 +7,12 @@ communication alone are timed in one run, in turn; medians, the slower rank coun
 alone, and `of bound` is the part of it that a plan reaches: what scheduling is worth, apart from what TCP costs the
 cores. A step is forward, backward and gradient sums of a window, without the optimizer. With `--dp_size 2`, two such
 pairs train on micro-batches of their own, and sum their gradients over their links; on two cores, each has two ranks.
+With `--tp_size 1 --dp_size 2`, two ranks have copies of the model, whole or sharded (`--shard`). Stock DDP and FSDP
+cannot be timed on this link, since only collectives of hf_helix wait for it; see `sharded_parameters.py` for these.
 
     python benchmarks/emulated_link.py --links even 150mbit --microbatches 16
     python benchmarks/emulated_link.py --links even --microbatches 8 --dp_size 2
+    python benchmarks/emulated_link.py --links 500mbit --tp_size 1 --dp_size 2 --shard parameters
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["even"], help="as of HelixConfig(link=...)")
     parser.add_argument("--plans", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--dp_size", type=int, default=1, help="copies of the two ranks")
+    parser.add_argument("--tp_size", type=int, default=2, help="ranks that share every layer")
+    parser.add_argument("--dp_size", type=int, default=1, help="copies of these ranks")
+    shards = "what copies spread over each other, as shard_optimizer or shard_parameters do"
+    parser.add_argument("--shard", choices=("optimizer", "parameters"), help=shards)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
@@ -41,7 +47,7 @@ def main() -> None:
     parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        shaped_link.launch_here(2 * options.dp_size)
+        shaped_link.launch_here(options.tp_size * options.dp_size)
     options.rank = int(os.environ["RANK"])
     work(options)
 
@@ -72,7 +78,9 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     from hf_helix.tuning.measure.even_link import even_out
     from hf_helix.tuning.measure.profiler import measure_profile
 
-    made = Workload(shaped_link.llama(options), HelixConfig(tp_size=2, link=link), torch.device("cpu"))
+    shards = {f"shard_{options.shard}": True} if options.shard else {}
+    config = HelixConfig(tp_size=options.tp_size, link=link, **shards)
+    made = Workload(shaped_link.llama(options), config, torch.device("cpu"))
     window = made.window(options.microbatches, options.batch, options.sequence)
     assert made.mesh.link is not None
     if made.mesh.link.rate is None:
@@ -80,10 +88,10 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     profile = measure_profile(made.runner, window[:4], made.about)
     if options.profile and options.rank == 0:
         save_profile(profile, options.profile.format(link=link))
-    found = compare(made.runner, window, options.plans, profile, options.repeats)
+    comparison = compare(made.runner, window, options.plans, profile, options.repeats)
     predicted = {
         rule: predict_window(made.runner.with_plan(plan), profile, options.microbatches)
-        for rule, plan in found.plans.items()
+        for rule, plan in comparison.plans.items()
     }
     rows = {
         rule: {
@@ -92,11 +100,11 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
             "of_bound": overlap.bound / overlap.step,
             "hidden": overlap.hidden_fraction,
             "overlapped": overlap.overlapped_fraction,
-            "bare": found.bare[rule],
+            "bare": comparison.bare[rule],
         }
-        for rule, overlap in found.overlaps.items()
+        for rule, overlap in comparison.overlaps.items()
     }
-    one = found.overlaps["sequential"]
+    one = comparison.overlaps["sequential"]
     return {
         "link": str(made.mesh.link),
         "microbatches": options.microbatches,

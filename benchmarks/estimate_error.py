@@ -54,10 +54,10 @@ def work(rank: int, options: argparse.Namespace) -> None:
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
-        found = measure_cluster(torch.device("cpu"), options.link)
-        cluster = parse_cluster(found, "this machine")
+        data = measure_cluster(torch.device("cpu"), options.link)
+        cluster = parse_cluster(data, "this machine")
         if rank == 0 and options.output:
-            options.output.write_text(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120))
+            options.output.write_text(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120))
     for tp_size in options.tp_sizes:
         for length in options.lengths:
             measured, estimated = compare(options, tp_size, length, cluster)

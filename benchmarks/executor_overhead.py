@@ -292,17 +292,17 @@ def run_round(cases: dict[str, Case], windows: int) -> dict[str, float]:
 
 
 def summarise(rounds: list[dict[str, float]], cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Any]:
-    found = {}
+    rows = {}
     for name, case in cases.items():
         micros = [each[name] for each in rounds]
-        found[name] = {
+        rows[name] = {
             "operators": case.num_operators,
             "median": statistics.median(micros),
             "min": min(micros),
             "max": max(micros),
         }
     return {
-        "microseconds": found,
+        "microseconds": rows,
         "real_difference": statistics.median(each[REAL] - each[DIRECT] for each in rounds),
         "communication": {
             name: statistics.median(_per_communication(each, cases, name) for each in rounds) for name in ("", TRACED)
@@ -320,14 +320,14 @@ def _per_communication(round_: dict[str, float], cases: dict[str, Case], traced:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    options, found = result["options"], result["microseconds"]
+    options, rows = result["options"], result["microseconds"]
     print(
         f"Llama, {options['layers']} layers, {options['micro_batches']} micro-batches, plan {options['plan']}; "
         f"{options['rounds']} rounds of {options['windows']} windows of each case, in turn\n"
     )
     print(f"| {'case':<43} | operators | us per operator |   min |   max |")
     print(f"|{'-' * 45}|{'-' * 10}:|{'-' * 16}:|{'-' * 6}:|{'-' * 6}:|")
-    for name, row in found.items():
+    for name, row in rows.items():
         print(
             f"| {name:<43} | {row['operators']:>9} | {row['median']:>15.1f} | {row['min']:>5.1f} | {row['max']:>5.1f} |"
         )
@@ -337,7 +337,7 @@ def print_result(result: dict[str, Any]) -> None:
         f"one communication, with hand-over to its thread and waiting for it: {communication['']:.1f} us, "
         f"traced {communication[TRACED]:.1f} us"
     )
-    worst = max(row["median"] for name, row in found.items() if name.startswith(IDLE))
+    worst = max(row["median"] for name, row in rows.items() if name.startswith(IDLE))
     verdict = "met" if worst < TARGET else "missed"
     print(f"target: below {TARGET:.0f} us per operator on average, {verdict} (worst idle case {worst:.1f} us)\n")
     for name, value in result["environment"].items():

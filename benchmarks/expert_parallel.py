@@ -96,7 +96,7 @@ def measure(shared: Any, whole: Any, options: argparse.Namespace, rate: int) -> 
     runners = plan_runners(shared.runner, list(PLANS), profile, options.microbatches)
     predicted = {rule: predict_window(runner, profile, len(window)) for rule, runner in runners.items()}
     overlaps = measure_overlap({**runners, "dp": whole.runner}, window, options.repeats)
-    return {"plans": {name: dataclasses.asdict(found) for name, found in overlaps.items()}, "predicted": predicted}
+    return {"plans": {name: dataclasses.asdict(overlap) for name, overlap in overlaps.items()}, "predicted": predicted}
 
 
 def describe(result: dict[str, Any], options: argparse.Namespace) -> str:

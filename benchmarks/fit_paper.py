@@ -4,10 +4,10 @@
 
 Constants are factors on what the file says of products, attention, links of a socket, between the sockets of a node
 and between nodes; and how much computation and communication, and both kinds of communication, slow each other down.
-The most probable ones are found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of the
-file's rates 20 %, but between sockets, of which the paper says nothing, a factor of two, and of contention 0.15 around
-the 1.25 that section 6.3.3 of the paper reports. A800 and H100 are not fitted: they have two rows of the Megatron
-column, and none.
+The most probable ones are found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of
+rates 20 % around those that were assumed before anything was fitted (`ASSUMED`), but between sockets, of which the
+paper says nothing, a factor of two, and of contention 0.15 around the 1.25 that section 6.3.3 of the paper reports.
+A800 and H100 are not fitted: they have two rows of the Megatron column, and none.
 
 Speeds change smoothly with the rates, so these are found by Gauss-Newton steps. Gains jump with the plan that is found;
 each contention goes up and down in turn, in steps that become smaller. The two are fitted in turn.
@@ -37,7 +37,12 @@ CONTENTION = {
     "beside communication": ((Kind.INTRA_NODE, Kind.INTER_NODE),),
 }
 REPORTED, SPREAD = 1.25, 0.15
+LEAST, MOST = 1.0, 2.0
+"""Bounds of contention: nothing is faster beside something else; two that share all they need take twice as long."""
 SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
+ASSUMED = {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9}
+"""Efficiencies at the largest size before the fit: of long products and sequences, as `paper_rows` has them, and of
+links. The file holds what was fitted last, so a fit must not start from there again."""
 SPREADS = {"node": math.log(2)}
 """Errors of rates that are less certain: of the sockets of a node the paper says nothing."""
 STEP = 0.05
@@ -71,6 +76,19 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
     )
 
 
+def efficiencies(cluster: Cluster) -> Constants:
+    """Returns the efficiencies of a cluster at the largest size, by the names of the constants."""
+    assert cluster.island is not None, "the nodes of this cluster have sockets"
+    curves = {
+        "matmul": cluster.device.matmul["bf16"],
+        "attention": cluster.device.attention["bf16"],
+        "island": cluster.island.link.efficiency,
+        "node": cluster.node.efficiency,
+        "network": cluster.network.efficiency,
+    }
+    return {name: curve.points[-1][1] for name, curve in curves.items()}
+
+
 def _scaled(curve: Curve, factor: float) -> Curve:
     return Curve(tuple((size, share * factor) for size, share in curve.points))
 
@@ -99,7 +117,10 @@ class Fit:
         runs = self.with_constants(constants)
         rows = (*FIGURE_11, *FIGURE_12)
         errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) / SPEED_ERROR for row in rows]
-        return errors + [math.log(constants[name]) / SPREADS.get(name, RATE_ERROR) for name in RATES]
+        known = efficiencies(self.cluster)
+        return errors + [
+            math.log(constants[name] * known[name] / ASSUMED[name]) / SPREADS.get(name, RATE_ERROR) for name in RATES
+        ]
 
     def steps(self, constants: Constants) -> float:
         """Returns the error of figure 15 (a), with that of contention."""
@@ -121,31 +142,30 @@ def gauss_newton(
         errors: of constants.
         rounds: steps; fewer once a step gains nothing.
     """
-    best, found = dict(start), np.array(errors(start))
+    best, residuals = dict(start), np.array(errors(start))
     for _ in range(rounds):
         nearby = [errors(best | {name: best[name] * math.exp(STEP)}) for name in names]
-        slopes = (np.array(nearby) - found).T / STEP
-        step = np.linalg.lstsq(slopes, -found, rcond=None)[0]
+        slopes = (np.array(nearby) - residuals).T / STEP
+        step = np.linalg.lstsq(slopes, -residuals, rcond=None)[0]
         tried = best | {name: best[name] * math.exp(each) for name, each in zip(names, step, strict=True)}
         seen = np.array(errors(tried))
-        if seen @ seen > (1 - LEAST_GAIN) * (found @ found):
+        if seen @ seen > (1 - LEAST_GAIN) * (residuals @ residuals):
             break
-        best, found = tried, seen
-        print(f"  error {found @ found:7.2f}: {_text(best)}", flush=True)
+        best, residuals = tried, seen
+        print(f"  error {residuals @ residuals:7.2f}: {_text(best)}", flush=True)
     return best
 
 
 def descend(
-    start: Constants, names: Sequence[str], error: Callable[[Constants], float], steps: Sequence[float], floor: float
+    start: Constants, names: Sequence[str], error: Callable[[Constants], float], steps: Sequence[float]
 ) -> Constants:
-    """Returns the constants at which the error is least, found by changing one after the other.
+    """Returns the contention at which the error is least, found by changing one after the other.
 
     Args:
         start: all constants.
         names: those that change.
         error: of constants.
         steps: by how much they change, the largest first; each as long as it helps.
-        floor: that none goes below.
     """
 
     @cache
@@ -157,7 +177,7 @@ def descend(
         moved = True
         while moved:
             tried = [
-                (*best[:place], max(floor, round(best[place] + way, 6)), *best[place + 1 :])
+                (*best[:place], min(MOST, max(LEAST, round(best[place] + way, 6))), *best[place + 1 :])
                 for place in range(len(names))
                 for way in (step, -step)
             ]
@@ -184,7 +204,7 @@ def main() -> None:
         print("rates, on the Megatron column", flush=True)
         constants = gauss_newton(constants, RATES, fit.speeds, options.steps)
         print("contention, on figure 15 (a)", flush=True)
-        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05), 1.0)
+        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05))
     error = sum(each**2 for each in fit.speeds(constants)) + fit.steps(constants)
     print(f"{_text(constants)}: error {error:.2f}, after {time.time() - start:.0f} s")
 

@@ -73,16 +73,16 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
         assert isinstance(holding.plan, PriorityPlan)
         held = holding.plan.priorities.held_units
         plain = holding.with_plan(replace(holding.plan, priorities=replace(holding.plan.priorities, held_units=None)))
-        found = timed(holding, plain, window, options.repeats)
+        times = timed(holding, plain, window, options.repeats)
         bare_time = {"beside": exposed_time(plain, window, options.repeats)}
         bare_time["held back"] = exposed_time(holding, window, options.repeats)
         lines.append(f"{layout}, {options.link}, {count} micro-batches, {held} units hold weight gradients back:")
-        bare = {"behind": found["none"], "beside": found["none"], "held back": found["none, held back"]}
+        bare = {"behind": times["none"], "beside": times["none"], "held back": times["none, held back"]}
         for name, seconds in bare.items():
-            more = found[name] - seconds
-            line = f"  {name:<10} {found[name]:8.3f} s, {more:7.3f} s more than without sums ({more / found[name]:.1%})"
+            more = times[name] - seconds
+            line = f"  {name:<10} {times[name]:8.3f} s, {more:7.3f} s more than without sums ({more / times[name]:.1%})"
             if name in bare_time:
-                line += f", {bare_time[name]:.3f} s of sums beside nothing ({bare_time[name] / found[name]:.1%})"
+                line += f", {bare_time[name]:.3f} s of sums beside nothing ({bare_time[name] / times[name]:.1%})"
             lines.append(line)
     return lines
 
@@ -93,11 +93,11 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.measure.overlap import trace_window
 
-    found, sums = [], Kind.GRADIENTS.value
+    seconds, sums = [], Kind.GRADIENTS.value
     for _ in range(repeats):
         trace = trace_window(runner, window, complete=True)
-        found.append(max(all_gather_object(trace.busy(False, sums) - trace.beside(sums))))
-    return statistics.median(found)
+        seconds.append(max(all_gather_object(trace.busy(False, sums) - trace.beside(sums))))
+    return statistics.median(seconds)
 
 
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
@@ -117,7 +117,7 @@ def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, floa
         "held back": functools.partial(holding.train_window, window),
     }
     times = time_in_turn(list(works.values()), plain, repeats)
-    return {name: statistics.median(found) for name, found in zip(works, times, strict=True)}
+    return {name: statistics.median(seconds) for name, seconds in zip(works, times, strict=True)}
 
 
 if __name__ == "__main__":

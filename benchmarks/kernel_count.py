@@ -75,13 +75,13 @@ class Kernels(TorchDispatchMode):
     """Counts kernels while it is entered.
 
     Attributes:
-        found: how many of each call, by what was running: `found["F.attn.norm"]["aten.mul"]`.
+        counted: how many of each call, by what was running: `counted["F.attn.norm"]["aten.mul"]`.
         running: what they are counted for; nothing is counted while it is None.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, Counter[str]] = {}
+        self.counted: dict[str, Counter[str]] = {}
         self.running: str | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +92,7 @@ class Kernels(TorchDispatchMode):
     def note(self, name: str, count: int = 1) -> None:
         """Count kernels for what is running."""
         if self.running is not None:
-            self.found.setdefault(self.running, Counter())[name] += count
+            self.counted.setdefault(self.running, Counter())[name] += count
 
     @contextmanager
     def run(self, label: str | None) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Kernels(TorchDispatchMode):
 
     def totals(self) -> dict[str, int]:
         """Kernels by what was running, in order."""
-        return {label: sum(calls.values()) for label, calls in self.found.items()}
+        return {label: sum(calls.values()) for label, calls in self.counted.items()}
 
     def total(self, prefix: str = "") -> int:
         """Of everything whose label starts so: `F.`, `B.`, or all."""
@@ -141,8 +141,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         ctx.kernels.note(ctx.name, ctx.count)
         with ctx.kernels.run(None):
-            found = iter(torch.autograd.grad(ctx.made, [v for v in ctx.leaves if isinstance(v, Tensor)], gradient))
-        return None, None, None, *(next(found) if isinstance(value, Tensor) else None for value in ctx.leaves)
+            gradients = iter(torch.autograd.grad(ctx.made, [v for v in ctx.leaves if isinstance(v, Tensor)], gradient))
+        return None, None, None, *(next(gradients) if isinstance(value, Tensor) else None for value in ctx.leaves)
 
 
 @contextmanager
@@ -162,8 +162,8 @@ def fused_norms(kernels: Kernels) -> Iterator[None]:
         kernels.note(name, backward)
         with kernels.run(None):
             normed, given = value * scale, gradient * weight
-            found = scale * (given - normed * (given * normed).mean(-1, keepdim=True))
-            return found, (gradient * normed).flatten(0, -2).sum(0) if trained else None
+            of_value = scale * (given - normed * (given * normed).mean(-1, keepdim=True))
+            return of_value, (gradient * normed).flatten(0, -2).sum(0) if trained else None
 
     with _replaced(explicit, "fused_rms_norm", norm), _replaced(explicit, "fused_rms_norm_backward", differentiate):
         yield
@@ -258,7 +258,7 @@ def count_layer(
     with _compiled_as_counted(kernels):
         runner, window = _runner(model, tp_size, autocast_dtype, kernels, compiles)
         runner.train_window(window)
-    kernels.found.clear()
+    kernels.counted.clear()
     with (
         kernels,
         _AsOnCuda(kernels),
@@ -364,7 +364,7 @@ def main() -> None:
     kernels = count_layer(model, options.tp_size, PRECISIONS[options.precision], options.compile)
     print(f"kernels of a layer of {type(model).__name__}, tp_size={options.tp_size}, {options.precision}\n")
     for label, count in kernels.totals().items():
-        calls = ", ".join(f"{name} {number}" for name, number in kernels.found[label].items())
+        calls = ", ".join(f"{name} {number}" for name, number in kernels.counted[label].items())
         print(f"  {label:<28} {count:>3}{f'   {calls}' if options.calls else ''}")
     forward, backward = kernels.total("F."), kernels.total("B.")
     print(f"\nforward {forward}, backward {backward}, together {forward + backward}", end="")

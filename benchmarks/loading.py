@@ -64,20 +64,20 @@ def run(options: argparse.Namespace) -> int:
     given = list(sys.argv)
     with tempfile.TemporaryDirectory() as folder:
         largest = write_checkpoint(options, folder)
-        found = {}
+        costs = {}
         for way in options.ways:
             sys.argv = [*given, "--way", way, "--folder", folder]
             code = pipeline_memory.launch(argparse.Namespace(pp=options.tp * options.pp, timeout=options.timeout))
             if code:
                 return code
-            found[way] = json.loads(Path(folder, f"{way}.json").read_text())
+            costs[way] = json.loads(Path(folder, f"{way}.json").read_text())
         stored = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    text = describe(found, stored, largest, options)
+    text = describe(costs, stored, largest, options)
     print(text)
     if options.markdown:
         options.markdown.write_text(markdown(text, given))
     if options.json:
-        options.json.write_text(json.dumps({"stored": stored, "largest": largest, **found}))
+        options.json.write_text(json.dumps({"stored": stored, "largest": largest, **costs}))
     return 0
 
 
@@ -183,14 +183,14 @@ def status() -> dict[str, int]:
 # -- the table ---------------------------------------------------------------------------------------------------
 
 
-def describe(found: dict[str, Any], stored: int, largest: int, options: argparse.Namespace) -> str:
+def describe(costs: dict[str, Any], stored: int, largest: int, options: argparse.Namespace) -> str:
     shape = f"{options.layers} layers, hidden {options.hidden}, vocabulary {options.vocabulary}"
     lines = [
         f"tp={options.tp} pp={options.pp}: a Llama of {megabytes(stored)} MB in fp32 ({shape}), "
         f"largest tensor {megabytes(largest)} MB",
         f"  {'':8}{'held':^24}{'anonymous, peak':^24}{'resident, peak':^24}{'seconds':>8}{'CPU':>8}",
     ]
-    for way, ranks in found.items():
+    for way, ranks in costs.items():
         columns = (" ".join(megabytes(rank[name]) for rank in ranks) for name in ("held", "anonymous", "resident"))
         cells = "".join(f"{column:^24}" for column in columns)
         times = "".join(f"{max(rank[name] for rank in ranks):8.1f}" for name in ("seconds", "cpu"))

@@ -276,10 +276,10 @@ def _slow_pairs(layout: Layout, times: Mapping[Name, float], contention: float) 
 
 def totals(profile: Profile) -> dict[Kind, float]:
     """C, L and X: seconds of one layer, forward and backward."""
-    found = dict.fromkeys(KINDS, 0.0)
+    seconds = dict.fromkeys(KINDS, 0.0)
     for name, op in named_operators(profile.layout):
-        found[op.kind] += profile.times[name]
-    return found
+        seconds[op.kind] += profile.times[name]
+    return seconds
 
 
 # --- Steady state ---
@@ -307,17 +307,17 @@ class Result:
 def judge(row: Row, contention: float = 1.0, memory: bool = False, rules: Sequence[str] = RULES) -> Result:
     """Plan a row with every rule, and measure the plans on paper."""
     profile = row_profile(row, 3, contention, memory)
-    found, planning = {}, {}
+    steps, planning = {}, {}
     for rule in rules:
         start = time.process_time()
         chain, schedule = fused(profile, 40)
         plan = make_plan(rule, chain, model="layer", mesh={}, schedule=schedule)
         planning[rule] = time.process_time() - start
-        found[rule] = 1e3 * steady_seconds(plan, profile)
+        steps[rule] = 1e3 * steady_seconds(plan, profile)
     loads = totals(profile)
     least = 1e3 * lower_bound(profile)
     slowed = 1e3 * slowed_load([loads[kind] for kind in KINDS], contention)
-    return Result(row, tuple(1e3 * loads[kind] for kind in KINDS), least, max(least, slowed), found, planning)
+    return Result(row, tuple(1e3 * loads[kind] for kind in KINDS), least, max(least, slowed), steps, planning)
 
 
 def fused(profile: Profile, layers: int) -> tuple[Profile, Schedule]:

@@ -156,8 +156,8 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
         for name, runner in runners.items():
             times[name].append(timed(runner, batches[id(runner.stage)]))
     steps = {
-        name: statistics.median(map(max, zip(*all_gather_object(found[1:]), strict=True)))
-        for name, found in times.items()
+        name: statistics.median(map(max, zip(*all_gather_object(seconds[1:]), strict=True)))
+        for name, seconds in times.items()
     }
     rows = {}
     for name, runner in runners.items():
@@ -213,13 +213,15 @@ def bubble(runner: Any, window: Any) -> float:
     return 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe(comparison: dict[str, Any]) -> str:
     """A table for people."""
-    place = f", {found['rate']} Mbit/s between {found['across']} neighbours" if found["rate"] else ""
-    base = found["rows"]["1f1b"]["step"]
-    lines = [f"pp={found['pp']} tp={found['tp']} dp={found['dp']}, M={found['microbatches']}{place}"]
+    place = f", {comparison['rate']} Mbit/s between {comparison['across']} neighbours" if comparison["rate"] else ""
+    base = comparison["rows"]["1f1b"]["step"]
+    lines = [
+        f"pp={comparison['pp']} tp={comparison['tp']} dp={comparison['dp']}, M={comparison['microbatches']}{place}"
+    ]
     lines.append(f"  {'schedule':<12}{'step s':>9}{'predicted':>11}{'speed-up':>10}{'idle':>7}  peak MB by rank, plan")
-    for name, row in found["rows"].items():
+    for name, row in comparison["rows"].items():
         predicted = f"{row['predicted']:.2f}" if "predicted" in row else "-"
         peak = " ".join(f"{size / 1e6:.1f}" for size in row["peak"])
         lines.append(

@@ -150,10 +150,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
     windows = {id(made.runner.stage): made.window(*shape) for made in (linear, folded)}
     window = windows[id(folded.runner.stage)]
     profile = measure_profile(folded.runner, window)
-    found = plan_runners(folded.runner, PLANS, profile, options.microbatches)
-    runners = {BASE: linear.runner, **{f"w, {plan}": runner for plan, runner in found.items()}}
+    planned = plan_runners(folded.runner, PLANS, profile, options.microbatches)
+    runners = {BASE: linear.runner, **{f"w, {plan}": runner for plan, runner in planned.items()}}
     dualpipe_v = Scheduler("dualpipe_v", options.pp)
-    runners["dualpipe_v, greedy"] = folded.runner.with_plan(found["greedy"].plan, dualpipe_v)
+    runners["dualpipe_v, greedy"] = folded.runner.with_plan(planned["greedy"].plan, dualpipe_v)
     if not options.without_auto:
         schedules = functools.partial(candidates, "auto")
         chosen, _ = tune(

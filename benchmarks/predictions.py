@@ -215,14 +215,14 @@ def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> No
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, dict[str, Any]]:
     """Returns what a cluster file of this machine holds, by link; each link is measured over itself. Collective."""
     if options.cluster:
-        found = yaml.safe_load(Path(options.cluster).read_text())
-        if found.get("devices_per_node") != ranks:
+        data = yaml.safe_load(Path(options.cluster).read_text())
+        if data.get("devices_per_node") != ranks:
             sys.exit(f"--cluster {options.cluster}: must be measured with {ranks} processes on one node")
     else:
-        found = measure_cluster(CPU)
+        data = measure_cluster(CPU)
     files = {}
     for link in options.links:
-        files[link] = dict(found)
+        files[link] = dict(data)
         measure_links(files[link], build_mesh(ranks, CPU, link=link), quiet)
     return {link: all_gather_object(file)[0] for link, file in files.items()}
 
@@ -267,14 +267,14 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         amounts = OnPaper(shape, cluster).amounts(case)
         units = layout_of(amounts, case)
         profile = estimate_profile(amounts, units, case.sizes, cluster, case.dtype)
-        for plan, found in plan_runners(runner, options.plans, profile, case.microbatches).items():
+        for plan, planned in plan_runners(runner, options.plans, profile, case.microbatches).items():
             step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
             assert step.drawn is not None
             ran = [made for made in step.drawn[0] if made.operator is not None]
             programs = [[made for made in ran if units.rank_of(made.unit) == rank] for rank in range(units.num_ranks)]
             peaks = [peak_of_program(amounts, runner.layout, program).total for program in programs]
             steps[speed, plan] = step, max(peaks)
-            runners[speed, plan] = found
+            runners[speed, plan] = planned
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
     for _, speed in itertools.product(range(options.repeats), clusters):
         link.rate = parse_link(speed).rate
@@ -285,8 +285,8 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
     for (speed, plan), (step, memory) in steps.items():
         link.rate = parse_link(speed).rate
         counted = max(all_gather_object(peak_bytes(runners[speed, plan], window)))
-        found, median = times[speed, plan], statistics.median(times[speed, plan])
-        spread = (max(found) - min(found)) / median
+        every, median = times[speed, plan], statistics.median(times[speed, plan])
+        spread = (max(every) - min(every)) / median
         about = layout.sizes.devices, layout.model, name, recompute, speed, plan
         rows.append(Row(*about, step.window + step.sums, median, spread, memory, counted))
     return rows
@@ -300,8 +300,8 @@ def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:
         runner.executor.streams.synchronize()
     forget_gradients(runner)
     mine = [max(map(sum, move.rows)) for move in recorder.moved if move.rows]  # of what goes out and what comes back
-    found = list(zip(*all_gather_object(mine), strict=True))
-    return sum(map(max, found)) / sum(map(statistics.fmean, found)) if found else 1.0
+    loads = list(zip(*all_gather_object(mine), strict=True))
+    return sum(map(max, loads)) / sum(map(statistics.fmean, loads)) if loads else 1.0
 
 
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
@@ -314,9 +314,9 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 def line(row: Row) -> str:
     """Returns a row as a line of a table."""
-    found = f"| {row.layout} | {row.recompute} | {row.link} | {row.plan} | {row.predicted:.3f} | {row.measured:.3f} "
-    found += f"| {row.ratio:.2f} | {row.spread:.0%} | {row.memory / 1e6:.2f} | {row.counted / 1e6:.2f} "
-    return found + f"| {row.memory / row.counted:.3f} |"
+    text = f"| {row.layout} | {row.recompute} | {row.link} | {row.plan} | {row.predicted:.3f} | {row.measured:.3f} "
+    text += f"| {row.ratio:.2f} | {row.spread:.0%} | {row.memory / 1e6:.2f} | {row.counted / 1e6:.2f} "
+    return text + f"| {row.memory / row.counted:.3f} |"
 
 
 def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> str:
@@ -351,20 +351,20 @@ def summary(rows: Sequence[Row]) -> list[str]:
     memory = {model: [abs(row.memory / row.counted - 1) for row in rows if row.model == model] for model in MODELS}
     apart = list(pairs(rows))
     wrong = [(a, b) for a, b in apart if (a.measured < b.measured) != (a.predicted < b.predicted)]
-    found = [
+    lines = [
         f"- Step times: mean absolute error {statistics.fmean(errors):.1%}, {sum(e <= APART for e in errors)} of "
         f"{len(rows)} within {APART:.0%}, the worst {worst.ratio - 1:+.1%} ({worst.layout}, "
         f"recompute={worst.recompute}, {worst.link}, {worst.plan}).",
         "- Memory: largest error "
-        + ", ".join(f"{max(found):.1%} ({model})" for model, found in memory.items() if found)
+        + ", ".join(f"{max(errors):.1%} ({model})" for model, errors in memory.items() if errors)
         + "; with experts, routers load every layer differently.",
         f"- Order: {len(apart) - len(wrong)} of {len(apart)} pairs of layouts that differ by more than {APART:.0%} are "
         "predicted in the right order.",
     ]
     for first, second in wrong:
         names = [f"{row.layout} (recompute={row.recompute})" for row in (first, second)]
-        found.append(f"  - wrong: {names[0]} and {names[1]} at {first.link}, {first.plan}")
-    return found
+        lines.append(f"  - wrong: {names[0]} and {names[1]} at {first.link}, {first.plan}")
+    return lines
 
 
 if __name__ == "__main__":

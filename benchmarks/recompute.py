@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         runners[mode] = plan_runners(runner, options.plans, measure_profile(runner, window), options.microbatches)
         overlaps[mode] = measure_overlap(runners[mode], window, max(1, options.repeats // 2))
         peaks[mode] = {plan: max(all_gather_object(peak_bytes(made, window))) for plan, made in runners[mode].items()}
-    every = {f"{mode} {plan}": runner for mode, found in runners.items() for plan, runner in found.items()}
+    every = {f"{mode} {plan}": runner for mode, by_plan in runners.items() for plan, runner in by_plan.items()}
     steps = time_steps(every, window, options.repeats)
     return {
         mode: {
@@ -136,14 +136,14 @@ def describe(result: dict[str, Any], options: argparse.Namespace) -> str:
     ]
     for mode, plans in result.items():
         base = plans[options.plans[0]]["step"]
-        for plan, found in plans.items():
+        for plan, row in plans.items():
             none = result[MODES[0]][plan]
-            hidden = 1 - (found["step"] - found["computation"]) / found["communication"]
+            hidden = 1 - (row["step"] - row["computation"]) / row["communication"]
             lines.append(
-                f"{mode:<10} {plan:<12} {found['step']:8.2f} {found['step'] / none['step']:7.2f}x "
-                f"{base / found['step']:8.2f}x {found['peak'] / 1e6:8.1f} {found['peak'] / none['peak']:8.0%} "
-                f"{found['computation']:10.2f} {found['communication']:8.2f} {hidden:7.0%} "
-                f"{found['overlapped_fraction']:11.0%}"
+                f"{mode:<10} {plan:<12} {row['step']:8.2f} {row['step'] / none['step']:7.2f}x "
+                f"{base / row['step']:8.2f}x {row['peak'] / 1e6:8.1f} {row['peak'] / none['peak']:8.0%} "
+                f"{row['computation']:10.2f} {row['communication']:8.2f} {hidden:7.0%} "
+                f"{row['overlapped_fraction']:11.0%}"
             )
     return "\n".join(lines)
 

@@ -93,7 +93,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    found = []
+    costs_of_repeats = []
     for _ in range(options.repeats + 1):
         if dist.is_initialized():
             dist.barrier()
@@ -104,8 +104,8 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
         if dist.is_initialized():
             dist.barrier()
         costs = time.perf_counter() - start, checkpoint.peak() - before, handed_over() - written
-        found.append(all_gather_object(costs))
-    return found[1:]
+        costs_of_repeats.append(all_gather_object(costs))
+    return costs_of_repeats[1:]
 
 
 def handed_over() -> int:
@@ -114,10 +114,10 @@ def handed_over() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
 
-def describe(name: str, size: int, found: list[list[tuple[float, int, int]]]) -> str:
-    seconds = [max(cost[0] for cost in ranks) for ranks in found]
-    peaks = " ".join(f"{max(run[rank][1] for run in found) / 1e6:.0f}" for rank in range(len(found[0])))
-    written = " ".join(f"{found[-1][rank][2] / 1e6:.0f}" for rank in range(len(found[0])))
+def describe(name: str, size: int, costs: list[list[tuple[float, int, int]]]) -> str:
+    seconds = [max(cost[0] for cost in ranks) for ranks in costs]
+    peaks = " ".join(f"{max(run[rank][1] for run in costs) / 1e6:.0f}" for rank in range(len(costs[0])))
+    written = " ".join(f"{costs[-1][rank][2] / 1e6:.0f}" for rank in range(len(costs[0])))
     every = " ".join(f"{value:.2f}" for value in seconds)
     return (
         f"  {size / 1e6:.0f} MB, {name:<32} {statistics.median(seconds):6.2f} s of {every:<18} "

@@ -264,8 +264,8 @@ def work(options: argparse.Namespace) -> None:
     for rate in options.rates:
         shape(options.rank, rate)
         for count in options.microbatches:
-            found = bench.measure(rate, count)
-            results.append({"rate": rate, "microbatches": count, "tried": tried[count], **found})
+            figures = bench.measure(rate, count)
+            results.append({"rate": rate, "microbatches": count, "tried": tried[count], **figures})
             if options.rank == 0:
                 print("\n" + describe(results[-1]), flush=True)
                 save(options, results, "A shaped link", __doc__ or "", describe, sys.argv[1:-2])  # without --rank
@@ -302,7 +302,7 @@ class Bench:
         generator = torch.Generator().manual_seed(1)
         shape = (self.options.batch, self.options.sequence)
         ids = [torch.randint(0, 4096, shape, generator=generator) for _ in range(count)]
-        return [{"input_ids": found, "labels": found} for found in ids]
+        return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
 
     def window(self, count: int) -> list[Any]:
         """The same, as our runners take them."""
@@ -364,16 +364,16 @@ def describe(result: dict[str, Any]) -> str:
     base, best = plans["sequential"], plans[result["auto"]]
     compute, moved = base["computation"], base["communication"]
     bound = max(compute, moved)
-    losses = ", ".join(f"{name} {found['loss']:.4f}" for name, found in tried.items())
-    sent = ", ".join(f"{name} {found['sent']:.0f}" for name, found in tried.items())
+    losses = ", ".join(f"{name} {row['loss']:.4f}" for name, row in tried.items())
+    sent = ", ".join(f"{name} {row['sent']:.0f}" for name, row in tried.items())
     lines = [
         f"{result['rate']} Mbit/s, M={result['microbatches']}: computation {compute:.2f} s, "
         f"communication {moved:.2f} s, one after the other {compute + moved:.2f} s, bound {bound:.2f} s",
         f"mean loss: {losses}; MiB that a rank sends in a step: {sent}",
         f"  {'':<20} {'step s':>8} {'predicted':>9} {'speed-up':>9} {'of bound':>9} {'hidden':>7} {'overlapped':>11}",
     ]
-    for name, found in others.items():
-        step = found["step"]
+    for name, row in others.items():
+        step = row["step"]
         lines.append(f"  {name:<20} {step:8.2f} {'-':>9} {base['step'] / step:8.2f}x {'-':>9} {'-':>7} {'-':>11}")
     rows = {**{rule: rule for rule in plans}, f"auto ({result['auto']})": result["auto"]}
     for name, rule in rows.items():
@@ -384,7 +384,7 @@ def describe(result: dict[str, Any]) -> str:
         )
     errors = [abs(predicted[rule] / plans[rule]["step"] - 1) for rule in plans]
     lines.append(f"Predicted times are off by {sum(errors) / len(errors):.1%} of the measured ones on average.")
-    lines += [verdict(name, found["step"], best["step"]) for name, found in others.items()]
+    lines += [verdict(name, row["step"], best["step"]) for name, row in others.items()]
     fastest = min(others, key=lambda name: others[name]["step"])
     lines.append(f"The fastest alternative at this rate is {fastest}.")
     return "\n".join(lines)

@@ -106,7 +106,7 @@ class Bench:
         generator = torch.Generator().manual_seed(1 + self.options.rank)
         shape = (self.options.batch, self.options.sequence)
         ids = [torch.randint(0, 4096, shape, generator=generator) for _ in range(count)]
-        return [{"input_ids": found, "labels": found} for found in ids]
+        return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
 
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measures the operators, makes the plans, times everything in turn."""
@@ -138,7 +138,7 @@ class Bench:
             "computation": alone.computation,
             "communication": alone.communication,
             "losses": losses,
-            "steps": {name: sorted(found) for name, found in times.items()},
+            "steps": {name: sorted(seconds) for name, seconds in times.items()},
         }
 
 
@@ -148,18 +148,18 @@ def describe(result: dict[str, Any]) -> str:
 
     compute, moved = result["computation"], result["communication"]
     bound = max(compute, moved)
-    steps = {name: statistics.median(found) for name, found in result["steps"].items()}
+    steps = {name: statistics.median(seconds) for name, seconds in result["steps"].items()}
     lines = [
         f"{result['rate']} Mbit/s, {result['microbatches']} micro-batches on each rank: computation {compute:.2f} s, "
         f"communication of sharded parameters {moved:.2f} s, bound {bound:.2f} s",
         f"  {'':<22} {'step s':>8} {'from':>7} {'to':>7} {'FSDP2 / it':>11} {'bound / it':>11}",
     ]
-    for name, found in result["steps"].items():
+    for name, seconds in result["steps"].items():
         title = name if name in (DDP, FSDP2, PLAINLY, ONCE) else f"sharded, {name}"
         part = f"{bound / steps[name]:11.2f}" if title != name else f"{'-':>11}"
         step = steps[name]
         lines.append(
-            f"  {title:<22} {step:8.2f} {min(found):7.2f} {max(found):7.2f} {steps[FSDP2] / step:10.2f}x {part}"
+            f"  {title:<22} {step:8.2f} {min(seconds):7.2f} {max(seconds):7.2f} {steps[FSDP2] / step:10.2f}x {part}"
         )
     return "\n".join(lines)
 

@@ -49,12 +49,12 @@ def build_models(
     model.save_pretrained(folder)  # rank 0 writes
     all_gather_object(None)
     options = {FSDP2: {"fsdp_size": size, "fsdp_mixed_precision": bf16}, NATIVE_TP: {"tp_size": size}}
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name in names:
         spread = {"distributed_config": DistributedConfig(**options[name])} if name in options else {}
         loaded = AutoModelForCausalLM.from_pretrained(folder, **spread).train()
-        found[name] = DistributedDataParallel(loaded) if name == DDP else loaded
-    return found
+        models[name] = DistributedDataParallel(loaded) if name == DDP else loaded
+    return models
 
 
 class StockModel:
@@ -120,10 +120,10 @@ def try_windows(
     every = {"hf_helix": ours}
     forget_gradients(runner)
     for name, other in others.items():
-        every[name] = found = _try_window(other, getattr(other.model, "module", other.model), window, device)
+        every[name] = theirs = _try_window(other, getattr(other.model, "module", other.model), window, device)
         for what in ("loss", "gradient"):
-            if not abs(found[what] - ours[what]) <= TOLERANCE[runner.precision.autocast_dtype] * abs(ours[what]):
-                raise RuntimeError(f"{name}: {what} is {found[what]:.7g}, but ours {ours[what]:.7g}")
+            if not abs(theirs[what] - ours[what]) <= TOLERANCE[runner.precision.autocast_dtype] * abs(ours[what]):
+                raise RuntimeError(f"{name}: {what} is {theirs[what]:.7g}, but ours {ours[what]:.7g}")
     return every
 
 

@@ -84,8 +84,8 @@ class HelixConfig:
             rank that steps them, and new weights are gathered beside the next forward pass. See
             docs/data_parallelism.md.
         shard_parameters: keep the parameters, their gradients and the optimizer's states spread over the data-parallel
-            ranks (ZeRO-3, FSDP): a layer's weights are gathered just before it runs, beside the computation of the
-            layer before, and dropped after it. See docs/data_parallelism.md.
+            ranks (ZeRO-3, FSDP): a layer's weights are gathered before it runs, beside the computation of the two units
+            before, and dropped after it. See docs/data_parallelism.md.
         recompute: what backward computes again, so that layers need not keep it (activation checkpointing):
             `none`: nothing;
             `selective`: what is cheap: norms, rope, attention, activations, and the gathers before linears;
@@ -266,8 +266,8 @@ class HelixConfig:
     def option_sizes(self) -> dict[str, int]:
         """The sizes of the mesh by the names of their options, as plan files name them: context and expert parallelism
         where there is any."""
-        found = {"tp_size": self.tp_size, "pp_size": self.pp_size}
-        return found | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        return sizes | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
 
     @property
     def communicates(self) -> bool:

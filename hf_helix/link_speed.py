@@ -32,7 +32,7 @@ class LinkSpeed:
 
     @property
     def text(self) -> str:
-        """As `parse_link` reads it."""
+        """The text that `parse_link` reads as this speed."""
         first = EVEN if self.rate is None else f"{self.rate / 1e6:.12g}mbit"
         return first + (f",{self.latency * 1e3:.12g}ms" if self.latency else "")
 

@@ -81,25 +81,25 @@ def part_of(module: str) -> str:
 
 def violations(package: Path) -> list[str]:
     """Every import that breaks a rule of the design, as `file:line: ...`."""
-    found = []
+    result = []
     for module, path in modules(package):
         part = part_of(module)
         if not part:
             continue  # hf_helix/__init__.py loads the public names from wherever they are
         if part not in LEVELS:
-            found.append(f"{path.relative_to(package)}: the part {part} is not in ORDER")
+            result.append(f"{path.relative_to(package)}: the part {part} is not in ORDER")
             continue
         for target, line, lazy in imports_of(path, module):
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
                 if LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
-                    found.append(f"{where}imports upward: {target}")
+                    result.append(f"{where}imports upward: {target}")
             elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
-                found.append(f"{where}is not the standard library: {target}")
+                result.append(f"{where}is not the standard library: {target}")
             if top in IMPORTERS and not within(module, IMPORTERS[top]):
-                found.append(f"{where}only {', '.join(IMPORTERS[top])} may import {top}")
-    return found
+                result.append(f"{where}only {', '.join(IMPORTERS[top])} may import {top}")
+    return result
 
 
 def within(module: str, parts: tuple[str, ...]) -> bool:
@@ -114,9 +114,9 @@ def test_the_package_keeps_the_import_rule():
 def test_the_scan_sees_the_package():
     """Were the scan blind, the rule would hold of anything."""
     seen = {
-        (part_of(module), found.target.split(".")[0])
+        (part_of(module), result.target.split(".")[0])
         for module, path in modules(PACKAGE)
-        for found in imports_of(path, module)
+        for result in imports_of(path, module)
     }
     expected = {("integrations", "accelerate"), ("integrations", "transformers"), ("models", "transformers")}
     assert expected | {("config", "yaml")} <= seen
@@ -226,6 +226,92 @@ def test_the_scan_finds_private_names(tmp_path: Path):
         "benchmarks/a.py:2: hf_helix.config._given",
         "benchmarks/a.py:5: hf_helix.runtime._inner.public",
     ]
+
+
+MANY = 3  # parameters from which on a public function says what each of them is
+
+
+class Method(NamedTuple):
+    """A function of a class, or of a module (`owner` is empty)."""
+
+    owner: str
+    node: ast.FunctionDef
+
+    @property
+    def words(self) -> str:
+        return ast.get_docstring(self.node) or ""
+
+    def parameters(self) -> int:
+        """How many a caller gives by name or place, without `self`, `cls`, `*args` and `**kwargs`."""
+        given = self.node.args
+        static = any(ast.unparse(each) == "staticmethod" for each in self.node.decorator_list)
+        return len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - bool(self.owner and not static)
+
+
+def public_functions(tree: ast.Module) -> Iterator[Method]:
+    """Functions and methods without a leading underscore; none of those that stand inside a function."""
+
+    def visit(body: list[ast.stmt], owner: str) -> Iterator[Method]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                yield Method(owner, node)
+            elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield from visit(node.body, node.name)
+            elif isinstance(node, ast.If):
+                yield from visit([*node.body, *node.orelse], owner)
+
+    return visit(tree.body, "")
+
+
+def without_args(package: Path) -> list[str]:
+    """Public functions of many parameters whose docstring has no `Args:`, as `file:line: name`.
+
+    A method that overrides one is described where that is declared: in a class of the package, or by another package.
+    """
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    bases: dict[str, set[str]] = {}
+    described: set[tuple[str, str]] = set()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases.setdefault(node.name, set()).update(ast.unparse(base).split("[")[0] for base in node.bases)
+        described |= {(each.owner, each.node.name) for each in public_functions(tree) if "Args:" in each.words}
+
+    def ancestors(name: str) -> Iterator[str]:
+        for base in bases.get(name, ()):
+            yield base
+            yield from ancestors(base)
+
+    def is_described(each: Method) -> bool:
+        if "Args:" in each.words or (each.owner, each.node.name) in described:
+            return True
+        above = set(ancestors(each.owner))
+        return any((base, each.node.name) in described or (base not in bases and not each.words) for base in above)
+
+    return [
+        f"{path.relative_to(package)}:{each.node.lineno}: {each.owner}{'.' if each.owner else ''}{each.node.name}"
+        for path, tree in trees.items()
+        for each in public_functions(tree)
+        if each.parameters() >= MANY and not is_described(each)
+    ]
+
+
+def test_functions_of_many_parameters_say_what_they_are():
+    assert without_args(PACKAGE) == []
+
+
+def test_the_scan_finds_parameters_without_words(tmp_path: Path):
+    (tmp_path / "a.py").write_text(
+        "class Base:\n"
+        "    def told(self, a, b, c):\n        'Adds.\\n\\nArgs:\\n    a, b, c: terms.'\n"
+        "    def untold(self, a, b, c):\n        'Adds.'\n"
+        "class Heir(Base):\n"
+        "    def told(self, a, b, c):\n        pass\n"
+        "    def few(self, a, b, *more):\n        'Adds.'\n"
+        "def untold(a, b, *, c):\n    'Adds.'\n"
+        "def _private(a, b, c):\n    'Adds.'\n"
+    )
+    assert without_args(tmp_path) == ["a.py:4: Base.untold", "a.py:11: untold"]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

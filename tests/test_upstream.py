@@ -45,9 +45,9 @@ def stock_without(monkeypatch: pytest.MonkeyPatch, *names: str, **others: Any) -
 
 
 def error_of(stock: type) -> str:
-    with pytest.raises(UpstreamChanged) as found:
+    with pytest.raises(UpstreamChanged) as result:
         type("MyTrainer", (HelixTrainerMixin, stock), {})
-    return str(found.value)
+    return str(result.value)
 
 
 def test_a_hook_that_was_renamed_is_an_error_with_a_version_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +171,11 @@ def check_advice(said: str) -> None:
 
 def every_class() -> Iterator[type]:
     """The classes of the package that stand on a class of another package."""
-    for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
-        if not found.name.endswith("__main__"):
-            module = importlib.import_module(found.name)
+    for result in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
+        if not result.name.endswith("__main__"):
+            module = importlib.import_module(result.name)
             for kind in vars(module).values():
-                if isinstance(kind, type) and kind.__module__ == found.name:
+                if isinstance(kind, type) and kind.__module__ == result.name:
                     yield kind
 
 
@@ -208,7 +208,7 @@ def test_the_known_versions_are_those_that_are_promised_and_tested() -> None:
 
 
 def test_every_method_that_is_overridden_is_in_the_table() -> None:
-    found = set()
+    result = set()
     for kind in every_class():
         stock = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in KNOWN]
         ours = [base for base in kind.__mro__ if base.__module__.startswith("hf_helix.")]
@@ -219,11 +219,11 @@ def test_every_method_that_is_overridden_is_in_the_table() -> None:
         for base in stock:
             if base.__module__.startswith("torch.autograd"):
                 continue  # forward and backward of a Function are its interface
-            found |= {f"{base.__name__}.{name}" for name in names & vars(base).keys()}
+            result |= {f"{base.__name__}.{name}" for name in names & vars(base).keys()}
     # Every module has a forward of its own.
-    found.discard("Module.forward")
+    result.discard("Module.forward")
     listed = [f"{row.owner.partition(':')[2]}.{row.method}" for row in OVERRIDDEN]
-    assert sorted(listed) == sorted(found)
+    assert sorted(listed) == sorted(result)
 
 
 class Use(NamedTuple):
@@ -324,8 +324,8 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
 
 def test_the_scan_sees_the_package() -> None:
     """Were it blind, any table would do."""
-    found = {use.name for use in uses_of_package()}
-    assert {"_schedulers", "_hf_hook", "dot_natural_key", "_rendezvous_handlers", "ModulesToSaveWrapper"} <= found
+    result = {use.name for use in uses_of_package()}
+    assert {"_schedulers", "_hf_hook", "dot_natural_key", "_rendezvous_handlers", "ModulesToSaveWrapper"} <= result
 
 
 def test_the_tables_have_no_dead_rows() -> None:

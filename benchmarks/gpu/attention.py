@@ -15,7 +15,15 @@ from torch import Tensor
 from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
 from hf_helix.operators.attention.kernels import cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, Kernel, TorchCpu, merge
+from hf_helix.operators.attention.partial import (
+    CAUSAL,
+    EVERYTHING,
+    AttentionKernel,
+    AttentionMask,
+    Exact,
+    TorchCpu,
+    merge,
+)
 
 BARS = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The error that a type may have, in parts of the norm."""
@@ -34,18 +42,18 @@ def run(report: Report, options: Options) -> None:
             tell_costs(report, kernel, DRY if options.dry else Sizes(), options.device)
 
 
-def kernels(device: torch.device) -> tuple[Kernel, ...]:
+def kernels(device: torch.device) -> tuple[AttentionKernel, ...]:
     """Those of the device, the newest last: if it crashes, the others have been checked."""
     return cuda_kernels(torch.cuda.get_device_capability(device))[::-1] if device.type == "cuda" else (TorchCpu(),)
 
 
-def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device: torch.device) -> None:
+def check(report: Report, kernel: AttentionKernel, dtype: torch.dtype, bar: float, device: torch.device) -> None:
     """All shapes that a kernel takes in a type."""
     worst, where, count = 0.0, "", 0
     for shape in SHAPES:
         for own in (CAUSAL, AttentionMask(causal=True, window=24)):
             q = torch.randn(2, shape[1], shape[0], shape[3], device=device, dtype=dtype)
-            if not (kernel.takes(q, q, own) and kernel.takes(q, q, EVERYTHING)):  # there are as many keys
+            if not (kernel.supports(q, q, own) and kernel.supports(q, q, EVERYTHING)):  # there are as many keys
                 continue
             count += 1
             for name, error in errors(kernel, q, shape, own):
@@ -58,7 +66,9 @@ def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device
         report.check(name, worst <= bar, f"{count} cases, at most {worst:.1e} off{where} (at most {bar:.0e})")
 
 
-def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask) -> Iterator[tuple[str, float]]:
+def errors(
+    kernel: AttentionKernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask
+) -> Iterator[tuple[str, float]]:
     """How far each result is off, in parts of its norm."""
     length, _, groups, size = shape
     draws = torch.Generator(q.device).manual_seed(sum(shape))
@@ -68,8 +78,8 @@ def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask
     gradient = torch.randn(q.shape, device=q.device, dtype=q.dtype, generator=draws)
     parts = ((before, EVERYTHING), (mine, own))
     scale = size**-0.5
-    found = [kernel.forward(q, *kv, seen, scale) for kv, seen in parts]
-    o, lse = merge(found[0][0].float(), found[0][1], found[1][0].float(), found[1][1])
+    of_parts = [kernel.forward(q, *kv, seen, scale) for kv, seen in parts]
+    o, lse = merge(of_parts[0][0].float(), of_parts[0][1], of_parts[1][0].float(), of_parts[1][1])
     halves = [kernel.backward(gradient, q, *kv, o.to(q.dtype), lse, seen, scale) for kv, seen in parts]
 
     hidden = own.hides(length, length, q.device)
@@ -85,5 +95,5 @@ def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask
         yield name, _off(torch.cat([half[place].float() for half in halves], 2), wanted[place])
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted).norm() / wanted.norm()) if bool(found.isfinite().all()) else float("inf")
+def _off(value: Tensor, wanted: Tensor) -> float:
+    return float((value.float() - wanted).norm() / wanted.norm()) if bool(value.isfinite().all()) else float("inf")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, FirstOf, Kernel
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, FirstOf
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -36,7 +36,7 @@ BACKWARD = 2.5
 """Products of a backward pass for one of the forward pass: five against two."""
 
 
-def tell_costs(report: Report, kernel: Kernel, sizes: Sizes, device: torch.device) -> None:
+def tell_costs(report: Report, kernel: AttentionKernel, sizes: Sizes, device: torch.device) -> None:
     """Times of single calls, then a layer, then the same with packed documents where the kernel knows them.
 
     Args:
@@ -51,7 +51,7 @@ def tell_costs(report: Report, kernel: Kernel, sizes: Sizes, device: torch.devic
     )
     name = type(kernel).__name__
     for seen, share, what in ((CAUSAL, 0.5, "causal"), (EVERYTHING, 1.0, "everything")):
-        if kernel.takes(q, k, seen):
+        if kernel.supports(q, k, seen):
             flops = share * 4 * sizes.heads * sizes.tokens**2 * sizes.head_dim
             figure = _call(kernel, (q, k, v, gradient), seen, flops, sizes.repeats)
             report.note(f"{name}: {sizes.heads} heads x {sizes.tokens} x {sizes.head_dim}, {what}", figure)
@@ -59,13 +59,13 @@ def tell_costs(report: Report, kernel: Kernel, sizes: Sizes, device: torch.devic
     layer = torch.empty(1, sizes.heads, sizes.layer_tokens, sizes.head_dim, device="meta", dtype=dtype)
     packed = AttentionMask(mask=torch.empty(0, device="meta"))
     for seen, what in ((CAUSAL, "one document"), (packed, "packed documents")):
-        if kernel.takes(layer, layer, seen):
+        if kernel.supports(layer, layer, seen):
             release()
             figure = _layer(kernel, sizes, dtype, seen.mask is not None, device)
             report.note(f"{name}: a ring of 2 ranks, {2 * sizes.layer_tokens} tokens, {what}", figure)
 
 
-def _call(kernel: Kernel, values: tuple[Tensor, ...], seen: AttentionMask, flops: float, repeats: int) -> str:
+def _call(kernel: AttentionKernel, values: tuple[Tensor, ...], seen: AttentionMask, flops: float, repeats: int) -> str:
     q, k, v, gradient = values
     scale = q.shape[-1] ** -0.5
     o, lse = kernel.forward(q, k, v, seen, scale)
@@ -75,7 +75,7 @@ def _call(kernel: Kernel, values: tuple[Tensor, ...], seen: AttentionMask, flops
     return ", ".join(f"{name} {each * 1e3:.2f} ms ({work / each / 1e12:.0f} TFLOP/s)" for name, each, work in parts)
 
 
-def _layer(kernel: Kernel, sizes: Sizes, dtype: torch.dtype, is_packed: bool, device: torch.device) -> str:
+def _layer(kernel: AttentionKernel, sizes: Sizes, dtype: torch.dtype, is_packed: bool, device: torch.device) -> str:
     """As the second of two ranks has it, all of whose blocks see something."""
     n, heads, axis = sizes.layer_tokens, sizes.heads, Axis(SilentTransport(2, 1))
     first_of, scale = FirstOf(kernel), sizes.head_dim**-0.5

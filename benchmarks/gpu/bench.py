@@ -53,12 +53,12 @@ class Bench:
     def attempt(self, name: str, work: Work, expected: str = "") -> float | None:
         """Tell the time of a variant that may not exist; None if it does not."""
         try:
-            found = self.seconds(work)
+            seconds = self.seconds(work)
         except Exception as error:
             self.report.note(name, f"does not work: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
-        self.report.note(name, us(found) + (f" ({expected} expected)" if expected else ""))
-        return found
+        self.report.note(name, us(seconds) + (f" ({expected} expected)" if expected else ""))
+        return seconds
 
     def check(self, name: str, passed: bool, figure: str) -> None:
         """A dry run asks for nothing."""

@@ -22,12 +22,12 @@ def describe(root: Path) -> dict[str, str]:
     Args:
         root: of the repository.
     """
-    found = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
-    found |= _gpu()
-    found |= {"cpu": f"{_processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
-    found |= {name: version_of(name) for name in PACKAGES}
-    found |= {"cuda": str(torch.version.cuda), "nccl": _nccl(), "commit": _commit(root)}
-    return found
+    facts = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
+    facts |= _gpu()
+    facts |= {"cpu": f"{_processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
+    facts |= {name: version_of(name) for name in PACKAGES}
+    facts |= {"cuda": str(torch.version.cuda), "nccl": _nccl(), "commit": _commit(root)}
+    return facts
 
 
 def _gpu() -> dict[str, str]:

@@ -42,25 +42,25 @@ def run(report: Report, options: Options) -> None:
     torch.set_float32_matmul_precision("highest")
     for name, family, sizes, changes, bf16 in CASES:
         with report.attempt(name), deterministic():
-            wanted, found = (
+            wanted, graphed = (
                 train(family, sizes, {**changes, "cuda_graphs": on}, bf16, options.device) for on in (False, True)
             )
-            tell(report, name, found, wanted, on_gpu=options.device.type == "cuda")
+            tell(report, name, graphed, wanted, on_gpu=options.device.type == "cuda")
     for bf16 in (False, True):
         name = f"kernels as they come, {'bf16' if bf16 else 'fp32'}"
         with report.attempt(name):
-            wanted, found = (
+            wanted, graphed = (
                 train("llama", {"tp": 2}, {"cuda_graphs": on}, bf16, options.device)[1] for on in (False, True)
             )
-            apart = max(abs(mine - theirs) for mine, theirs in zip(found, wanted, strict=True))
+            apart = max(abs(mine - theirs) for mine, theirs in zip(graphed, wanted, strict=True))
             report.check(name, apart <= 1e-2, f"losses {apart:.1e} apart (at most 1e-02)")
     with report.attempt("memory"):
         memory(report, options.device)
 
 
-def tell(report: Report, name: str, found: Any, wanted: Any, on_gpu: bool) -> None:
+def tell(report: Report, name: str, graphed: Any, wanted: Any, on_gpu: bool) -> None:
     """One case: the same losses, norms and weights, and graphs that were there."""
-    (count, losses, norms, weights), (_, their_losses, their_norms, their_weights) = found, wanted
+    (count, losses, norms, weights), (_, their_losses, their_norms, their_weights) = graphed, wanted
     differing = [where for where, value in weights.items() if not torch.equal(value, their_weights[where])]
     same = losses == their_losses and norms == their_norms and not differing
     figure = f"{len(losses)} losses, {len(norms)} norms, {len(weights)} weights bit for bit, {count} graphs"

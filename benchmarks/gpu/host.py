@@ -46,8 +46,8 @@ def calls(bench: Bench) -> None:
             "stream entered and left": (lambda: _enter(stream), "5 us"),
         }
         event.record()
-    found = [f"{name} {us(host_each(bench, work))} ({expected})" for name, (work, expected) in kinds.items()]
-    bench.report.note("host time of single calls (and what was expected)", ", ".join(found))
+    times = [f"{name} {us(host_each(bench, work))} ({expected})" for name, (work, expected) in kinds.items()]
+    bench.report.note("host time of single calls (and what was expected)", ", ".join(times))
 
 
 def autograd(bench: Bench) -> None:

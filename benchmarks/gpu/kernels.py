@@ -98,9 +98,11 @@ def casts(bench: Bench) -> None:
     layer += 3 * shapes.hidden * shapes.intermediate
     for tp, expected in ((8, "60 us"), (1, "480 us")):
         weights = torch.randn(layer // tp, device=bench.device)
-        found = bench.seconds(lambda weights=weights: weights.to(torch.bfloat16))
-        rate = 1.5 * weights.nbytes / found / 1e12
-        bench.report.note(f"cast of a layer's weights at tp{tp}", f"{us(found)}, {rate:.2f} TB/s ({expected} expected)")
+        seconds = bench.seconds(lambda weights=weights: weights.to(torch.bfloat16))
+        rate = 1.5 * weights.nbytes / seconds / 1e12
+        bench.report.note(
+            f"cast of a layer's weights at tp{tp}", f"{us(seconds)}, {rate:.2f} TB/s ({expected} expected)"
+        )
 
 
 def cross_entropy(bench: Bench) -> None:
@@ -141,8 +143,8 @@ def cross_entropy(bench: Bench) -> None:
             logits.grad = None
 
         _forget_peak(bench)
-        found = bench.attempt(f"cross entropy by {name}", both, expected)
-        if found is not None:
+        seconds = bench.attempt(f"cross entropy by {name}", both, expected)
+        if seconds is not None:
             bench.report.note(f"cross entropy by {name}: memory", f"{_peak(bench) / 2**30:.1f} GiB at most")
 
 
@@ -162,8 +164,8 @@ def layer_kernels(bench: Bench) -> None:
     length = 32 if bench.dry else 4096
     one, two = (_profiled(bench, replace(base, layers=layers, microbatches=1), length) for layers in (1, 2))
     layer = {
-        name: tuple(after - before for before, after in zip(one.kernels.get(name, (0, 0.0)), found, strict=True))
-        for name, found in two.kernels.items()
+        name: tuple(after - before for before, after in zip(one.kernels.get(name, (0, 0.0)), counted, strict=True))
+        for name, counted in two.kernels.items()
     }
     count, busy = (sum(column) for column in zip(*layer.values(), strict=True))
     figure = f"{count} kernels, {us(busy)} on the device, {us(two.issued - one.issued)} to issue"
@@ -188,11 +190,11 @@ def _profiled(bench: Bench, sizes: ModelSizes, length: int) -> _Profiled:
 
     issued = statistics.median(issue_and_run(work, bench.device)[0] for _ in range(7))
     activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
-    with profile(activities=[activity]) as found:
+    with profile(activities=[activity]) as profiler:
         work()
         synchronize(bench.device)
     kernels: dict[str, tuple[int, float]] = {}
-    for event in found.events():
+    for event in profiler.events():
         if bench.dry or event.device_type.name == "CUDA":
             count, seconds = kernels.get(event.name, (0, 0.0))
             kernels[event.name] = count + 1, seconds + (0 if bench.dry else event.self_device_time_total / 1e6)

@@ -132,14 +132,14 @@ def main() -> None:
     for number in given.cases:
         try:
             with in_haste():
-                found = run_case(CASES[number], device, given.folder / str(number))
+                outcome = run_case(CASES[number], device, given.folder / str(number))
         except BaseException as error:
             said = str(error).strip().splitlines() or [""]
             failure = f"rank {dist.get_rank()}: {type(error).__name__}: {said[0]}"
             _tell(given.folder, {"case": number, "error": failure})
             raise
         if dist.get_rank() == 0:
-            _tell(given.folder, {"case": number, **found})
+            _tell(given.folder, {"case": number, **outcome})
 
 
 def _tell(folder: Path, entry: dict[str, Any]) -> None:
@@ -168,8 +168,8 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         kept = engine.tuning.kept if engine.tuning else ""
     del engine
     gc.collect()
-    found = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
-    return {**found, "share": stepped / whole, "seconds": time.monotonic() - start}
+    outcome = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
+    return {**outcome, "share": stepped / whole, "seconds": time.monotonic() - start}
 
 
 def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float], list[float]]:

@@ -88,14 +88,14 @@ def batches(count: int, rows: int = 2, lengths: Sequence[int] = (48,), seed: int
         rows: sequences in each.
         lengths: of sequences, in turn from one micro-batch to the next.
     """
-    found = []
+    made = []
     for place in range(count):
         draws = torch.Generator().manual_seed(100 * seed + place)
         shape = (rows, lengths[place % len(lengths)])
         ids = torch.randint(3, VOCABULARY, shape, generator=draws)
         labels = ids.masked_fill(torch.rand(shape, generator=draws) < 0.1, -100)
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        made.append({"input_ids": ids, "labels": labels})
+    return made
 
 
 def targets(window: Sequence[Batch]) -> int:

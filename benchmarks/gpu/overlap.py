@@ -99,16 +99,16 @@ def _run_link(report: Report, case: Case, link: str) -> None:
         profile = case.profile()
         report.note(f"{what}, profile", _describe_profile(profile))
         runners = case.runners(profile)
-        found = case.times(runners)
-        issued, computation = found.pop(ALONE)
+        times = case.times(runners)
+        issued, computation = times.pop(ALONE)
         report.note(f"{what}, computation alone", f"{_ms(computation)}, issued in {_ms(issued)}")
         predicted = {rule: predict_window(runner, profile, len(case.window)) for rule, runner in runners.items()}
-        hidden = {rule: 1 - max(0.0, ran - computation) / communication for rule, (_, ran) in found.items()}
-        for rule, (issued, ran) in found.items():
+        hidden = {rule: 1 - max(0.0, ran - computation) / communication for rule, (_, ran) in times.items()}
+        for rule, (issued, ran) in times.items():
             each = issued / len(runners[rule].program(len(case.window))) * 1e6
             report.note(
                 f"{what}, {rule}",
-                f"{_ms(ran)}, hidden {hidden[rule]:.1%}, {found['sequential'][1] / ran:.2f} x as fast as sequential, "
+                f"{_ms(ran)}, hidden {hidden[rule]:.1%}, {times['sequential'][1] / ran:.2f} x as fast as sequential, "
                 f"predicted {_ms(predicted[rule])}, issued in {_ms(issued)} ({each:.0f} us an operator)",
             )
         best = max(PLANS, key=lambda rule: hidden[rule])
@@ -212,13 +212,13 @@ class Case:
         """Median seconds to issue a window and to run it, by plan, and of computation alone. They take turns, since
         the clock of a GPU depends on what it did before.
         """
-        found: dict[str, list[tuple[float, float]]] = {rule: [] for rule in (ALONE, *runners)}
+        pairs: dict[str, list[tuple[float, float]]] = {rule: [] for rule in (ALONE, *runners)}
         for _ in range(self._sizes.repeats + 1):
             with self.linked(LoneTransport(self.tp_size, 0)):
-                found[ALONE].append(self._time(self.runner))
+                pairs[ALONE].append(self._time(self.runner))
             for rule, runner in runners.items():
-                found[rule].append(self._time(runner))
-        return {rule: _medians(times[1:]) for rule, times in found.items()}
+                pairs[rule].append(self._time(runner))
+        return {rule: _medians(times[1:]) for rule, times in pairs.items()}
 
     def _time(self, runner: Runner) -> tuple[float, float]:
         times = issue_and_run(lambda: runner.train_window(self.window), self.device)

@@ -30,7 +30,7 @@ OVER_LOOPBACK = {
 
 def environment_of(rank: int, port: int, dry: bool) -> dict[str, str]:
     """What a rank of two finds in its environment."""
-    found = {
+    variables = {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -43,8 +43,8 @@ def environment_of(rank: int, port: int, dry: bool) -> dict[str, str]:
         "NCCL_DEBUG": "WARN",
     }
     if not dry and torch.cuda.device_count() < 2:
-        found |= {**OVER_LOOPBACK, "NCCL_HOSTID": f"helix-{rank}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return found
+        variables |= {**OVER_LOOPBACK, "NCCL_HOSTID": f"helix-{rank}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return variables
 
 
 def free_port() -> int:
@@ -90,16 +90,16 @@ class Pair:
     def wait(self, seconds: float) -> list[int | None]:
         """Until both have ended, or one has failed and the other has had ten seconds to follow."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and None in (found := self.statuses()):
-            if any(found):
+        while time.monotonic() < end and None in (statuses := self.statuses()):
+            if any(statuses):
                 end = min(end, time.monotonic() + 10)
             time.sleep(0.1)
         return self.statuses()
 
     def said(self, lines: int = 6) -> str:
         """The last lines of both logs."""
-        found = [f"rank {rank}: {line}" for rank, log in enumerate(self.logs) for line in _tail(log, lines)]
-        return "\n".join(found)
+        tails = [f"rank {rank}: {line}" for rank, log in enumerate(self.logs) for line in _tail(log, lines)]
+        return "\n".join(tails)
 
 
 def _tail(log: Path, lines: int) -> list[str]:

@@ -93,11 +93,11 @@ def check_devices(
 ) -> None:
     """Rank 0 of a layout that carries nothing, here and on the CPU."""
     window = batches(2, lengths=LENGTHS)
-    found = []
+    windows = []
     for place in (device, torch.device("cpu")):
         with engine_on(functools.partial(tiny, family), silent_mesh(place, **sizes), 2, **changes) as engine:
-            found.append(train(engine, window))
-    _compare(report, name, *found, 2e-5, 2e-4)
+            windows.append(train(engine, window))
+    _compare(report, name, *windows, 2e-5, 2e-4)
 
 
 def check_plans(
@@ -119,32 +119,32 @@ def check_plans(
         report.check(name, not said, said or f"{', '.join(differing)} like sequential")
 
 
-def _compare(report: Report, name: str, found: Window, wanted: Window, loss: float, gradient: float) -> None:
-    error = loss_error(found, wanted)
-    largest, where = worst(gradient_errors(found, wanted))
+def _compare(report: Report, name: str, window: Window, wanted: Window, loss: float, gradient: float) -> None:
+    error = loss_error(window, wanted)
+    largest, where = worst(gradient_errors(window, wanted))
     figure = f"loss {error:.1e} (at most {loss:.0e}), gradients {largest:.1e} at {where} (at most {gradient:.0e})"
     report.check(name, error <= loss and largest <= gradient, figure)
 
 
-def _compare_bf16(report: Report, name: str, found: Window, stock: Window, exact: Window) -> None:
+def _compare_bf16(report: Report, name: str, window: Window, stock: Window, exact: Window) -> None:
     # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
     least = 1e-3 * sum(float(value.norm()) ** 2 for value in exact.gradients.values()) ** 0.5
-    mine, theirs = gradient_errors(found, exact, least), gradient_errors(stock, exact, least)
-    passed = loss_error(found, exact) <= 2 * loss_error(stock, exact) + 1e-4
+    mine, theirs = gradient_errors(window, exact, least), gradient_errors(stock, exact, least)
+    passed = loss_error(window, exact) <= 2 * loss_error(stock, exact) + 1e-4
     over = {where: error / (2 * theirs.get(where, 0.0) + LAST_PLACE) for where, error in mine.items()}
     largest, where = worst(over)
     figure = (
-        f"loss {loss_error(found, exact):.1e} (stock {loss_error(stock, exact):.1e}), worst gradient {mine[where]:.1e} "
-        f"at {where} (stock {theirs.get(where, 0.0):.1e}), all gradients {_joined(found, exact):.2e} "
-        f"(stock {_joined(stock, exact):.2e})"
+        f"loss {loss_error(window, exact):.1e} (stock {loss_error(stock, exact):.1e}), worst "
+        f"gradient {mine[where]:.1e} at {where} (stock {theirs.get(where, 0.0):.1e}), all "
+        f"gradients {_joined(window, exact):.2e} (stock {_joined(stock, exact):.2e})"
     )
-    close = _joined(found, exact) <= 2 * _joined(stock, exact)
+    close = _joined(window, exact) <= 2 * _joined(stock, exact)
     report.check(name, passed and largest <= 1 and close, figure)
 
 
-def _joined(found: Window, wanted: Window) -> float:
+def _joined(window: Window, wanted: Window) -> float:
     """How far all gradients together are off, in parts of their norm."""
-    apart = sum(float((found.gradients[name] - value).norm()) ** 2 for name, value in wanted.gradients.items())
+    apart = sum(float((window.gradients[name] - value).norm()) ** 2 for name, value in wanted.gradients.items())
     return (apart / sum(float(value.norm()) ** 2 for value in wanted.gradients.values())) ** 0.5
 
 

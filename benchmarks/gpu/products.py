@@ -39,8 +39,8 @@ def _weight_gradient(bench: Bench, what: str, grad: Tensor, left: Tensor, value:
         "grad += mm(a, b, out_dtype=fp32)": lambda: grad.add_(torch.mm(left, value, out_dtype=wide)),
         "grad.addmm_(a, b)": lambda: grad.addmm_(left, value),
     }
-    found = {name: bench.attempt(f"W, {what}: {name}", work) for name, work in variants.items()}
-    best = min((seconds for seconds in found.values() if seconds is not None), default=None)
+    times = {name: bench.attempt(f"W, {what}: {name}", work) for name, work in variants.items()}
+    best = min((seconds for seconds in times.values() if seconds is not None), default=None)
     if now is not None and best is not None and alone is not None:
         possible = f"{now / alone:.2f} x is what the product alone leaves to gain"
         bench.check(f"W into fp32, {what}", now / best >= 1.05, f"{now / best:.2f} x (at least 1.05 x; {possible})")
@@ -56,7 +56,7 @@ def _check_sum(bench: Bench, what: str, grad: Tensor, left: Tensor, value: Tenso
     except Exception as error:
         bench.report.note(f"W, {what}: error of the fused sum", f"not known: {type(error).__name__}")
         return
-    errors = [((found - wanted).norm() / wanted.norm()).item() for found in (total, start + left @ value)]
+    errors = [((value_now - wanted).norm() / wanted.norm()).item() for value_now in (total, start + left @ value)]
     figure = f"{errors[0]:.1e} fused, {errors[1]:.1e} by a product and a sum (fused is to be at most as large)"
     bench.check(f"W, {what}: error against fp32", errors[0] <= errors[1] * 1.01, figure)
 
@@ -123,9 +123,9 @@ def _held(bench: Bench, work: Work, side: torch.cuda.Stream) -> list[str]:
     for blocks in (1, 16, 32):
         ideal = 132 / (132 - blocks)
         for carveout in (None, blocks):
-            found = _beside(work, Kernel(blocks), 0.002 + 30 * alone, side, carveout)
+            seconds = _beside(work, Kernel(blocks), 0.002 + 30 * alone, side, carveout)
             said = "with carve-out" if carveout else "plain"
-            figures.append(f"{blocks} held, {said} {found / alone:.2f} x")
+            figures.append(f"{blocks} held, {said} {seconds / alone:.2f} x")
         figures[-1] += f" (ideal {ideal:.2f} x)"
     return figures
 

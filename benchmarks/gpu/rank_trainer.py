@@ -73,8 +73,8 @@ def train(given: Any) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     about = "" if given.stock or trainer.tuning is None else f"plan kept: {trainer.tuning.kept}"
     if trainer.is_world_process_zero():
-        found = {"losses": losses, "eval": evaluated, "about": about}
-        (given.folder / "losses.json").write_text(json.dumps(found))
+        figures = {"losses": losses, "eval": evaluated, "about": about}
+        (given.folder / "losses.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -72,16 +72,16 @@ def in_groups(dry: bool) -> list[list[int]]:
 def check_cases(report: Report, folder: Path, options: Options, numbers: Sequence[int]) -> None:
     """Layouts against the unsplit model: losses, norms, and the files of a save."""
     references: dict[Any, tuple[list[float], list[float]]] = {}
-    for number, found in outcomes(numbers, folder, options.dry):
+    for number, outcome in outcomes(numbers, folder, options.dry):
         case = CASES[number]
         with report.attempt(case.name):
-            if "error" in found:
-                report.check(case.name, False, found["error"])
+            if "error" in outcome:
+                report.check(case.name, False, outcome["error"])
                 continue
             stock = folder / f"stock-{case.family}"
             if case.reference not in references:
                 references[case.reference] = unsplit_steps(case, options.device, stock)
-            compare(report, case, found, references[case.reference])
+            compare(report, case, outcome, references[case.reference])
             compare_files(report, case, folder / str(number), stock)
 
 
@@ -126,24 +126,24 @@ def _entries(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def compare(report: Report, case: Case, found: dict[str, Any], wanted: tuple[list[float], list[float]]) -> None:
+def compare(report: Report, case: Case, outcome: dict[str, Any], wanted: tuple[list[float], list[float]]) -> None:
     """Losses and norms of a layout beside those of the unsplit model."""
-    losses, norms = (_furthest(found[name], values) for name, values in zip(("losses", "norms"), wanted, strict=True))
+    losses, norms = (_furthest(outcome[name], values) for name, values in zip(("losses", "norms"), wanted, strict=True))
     figure = f"losses {losses:.1e}, norms of gradients {norms:.1e} off the unsplit model's (at most {CLOSE:.0e})"
-    kept = f", kept {found['kept']}" if found["kept"] else ""
-    report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {found['seconds']:.1f} s")
+    kept = f", kept {outcome['kept']}" if outcome["kept"] else ""
+    report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {outcome['seconds']:.1f} s")
     if case.config.spreads:
-        figure = f"an optimizer steps {found['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
-        report.check(f"{case.name}: parameters are spread", found["share"] <= MOST_STEPPED, figure)
-    before, after = (value / 2**20 for value in found["memory"])
+        figure = f"an optimizer steps {outcome['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
+        report.check(f"{case.name}: parameters are spread", outcome["share"] <= MOST_STEPPED, figure)
+    before, after = (value / 2**20 for value in outcome["memory"])
     figure = (
-        f"{before:.1f} MiB, then {after:.1f} MiB; {found['in_use'] / 2**20:.0f} MiB of the device are in use by all"
+        f"{before:.1f} MiB, then {after:.1f} MiB; {outcome['in_use'] / 2**20:.0f} MiB of the device are in use by all"
     )
     report.note(f"{case.name}: memory that torch holds around a save", f"{figure} processes on it")
 
 
-def _furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
-    off = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(found, wanted, strict=True)]
+def _furthest(values: Sequence[float], wanted: Sequence[float]) -> float:
+    off = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(values, wanted, strict=True)]
     return max(math.inf if math.isnan(value) else value for value in off)
 
 
@@ -221,11 +221,11 @@ def _train(report: Report, folder: Path, options: Options) -> None:
             said = last[0] if last else ""
             report.check("HelixTrainer under torchrun", False, f"{command[2]} ended with {done.returncode}: {said}")
             return
-    wanted, found = (json.loads((place / "losses.json").read_text()) for place in (stock, helix))
-    off = _furthest(found["losses"], wanted["losses"])
-    evaluated = _furthest([found["eval"]], [wanted["eval"]])
+    wanted, figures = (json.loads((place / "losses.json").read_text()) for place in (stock, helix))
+    off = _furthest(figures["losses"], wanted["losses"])
+    evaluated = _furthest([figures["eval"]], [wanted["eval"]])
     figure = f"losses {off:.1e}, evaluation {evaluated:.1e} off the stock Trainer's (at most {CLOSE:.0e})"
-    report.check("HelixTrainer under torchrun", max(off, evaluated) <= CLOSE, f"{figure}; {found['about']}")
+    report.check("HelixTrainer under torchrun", max(off, evaluated) <= CLOSE, f"{figure}; {figures['about']}")
     mine, theirs = _stored(helix), _stored(stock)
     apart = [float((mine[name] - value).norm() / value.norm()) for name, value in theirs.items() if name in mine]
     figure = f"{len(mine)} tensors, at most {max(apart, default=math.inf):.1e} off (at most {CLOSE:.0e})"

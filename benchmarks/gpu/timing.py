@@ -73,14 +73,14 @@ def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float
 def host_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
     """Median time from the call until the device has done the work."""
     work()
-    found = []
+    seconds = []
     for _ in range(repeats):
         synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:

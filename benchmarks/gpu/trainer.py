@@ -141,28 +141,30 @@ def run(report: Report, options: Options) -> None:
             if case.stock_name not in stock:
                 stock[case.stock_name] = _train(STOCK, case, device)
                 _tell(report, f"{case.stock_name}: {STOCK}", stock[case.stock_name], peak)
-            found = _train(HELIX, case, device)
-            _tell(report, f"{case.name}: {HELIX}", found, peak)
-            compare(report, case.name, found, stock[case.stock_name], options.dry)
+            trained = _train(HELIX, case, device)
+            _tell(report, f"{case.name}: {HELIX}", trained, peak)
+            compare(report, case.name, trained, stock[case.stock_name], options.dry)
 
 
-def compare(report: Report, name: str, found: Trained, stock: Trained, dry: bool) -> None:
+def compare(report: Report, name: str, trained: Trained, stock: Trained, dry: bool) -> None:
     """What is asked of a run beside the stock Trainer's; of a dry one, only that it learns the same."""
-    ratio, share = found.step / stock.step, 1.0 if dry else found.peak / stock.peak
+    ratio, share = trained.step / stock.step, 1.0 if dry else trained.peak / stock.peak
     report.check(f"{name}: step time", dry or ratio <= SLOWER, f"{ratio:.3f} x of stock (at most {SLOWER} x)")
     report.check(f"{name}: MFU", dry or ratio <= 1, f"{1 / ratio:.3f} x of stock (at least 1 x)")
     report.check(f"{name}: peak memory", share <= 1, f"{share:.3f} x of stock (at most 1 x)")
-    apart = abs(found.loss - stock.loss)
-    figure = f"{found.loss:.4f}, {stock.loss:.4f} of stock: {apart:.1e} apart (at most {LOSS})"
+    apart = abs(trained.loss - stock.loss)
+    figure = f"{trained.loss:.4f}, {stock.loss:.4f} of stock: {apart:.1e} apart (at most {LOSS})"
     report.check(f"{name}: loss", apart <= LOSS, figure)
 
 
-def _tell(report: Report, name: str, found: Trained, peak: float | None) -> None:
-    rate = found.flops / found.step / 1e12
+def _tell(report: Report, name: str, trained: Trained, peak: float | None) -> None:
+    rate = trained.flops / trained.step / 1e12
     used = f", MFU {rate / peak:.1%}" if peak else ""
-    spread = f"{found.step * 1e3:.1f} ms a step ({min(found.seconds) * 1e3:.1f} to {max(found.seconds) * 1e3:.1f})"
-    issued = f"issued in {statistics.median(found.issued) * 1e3:.1f} ms"
-    report.note(name, f"{spread}, {issued}, {rate:.0f} TFLOP/s{used}, {found.peak / 2**30:.2f} GiB at most")
+    spread = (
+        f"{trained.step * 1e3:.1f} ms a step ({min(trained.seconds) * 1e3:.1f} to {max(trained.seconds) * 1e3:.1f})"
+    )
+    issued = f"issued in {statistics.median(trained.issued) * 1e3:.1f} ms"
+    report.note(name, f"{spread}, {issued}, {rate:.0f} TFLOP/s{used}, {trained.peak / 2**30:.2f} GiB at most")
 
 
 class DeviceTimer(TrainerCallback):

@@ -153,22 +153,22 @@ def unsplit(
     return Window(losses, gradients)
 
 
-def loss_error(found: Window, wanted: Window) -> float:
+def loss_error(window: Window, wanted: Window) -> float:
     """The largest relative error of a loss."""
-    pairs = zip(found.losses, wanted.losses, strict=True)
+    pairs = zip(window.losses, wanted.losses, strict=True)
     return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
 
 
-def gradient_errors(found: Window, wanted: Window, least: float = 1e-12) -> dict[str, float]:
+def gradient_errors(window: Window, wanted: Window, least: float = 1e-12) -> dict[str, float]:
     """By name, how far a gradient is off, in parts of its norm; infinite where one is missing or not finite.
 
     Args:
-        found, wanted: of the same model.
+        window, wanted: of the same model.
         least: what a smaller norm counts as.
     """
     errors = {}
-    for name in {*found.gradients, *wanted.gradients}:
-        mine, theirs = found.gradients.get(name), wanted.gradients.get(name)
+    for name in {*window.gradients, *wanted.gradients}:
+        mine, theirs = window.gradients.get(name), wanted.gradients.get(name)
         if mine is None or theirs is None or mine.shape != theirs.shape or not bool(mine.isfinite().all()):
             errors[name] = float("inf")
         else:
@@ -181,13 +181,13 @@ def worst(errors: Mapping[str, float]) -> tuple[float, str]:
     return max((error, name) for name, error in errors.items())
 
 
-def same_bits(found: Window, wanted: Window) -> str:
+def same_bits(window: Window, wanted: Window) -> str:
     """The first thing that differs in any bit; empty where nothing does."""
-    if found.losses != wanted.losses:
-        return f"losses {found.losses} and {wanted.losses}"
-    if found.gradients.keys() != wanted.gradients.keys():
+    if window.losses != wanted.losses:
+        return f"losses {window.losses} and {wanted.losses}"
+    if window.gradients.keys() != wanted.gradients.keys():
         return "which parameters have gradients"
-    for name, gradient in found.gradients.items():
+    for name, gradient in window.gradients.items():
         if not torch.equal(gradient, wanted.gradients[name]):
             return f"the gradient of {name}, by {float((gradient - wanted.gradients[name]).abs().max()):.1e}"
     return ""

@@ -31,7 +31,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The part of a tensor on disk that one rank writes: a slice, or all of it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Draft:
+class CheckpointDraft:
     """The files of a checkpoint under temporary names, until they are complete.
 
     Attributes:
@@ -111,12 +111,12 @@ class DraftFiles:
         error: the first error.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: CheckpointDraft) -> None:
         self.error: OSError | None = None
         self._draft = draft
         self._open: dict[str, int] = {}
 
-    def write(self, part: Part, value: Tensor) -> None:
+    def write(self, part: TensorPart, value: Tensor) -> None:
         """Writes a part of a tensor to its places in its file."""
         if self.error is not None:
             return

@@ -163,7 +163,7 @@ def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpo
             by_tensor[tensors[name].name][name] = source
             if shape is not None:
                 problems += _misfits(tensors[name], name, shape, source, checkpoint)
-    missing = [name for name, found in by_tensor.items() if not found]
+    missing = [name for name, candidates in by_tensor.items() if not candidates]
     if missing:
         problems.append(f"nothing for {shorten_list(missing)}")
     if unknown:
@@ -173,7 +173,7 @@ def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpo
     if problems:
         about = f"the weights in {checkpoint.folder} do not fit this {type(model).__name__}"
         raise ValueError(f"{about}; give the folder that belongs to its config:\n  " + "\n  ".join(problems))
-    return dict(next(iter(found.items())) for found in by_tensor.values())
+    return dict(next(iter(candidates.items())) for candidates in by_tensor.values())
 
 
 def _shapes(source: Source, model: Any, checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:

@@ -87,16 +87,16 @@ class LocalParameter:
         dim = self.placement.dim
         if dim is None:
             return boxes
-        found: dict[Offset, Tensor] = {}
+        pieces: dict[Offset, Tensor] = {}
         start = 0  # of a block in the slice
         for first, last in self.placement.bounds(self.axis.size, self.axis.rank):
             for offset, box in boxes.items():
                 begin, end = max(start, offset[dim]), min(start + last - first, offset[dim] + box.shape[dim])
                 if begin < end:
                     place = (*offset[:dim], begin - start + first, *offset[dim + 1 :])
-                    found[place] = box.narrow(dim, begin - offset[dim], end - begin)
+                    pieces[place] = box.narrow(dim, begin - offset[dim], end - begin)
             start += last - first
-        return {offset: piece for offset, piece in found.items() if piece.numel()}
+        return {offset: piece for offset, piece in pieces.items() if piece.numel()}
 
 
 def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tuple[Offset, Tensor]]:
@@ -140,7 +140,7 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
     """
     placements, owners, shards = stage.all_placements, stage.owners, stage.shards
     flats = {parameter: flat for flat in stage.flats for parameter in flat.placements}
-    found = {}
+    result = {}
     for name, parameter in model.named_parameters():
         if owners.get(parameter) != stage.rank:
             continue
@@ -151,5 +151,5 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
             stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, is_first_copy)
         stepped = shards.get(parameter, parameter)
         axis, trained = mesh.axis_of(placement), parameter.requires_grad
-        found[stepped] = LocalParameter(name, placement, axis, stretch, trained)
-    return found
+        result[stepped] = LocalParameter(name, placement, axis, stretch, trained)
+    return result

@@ -123,11 +123,11 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     parameters = _parameters(optimizer)
     wanted: dict[str, Any] = {GROUPS: None}  # DCP fills it, by the names of states in the folder
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
-    found = list(_saved_states(parameters, local, folder))
+    states = list(_saved_states(parameters, local, folder))
     counters = {
-        key for parameter, key, _, saved in found if local[parameter].whole_shape(parameter) and _is_scalar(saved)
+        key for parameter, key, _, saved in states if local[parameter].whole_shape(parameter) and _is_scalar(saved)
     }
-    for parameter, key, name, saved in found:
+    for parameter, key, name, saved in states:
         if isinstance(saved, BytesStorageMetadata):
             wanted[name] = None
         else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.draft import Draft, DraftFiles, Part
+from hf_helix.checkpoint.draft import CheckpointDraft, DraftFiles, TensorPart
 from hf_helix.checkpoint.layout import CheckpointLayout
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import join_slices
@@ -56,7 +56,7 @@ def save_pretrained(
         ValueError: another one could not; names it.
     """
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    draft = Draft(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
+    draft = CheckpointDraft(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
     try:
         decide_on_rank_0(draft.create)
         files = DraftFiles(draft)
@@ -117,7 +117,7 @@ class _Writer:
             for name in source.convert(self.model, self.layout.tensors.__getitem__):
                 self.whole.lend(self.tensors[name])
 
-    def _parts(self, source: Source) -> list[Part] | None:
+    def _parts(self, source: Source) -> list[TensorPart] | None:
         """The tensors on disk, or slices of them, that this rank writes of a source; None where it holds nothing of it,
         or another rank with a copy writes.
         """
@@ -128,11 +128,11 @@ class _Writer:
             return None
         if source.converter is None:
             is_mine = placement.dim is not None or axis.rank == 0
-            return [Part(source.names[0], placement, axis.size, axis.rank)] if is_mine else []
+            return [TensorPart(source.names[0], placement, axis.size, axis.rank)] if is_mine else []
         if _is_cut_stack(source, placement):
             ((first, last),) = placement.bounds(axis.size, axis.rank)
-            return [Part(key) for key in source.part(first, last).names]
-        return [Part(key) for key in source.names] if axis.rank == 0 else []
+            return [TensorPart(key) for key in source.part(first, last).names]
+        return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
 
     def _has_turn(self, source: Source, placement: Placement) -> bool:
         """Whether this rank writes, among those that hold the same slice: the one that has written fewest bytes."""
@@ -172,7 +172,7 @@ class _Writer:
 
     # -- where the folder is not shared
 
-    def _parts_of_others(self, mine: dict[int, list[Part]]) -> Mapping[int, dict[int, list[Part]]]:
+    def _parts_of_others(self, mine: dict[int, list[TensorPart]]) -> Mapping[int, dict[int, list[TensorPart]]]:
         """The parts that rank 0 writes for ranks that cannot, by rank and by source; empty elsewhere. Collective."""
         if len(self.writers) == world_size():
             return {}
@@ -180,13 +180,13 @@ class _Writer:
         dist.all_gather_object(of_ranks, None if rank() in self.writers else mine, group=control_group())
         return {other: parts for other, parts in enumerate(of_ranks) if parts} if rank() == 0 else {}
 
-    def _put(self, part: Part, value: Tensor) -> None:
+    def _put(self, part: TensorPart, value: Tensor) -> None:
         if rank() in self.writers:
             self.files.write(part, value)
         else:
             send_on_host(value, 0)
 
-    def _receive(self, part: Part, sender: int) -> Tensor:
+    def _receive(self, part: TensorPart, sender: int) -> Tensor:
         outline = self.layout.tensors[part.key]
         value = torch.empty(part.placement.shape(outline.shape, part.size, part.rank), dtype=outline.dtype)
         receive_on_host(value, sender)
@@ -198,7 +198,7 @@ def _is_cut_stack(source: Source, placement: Placement) -> bool:
     return source.is_stack and placement.dim == 0 and not placement.is_fused
 
 
-def _publish(model: Any, draft: Draft) -> None:
+def _publish(model: Any, draft: CheckpointDraft) -> None:
     draft.publish()
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")

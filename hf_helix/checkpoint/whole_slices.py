@@ -30,7 +30,7 @@ class WholeSlices:
     def __init__(self, stage: Stage, written: bool = False) -> None:
         self._flats = {parameter: flat for flat in stage.flats if flat.is_spread for parameter in flat.placements}
         self._written = written
-        self._most = max([MOST, *(len(set(unit.flats.values())) for unit in stage.units.values())])
+        self._max_lent = max([MOST, *(len(set(unit.flats.values())) for unit in stage.units.values())])
         self._lent: dict[Flat, None] = {}  # the one that was used last comes last
 
     @property
@@ -59,7 +59,7 @@ class WholeSlices:
         if flat in self._lent:
             del self._lent[flat]
         else:
-            if len(self._lent) == self._most:
+            if len(self._lent) == self._max_lent:
                 self._return(next(iter(self._lent)))
             flat.check_not_lent()
             flat.lend(flat.gather())

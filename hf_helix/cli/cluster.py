@@ -81,16 +81,16 @@ def _measure(options: argparse.Namespace) -> None:
 
     device = join()
     with progress_bar(dist.get_rank() == 0) as progress:
-        found = measure_cluster(device, options.link, progress)
+        data = measure_cluster(device, options.link, progress)
     if dist.get_rank() == 0:
-        text = written(found)
+        text = written(data)
         parse_cluster(yaml.safe_load(text), str(options.output))
         options.output.write_text(text)
-        print(f"{found['name']}: {options.output}")
+        print(f"{data['name']}: {options.output}")
     dist.barrier()  # no rank ends before the file is written
     dist.destroy_process_group()
 
 
-def written(found: dict[str, Any]) -> str:
+def written(data: dict[str, Any]) -> str:
     """Returns the text of a cluster file."""
-    return HEADER + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
+    return HEADER + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)

@@ -11,13 +11,20 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
-from hf_helix.cli.simulate import add_model_and_cluster, check_count, check_imbalance, cluster_of, scaled
+from hf_helix.cli.simulate import (
+    add_model_and_cluster,
+    check_count,
+    check_imbalance,
+    cluster_of,
+    paper_of,
+    scaled,
+)
 from hf_helix.config import AUTO
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
+    from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
     from hf_helix.simulation.step.step import Step
 
@@ -26,6 +33,7 @@ examples:
   hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --batch_tokens 4M
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
+  hf-helix doctor --model path/to/folder --cluster l40sx8 --batch_tokens 512k --lora_r 16
 
 HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a run
 on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
@@ -53,15 +61,12 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
-    from dataclasses import replace
-
     from hf_helix.engine.advice import remember
-    from hf_helix.engine.on_paper import OnPaper
-    from hf_helix.report.step import dropped_lines, ranking_lines, shards_line, step_lines
-    from hf_helix.simulation.layouts import ONE_STRAND, Search
+    from hf_helix.models.peft import base_of
+    from hf_helix.report.step import dropped_lines, ranking_lines
+    from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
-    from hf_helix.simulation.step.step import simulate_step
     from hf_helix.tuning.progress import progress_bar
 
     tokens = parse_count(options.batch_tokens)
@@ -69,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         check_count(name, getattr(options, name))
     check_imbalance(options.imbalance)
     cluster = scaled(cluster_of(options), options.network, options.gpus)
-    paper = OnPaper(configuration_file(options.model), cluster)
+    paper = paper_of(options, cluster)
     with progress_bar() as progress:
         ranking = Search(
             paper.amounts,
@@ -92,11 +97,29 @@ def run(options: argparse.Namespace) -> None:
         )
     best = ranking.steps[0]
     if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
-        remember(paper.model, ranking, cluster, tokens)
-    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
+        remember(base_of(paper.model), ranking, cluster, tokens)
+    trained = f", LoRA adapters of rank {options.lora_r}" if options.lora_r else ""
+    print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
+    _print_best(best, paper, cluster)
+    if options.why:
+        print("\nDropped:")
+        print("\n".join(dropped_lines(ranking.dropped)))
+    if options.write:
+        options.write.write_text(launch_file(best, cluster))
+        print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
+
+
+def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
+    """Prints the parts of the best step, and what one strand, or spreading the optimizer, would change."""
+    from dataclasses import replace
+
+    from hf_helix.report.step import shards_line, step_lines
+    from hf_helix.simulation.layouts import ONE_STRAND
+    from hf_helix.simulation.step.step import simulate_step
+
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))
     if best.case.plan != ONE_STRAND:
@@ -108,12 +131,6 @@ def run(options: argparse.Namespace) -> None:
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
         print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster)))
-    if options.why:
-        print("\nDropped:")
-        print("\n".join(dropped_lines(ranking.dropped)))
-    if options.write:
-        options.write.write_text(launch_file(best, cluster))
-        print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
 
 
 def parse_count(text: str) -> int:

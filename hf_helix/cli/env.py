@@ -83,8 +83,8 @@ def _devices() -> Iterator[tuple[str, str]]:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in names else "none"
     yield "CUDA", f"{torch.version.cuda}, NCCL {nccl}"
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        yield f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+        device = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
 
 
 def _folders() -> Iterator[tuple[str, str]]:

@@ -59,12 +59,12 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
     """The model's class and the mesh, as plan files name them."""
     try:
         sizes = dict(part.split("=") for part in profile.about["mesh"].split())
-        found = {
+        context_and_experts = {
             f"{name}_size": int(sizes.get(name, 1))
             for name in ("tp", "pp", "cp", "ep")
             if name in sizes or name == "pp"
         }
-        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **found}
+        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **context_and_experts}
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(
             f"the profile does not say what it is for ({error}); measure anew with `hf-helix profile`"
@@ -72,7 +72,13 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
 
 
 def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Schedule:
-    """The schedule of a window on the ranks that a profile is for."""
+    """The schedule of a window on the ranks that a profile is for.
+
+    Args:
+        profile: of a run; it says how many ranks the pipeline has.
+        microbatches: of a window.
+        name: of a schedule, as in `HelixConfig`.
+    """
     from hf_helix.planning.pipeline.costs import stage_costs
     from hf_helix.planning.pipeline.scheduler import Scheduler
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
 
-class Model(NamedTuple):
+class SupportedModel(NamedTuple):
     """A class of Transformers.
 
     Args:
@@ -48,15 +48,15 @@ MIXTURE = (
 )
 
 SUPPORTED = {
-    "LlamaForCausalLM": Model("meta-llama/Llama-3.1-8B", LLAMA),
-    "MistralForCausalLM": Model("mistralai/Mistral-7B-v0.3", DENSE),
-    "Qwen2ForCausalLM": Model("Qwen/Qwen2.5-7B", DENSE),
-    "Qwen3ForCausalLM": Model("Qwen/Qwen3-8B", DENSE),
-    "GPT2LMHeadModel": Model("openai-community/gpt2", GPT),
-    "GPTNeoXForCausalLM": Model("EleutherAI/pythia-1b", GPT),
-    "MixtralForCausalLM": Model("mistralai/Mixtral-8x7B-v0.1", MIXTURE),
-    "PhimoeForCausalLM": Model("microsoft/Phi-3.5-MoE-instruct", MIXTURE),
-    "Qwen3MoeForCausalLM": Model("Qwen/Qwen3-30B-A3B", MIXTURE),
+    "LlamaForCausalLM": SupportedModel("meta-llama/Llama-3.1-8B", LLAMA),
+    "MistralForCausalLM": SupportedModel("mistralai/Mistral-7B-v0.3", DENSE),
+    "Qwen2ForCausalLM": SupportedModel("Qwen/Qwen2.5-7B", DENSE),
+    "Qwen3ForCausalLM": SupportedModel("Qwen/Qwen3-8B", DENSE),
+    "GPT2LMHeadModel": SupportedModel("openai-community/gpt2", GPT),
+    "GPTNeoXForCausalLM": SupportedModel("EleutherAI/pythia-1b", GPT),
+    "MixtralForCausalLM": SupportedModel("mistralai/Mixtral-8x7B-v0.1", MIXTURE),
+    "PhimoeForCausalLM": SupportedModel("microsoft/Phi-3.5-MoE-instruct", MIXTURE),
+    "Qwen3MoeForCausalLM": SupportedModel("Qwen/Qwen3-30B-A3B", MIXTURE),
 }
 
 LEGEND = """\
@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_census(census: Census, part: str) -> None:
     """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
-    found = {name: findings for name, findings in census.classes.items() if part in name.lower()}
-    for name in sorted(found, key=lambda name: (not _proven(found[name]), name)):
-        print(_wrapped(f"{name:<34} ", describe(found[name])))
+    matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
+    for name in sorted(matching, key=lambda name: (not _proven(matching[name]), name)):
+        print(_wrapped(f"{name:<34} ", describe(matching[name])))
     print(f"\n{headline(census)}\n{CENSUS_LEGEND}", end="")
 
 
@@ -126,7 +126,7 @@ def describe(findings: Findings) -> str:
 
 
 def _proven(findings: Findings) -> list[str]:
-    return [layout for layout, found in findings.items() if found.status == PROVEN]
+    return [layout for layout, finding in findings.items() if finding.status == PROVEN]
 
 
 def _wrapped(head: str, text: str) -> str:

@@ -77,7 +77,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    """The plan that a rule makes from a profile for windows of a schedule."""
+    """The plan that a rule makes from a profile for windows of a schedule.
+
+    Args:
+        rule: a key of `RULES`.
+        profile: the times of the operators.
+        schedule: of the windows that the plan is for.
+    """
     from hf_helix.planning.plans.registry import make_plan
     from hf_helix.tuning.progress import progress_bar
 

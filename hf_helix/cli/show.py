@@ -154,13 +154,13 @@ def _show_plan(options: argparse.Namespace) -> None:
 
 
 def _show_strips(plans: Sequence[Plan], profile: Profile, options: argparse.Namespace) -> None:
-    from hf_helix.report.strands import draw_strips, note_of, strips, text_strips
+    from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
 
-    found = strips(profile, plans)
+    shown = strips_of_plans(profile, plans)
     if options.output is None:
-        print(f"two decoder layers ({note_of(profile)})", text_strips(found, options.width), sep="\n")
+        print(f"two decoder layers ({note_of(profile)})", text_strips(shown, options.width), sep="\n")
     else:
-        draw_strips(found, options.output, note_of(profile))
+        draw_strips(shown, options.output, note_of(profile))
         print(options.output)
 
 

@@ -19,6 +19,7 @@ from hf_helix.config import AUTO, RECOMPUTE, RULES, HelixConfig
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
+    from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
     from hf_helix.simulation.step.step import Case
 
@@ -68,18 +69,20 @@ def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
     rows = "rows of the busiest rank's experts in parts of the mean, such as 1.3; 1 spreads them evenly"
     parser.add_argument("--imbalance", type=float, default=1.0, help=rows)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="the type of matrix products")
+    adapters = "the rank of LoRA adapters, which are trained instead of the model, itself loaded in --dtype; 0 for none"
+    parser.add_argument("--lora_r", type=int, default=0, help=adapters)
+    targets = "modules that get adapters, with commas between their names, such as q_proj,v_proj"
+    parser.add_argument("--target_modules", default="all-linear", help=targets)
 
 
 def run(options: argparse.Namespace) -> None:
     """Prints what a step of the layout takes."""
-    from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import step_lines
     from hf_helix.simulation.step.step import simulate_step
 
     cluster = scaled(cluster_of(options), options.network, options.gpus)
     case = _case(options, cluster)
-    paper = OnPaper(configuration_file(options.model), cluster)
-    amounts = paper.amounts(case)
+    amounts = paper_of(options, cluster).amounts(case)
     rules = RULES if options.plan == ALL else (options.plan,)
     steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster, whole=True) for rule in rules}
     shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
@@ -91,6 +94,26 @@ def run(options: argparse.Namespace) -> None:
             print(f"{rule:<14}{step.seconds:>10.3f} s{step.tokens_per_second:>14,.0f}{gain:>9.2f}x")
     if options.output:
         _draw(options.output, shown)
+
+
+def paper_of(options: argparse.Namespace, cluster: Cluster) -> OnPaper:
+    """Returns the model that is asked for, with adapters if these are.
+
+    Raises:
+        ValueError: it gets no such adapters.
+    """
+    import torch
+
+    from hf_helix.engine.on_paper import TYPES, OnPaper
+    from hf_helix.engine.synthetic import adapted_on_meta
+
+    path, rank = configuration_file(options.model), options.lora_r
+    if rank < 0:
+        raise ValueError(f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself")
+    if not rank:
+        return OnPaper(path, cluster)
+    dtype = TYPES[options.dtype] or torch.float32
+    return OnPaper(adapted_on_meta(path, rank, options.target_modules, dtype), cluster)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -69,7 +69,7 @@ def remember(model: Any, ranking: Ranking, cluster: Cluster, tokens: int) -> Pat
         cluster: what they were simulated for.
         tokens: of a step, as the doctor was told.
     """
-    found = [
+    layouts = [
         {"layout": size_text(step.case.sizes), "tokens_per_second": round(step.tokens_per_second)}
         for step in ranking.steps
     ]
@@ -82,7 +82,7 @@ def remember(model: Any, ranking: Ranking, cluster: Cluster, tokens: int) -> Pat
         "machine": vars(Machine(cluster.device.name, cluster.devices, cluster.nodes, case.dtype)),
         "length": case.length,
         "tokens": tokens,
-        "layouts": found,
+        "layouts": layouts,
     }
     write_file(path, format_json(data) + "\n")
     return path

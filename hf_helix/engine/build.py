@@ -54,7 +54,7 @@ class RunOptions:
         seed: the seed that the randomness of the run derives from.
         num_microbatches: the micro-batches of a usual window, whose schedule the ranks compare.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
-        additions: what the run adds to the mathematics of the model.
+        loss_tweaks: what the run adds to the mathematics of the model.
         checkpointing: options of activation checkpointing, if the run asks for it in the words of Transformers.
         weights: a checkpoint folder for a model on the meta device; without one, such a model starts at random.
     """
@@ -62,7 +62,7 @@ class RunOptions:
     seed: int = 0
     num_microbatches: int = 1
     autocast_dtype: torch.dtype | None = None
-    additions: LossTweaks = field(default_factory=LossTweaks)
+    loss_tweaks: LossTweaks = field(default_factory=LossTweaks)
     checkpointing: Mapping[str, Any] | None = None
     weights: str | Path | None = None
 
@@ -113,7 +113,7 @@ def build_runner(
         ValueError: the model cannot be cut like this.
     """
     options = options or RunOptions()
-    declared = declare(model, config, mesh, modes, options.additions, autocast_dtype=options.autocast_dtype)
+    declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
     return start_runner(model, declared, config, mesh, options, choose_plan)
 
 
@@ -122,7 +122,7 @@ def declare(
     config: HelixConfig,
     mesh: Mesh,
     modes: Sequence[str],
-    additions: LossTweaks | None = None,
+    loss_tweaks: LossTweaks | None = None,
     places: Collection[int] | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
@@ -133,7 +133,7 @@ def declare(
         config: see `build_runner`.
         mesh: see `build_runner`.
         modes: the recompute mode of every layer that is declared.
-        additions: what the run adds to the mathematics of the model.
+        loss_tweaks: what the run adds to the mathematics of the model.
         places: of the layers that are declared, on paper; None for all. What is left out is not checked either.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
@@ -142,7 +142,7 @@ def declare(
     """
     base = base_of(model)
     family = family_of(base)
-    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks(), places, autocast_dtype)
+    units, called = _declare_units(model, config, mesh, modes, loss_tweaks or LossTweaks(), places, autocast_dtype)
     stage = place_units(
         units,
         mesh.pipe,
@@ -186,7 +186,7 @@ def _declare_units(
     config: HelixConfig,
     mesh: Mesh,
     modes: Sequence[str],
-    additions: LossTweaks,
+    loss_tweaks: LossTweaks,
     places: Collection[int] | None,
     autocast_dtype: torch.dtype | None,
 ) -> tuple[list[Unit], list[nn.Module]]:
@@ -195,7 +195,7 @@ def _declare_units(
     family = family_of(base)
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
-    units = recompute_units(family.units(base, sharing, additions, places), modes)
+    units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
     if config.shard_parameters:
         units = number_distinct_graphs(spread_units(units, mesh.spread_over, autocast_dtype))
     elif config.shard_optimizer:

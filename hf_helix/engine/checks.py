@@ -32,12 +32,12 @@ from hf_helix.runtime.stage import Stage
 logger = logging.getLogger(__name__)
 
 
-def check_model(model: Any, additions: LossTweaks, weights: str | Path | None = None) -> None:
-    """Refuses models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
+def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None = None) -> None:
+    """Refuses models that are not whole, plain and in fp32 or bf16, or that loss or weights do not suit.
 
     Args:
         model: the model as it was given.
-        additions: what the run adds to the mathematics of the model.
+        loss_tweaks: what the run adds to the mathematics of the model.
         weights: the folder that its weights are read from, if one was given.
 
     Raises:
@@ -53,9 +53,9 @@ def check_model(model: Any, additions: LossTweaks, weights: str | Path | None = 
             "the model was loaded with a distributed_config, so Transformers has cut it already; "
             "load it without one, HelixTrainer cuts it"
         )
-    if additions.label_smoothing and getattr(getattr(model, "config", None), "output_router_logits", False):
+    if loss_tweaks.label_smoothing and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError(
-            f"label_smoothing_factor={additions.label_smoothing} with a model whose loss has a part for the balance "
+            f"label_smoothing_factor={loss_tweaks.label_smoothing} with a model whose loss has a part for the balance "
             "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
             "model.config.output_router_logits = False"
         )

@@ -72,7 +72,7 @@ class Engine(Diagnostics):
         config: the options of the run.
         mesh: which ranks share what.
         options: what the run asks for beside them.
-        instead: what to call instead of the cut model, for the error of who calls it or asks it for its weights.
+        instead: what the errors suggest where a user calls the cut model, or asks it for its weights.
 
     Attributes:
         model: the model as it was given.
@@ -88,7 +88,7 @@ class Engine(Diagnostics):
     """
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
-        check_model(model, options.additions, options.weights)
+        check_model(model, options.loss_tweaks, options.weights)
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
@@ -245,7 +245,13 @@ class Engine(Diagnostics):
         return self._maker.window(batches, scale, step)
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns a batch as the runner takes it, see `WindowMaker.microbatch`."""
+        """Returns a batch as the runner takes it, see `WindowMaker.microbatch`.
+
+        Args:
+            batch: what the model's forward takes, tensors [batch, sequence].
+            scale: what the losses are multiplied with.
+            key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
+        """
         return self._maker.microbatch(batch, scale, key)
 
     # -- gradients and the optimizer -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class OnPaper:
     def __init__(self, model: Any, cluster: Cluster) -> None:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
         self.cluster = cluster
-        self._found: dict[object, Amounts | ValueError] = {}
+        self._amounts: dict[object, Amounts | ValueError] = {}
         self._layouts: dict[object, Layout] = {}
         self._kinds: Kinds | None = None
 
@@ -85,15 +85,15 @@ class OnPaper:
         # kinds of operators alone.
         cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, tuple(spread)
         key = cut, case.batch, case.length, case.imbalance
-        if key not in self._found:
-            self._found[key] = self._counted(case)
-        found = self._found[key]
-        if isinstance(found, ValueError):
-            raise found
+        if key not in self._amounts:
+            self._amounts[key] = self._counted(case)
+        amounts = self._amounts[key]
+        if isinstance(amounts, ValueError):
+            raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
         if (cut, crossing) not in self._layouts:
             self._layouts[cut, crossing] = self._layout(case, crossing)
-        return replace(found, layout=self._layouts[cut, crossing]).over(spread)
+        return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
 
     def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]

@@ -36,6 +36,29 @@ def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype).train()
 
 
+def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns a model with LoRA adapters in fp32 that takes no memory, in training mode.
+
+    Args:
+        model_config: the Transformers configuration of the model, or the path of one.
+        rank: of the adapters.
+        target_modules: what gets adapters: "all-linear", or names of modules with commas between them.
+        dtype: the type of the frozen weights.
+
+    Raises:
+        ValueError: PEFT is not installed, or the model has no such modules.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("adapters need the package peft: pip install peft") from error
+    names = target_modules.split(",")
+    targets = names if len(names) > 1 else target_modules
+    with torch.device("meta"):
+        config = LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM")
+        return get_peft_model(model_on_meta(model_config, dtype), config).train()
+
+
 class Workload:
     """A runner under the plan `sequential`, and windows for it.
 

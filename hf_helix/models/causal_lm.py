@@ -44,12 +44,12 @@ def check_head(model: Any) -> None:
 
 def _advice(config_class: Any) -> str:
     """Returns what is needed, for a configuration."""
-    found = _classes_of(getattr(config_class, "model_type", ""))
-    instead = f"use {' or '.join(found)}" if found else "Transformers has none for its configuration"
+    classes = _classes_of(getattr(config_class, "model_type", ""))
+    instead = f"use {' or '.join(classes)}" if classes else "Transformers has none for its configuration"
     return f"what is trained is a model with a head that predicts the next token, and its loss; {instead}"
 
 
 def _classes_of(model_type: str) -> tuple[str, ...]:
     """Returns the causal-LM classes of a `model_type`."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
+    return (classes,) if isinstance(classes, str) else tuple(classes)

@@ -91,7 +91,7 @@ def read_census(path: Path = FILE) -> Census:
     if data.get("format") != FORMAT:
         raise ValueError(f"{path} is no census of format {FORMAT}; `python -m benchmarks.census` writes one")
     classes = {
-        name: {layout: Finding(*found) for layout, found in findings.items()}
+        name: {layout: Finding(*fields) for layout, fields in findings.items()}
         for name, findings in data["classes"].items()
     }
     return Census(data["versions"], data["date"], classes)
@@ -100,7 +100,7 @@ def read_census(path: Path = FILE) -> Census:
 def format_census(census: Census) -> str:
     """Returns the text of a file, with a line for each class."""
     classes = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps({layout: [*found] for layout, found in findings.items()})}"
+        f"  {json.dumps(name)}: {json.dumps({layout: [*finding] for layout, finding in findings.items()})}"
         for name, findings in sorted(census.classes.items())
     )
     head = {"format": FORMAT, "versions": dict(census.versions), "date": census.date}
@@ -113,7 +113,9 @@ def proven(class_name: str) -> frozenset[str]:
     census = _shipped()
     if not census.is_current:
         return frozenset()
-    return frozenset(layout for layout, found in census.classes.get(class_name, {}).items() if found.status == PROVEN)
+    return frozenset(
+        layout for layout, finding in census.classes.get(class_name, {}).items() if finding.status == PROVEN
+    )
 
 
 @functools.cache

@@ -24,12 +24,12 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
         memo: what stands in the copy in the place of objects, by their identity; it is added to.
     """
     memo = {} if memo is None else memo
-    found = copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
     for given in module.modules():
         for name, value in vars(given).items():
             if isinstance(value, (FunctionType, functools.partial)):
                 vars(memo[id(given)])[name] = rebound(value, memo)
-    return found
+    return copied
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:

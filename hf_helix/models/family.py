@@ -90,7 +90,13 @@ class Family(ABC):
         return () if balance is None else (balance.start(b),)
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`."""
+        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`.
+
+        Args:
+            b: collects the operators of the head.
+            model: the Hugging Face model.
+            x: the name of the last layer's output, [sequence / tp_size, batch, hidden].
+        """
         h = b.norm("norm", self.final_norm(model), x)
         h = b.all_gather("gather", h)
         head = model.get_output_embeddings()
@@ -123,7 +129,7 @@ class Family(ABC):
         self,
         model: Any,
         sharing: ParallelContext,
-        additions: LossTweaks | None = None,
+        loss_tweaks: LossTweaks | None = None,
         places: Collection[int] | None = None,
     ) -> list[Unit]:
         """Returns the units of the model in forward order: the embedding, the layers, the head.
@@ -131,7 +137,7 @@ class Family(ABC):
         Args:
             model: the Transformers model, uncut.
             sharing: the axes that it is cut over.
-            additions: what training arguments add to its mathematics.
+            loss_tweaks: what training arguments add to its mathematics.
             places: of the layers whose units are returned; None for all of them.
 
         Raises:
@@ -141,13 +147,13 @@ class Family(ABC):
         self.check_experts(model, sharing)
         if sharing.cp.size > 1:
             self.check_context(model)
-        units = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
+        units = [self.embedding(Builder("embedding", "embedding", sharing, loss_tweaks=loss_tweaks), model)]
         for index, layer in enumerate(self.layers(model)):
             if places is not None and index not in places:
                 continue
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
             units.append(self.layer(b, layer))
-        units.append(self.head(Builder("head", "head", sharing, additions=additions), model))
+        units.append(self.head(Builder("head", "head", sharing, loss_tweaks=loss_tweaks), model))
         return number_distinct_graphs(units)
 
     def kind_of(self, layer: Any) -> str:

@@ -103,11 +103,11 @@ class TensorOperator(ABC):
     """What an operator of a unit does to tensors. It runs within `explicit_gradients`, for many micro-batches at once.
 
     Attributes:
-        saves: whether forward leaves anything of weight for backward in `Call.saved`. What is recomputed must then run
-            forward again, also where all its outputs are kept.
+        has_saved_state: whether forward leaves anything of weight for backward in `Call.saved`. What is recomputed
+            must then run forward again, also where all its outputs are kept.
     """
 
-    saves = False
+    has_saved_state = False
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ class TensorOperator(ABC):
 class Computation(TensorOperator):
     """An operator on the compute stream."""
 
-    saves = True
+    has_saved_state = True
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:

@@ -90,13 +90,13 @@ class RmsNorm(Explicit):
         value, scale = kept
         parameter = self._module.weight
         given, weight = alike(value, parameter)
-        found, of_weight = fused_rms_norm_backward(
+        of_value, of_weight = fused_rms_norm_backward(
             gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
         )
         if of_weight is not None:
             of_weight = of_weight.to(parameter.dtype)
             parameter.grad = of_weight if parameter.grad is None else parameter.grad.add_(of_weight)
-        return (found.to(value.dtype),)
+        return (of_value.to(value.dtype),)
 
 
 def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,13 @@ def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The normed value, and the reciprocals of the roots that backward reads."""
+    """The normed value, and the reciprocals of the roots that backward reads.
+
+    Args:
+        value: [..., hidden].
+        weight: [hidden].
+        epsilon: is added to the mean of squares.
+    """
     out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
     return out, scale
 
@@ -116,8 +122,16 @@ def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tenso
 def fused_rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the value and, where it is trained, of the weight."""
-    found, of_weight = aten._fused_rms_norm_backward.default(
+    """The gradients of the value and, where it is trained, of the weight.
+
+    Args:
+        gradient: of the normed value, [..., hidden].
+        value: what was normed, [..., hidden].
+        scale: the reciprocals of the roots, of `fused_rms_norm`.
+        weight: [hidden].
+        trained: whether the gradient of the weight is asked for.
+    """
+    of_value, of_weight = aten._fused_rms_norm_backward.default(
         gradient, value, weight.shape, scale, weight, [True, trained]
     )
-    return found, of_weight if trained else None
+    return of_value, of_weight if trained else None

@@ -36,7 +36,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Adds to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
-    longer than a small graph."""
+    longer than a small graph.
+
+    Args:
+        edges: where backward begins, see `torch.autograd.graph.get_gradient_edge`.
+        gradients: one for each edge.
+        inputs: the leaves to whose gradients it adds.
+    """
     engine: Any = Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
@@ -145,7 +151,7 @@ class Segment(Computation):
 class Add(Computation):
     """Residual addition of two values. Leaves their types only."""
 
-    saves = False
+    has_saved_state = False
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         left, right = inputs
@@ -165,7 +171,7 @@ class SumOfParts(Computation):
         count: the number of parts.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -185,7 +191,7 @@ class Dropout(Computation):
         module: says how much is dropped, and whether it is training.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module

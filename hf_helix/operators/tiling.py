@@ -50,7 +50,7 @@ class Cut(Computation):
         blocks: 1 for a shard; for a whole sequence, the ranks.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks
@@ -66,7 +66,7 @@ class Cut(Computation):
 class Join(Computation):
     """Tiles back to values, `Cut` turned round. The inputs are every value's first tile, then every value's second."""
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks
@@ -95,7 +95,13 @@ class TileTransfer(Communication):
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
-    """Tiles as even as can be, the longer ones first; views where there is one block."""
+    """Tiles as even as can be, the longer ones first; views where there is one block.
+
+    Args:
+        value: [rows, ...].
+        blocks: stretches of equal length along dimension 0, each of which is cut by itself.
+        tiles: how many there are.
+    """
     by_block = value.unflatten(0, (blocks, value.shape[0] // blocks))
     return tuple(piece.flatten(0, 1) for piece in by_block.tensor_split(tiles, dim=1))
 
@@ -119,8 +125,8 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
     size = collective.axis.size
     # Behind a gather and before a scatter lies the whole sequence.
     cut, join = (Cut(1, tiles), Join(size, tiles)) if site.gathers else (Cut(size, tiles), Join(1, tiles))
-    found: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
+    operators: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
     for op, operator in ((site.first, first), (site.second, second)):
         shared = TileTransfer(operator) if isinstance(operator, Communication) else operator
-        found |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
-    return found
+        operators |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
+    return operators

@@ -127,7 +127,13 @@ COPIED_ON_SHARDS = Placement(sums_gradient=True)
 
 
 def cut_bounds(length: int, size: int, rank: int) -> tuple[int, int]:
-    """The slice of a dimension that a rank holds: as even as can be, the longer ones first."""
+    """The slice of a dimension that a rank holds: as even as can be, the longer ones first.
+
+    Args:
+        length: of the dimension.
+        size: ranks that share it.
+        rank: which of them.
+    """
     short, extra = divmod(length, size)
     first = rank * short + min(rank, extra)
     return first, first + short + (rank < extra)

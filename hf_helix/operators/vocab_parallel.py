@@ -39,8 +39,8 @@ def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_r
     local = ids - first_row
     inside = (local >= 0) & (local < rows)
     padding = None if padding_row is None or not 0 <= padding_row - first_row < rows else padding_row - first_row
-    found = functional.embedding(local.clamp(0, rows - 1), weight, padding_idx=padding)
-    return found.masked_fill(~inside.unsqueeze(-1), 0)
+    embeddings = functional.embedding(local.clamp(0, rows - 1), weight, padding_idx=padding)
+    return embeddings.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
@@ -89,12 +89,12 @@ class TokenStatistics(Computation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (logits,) = inputs
-        found = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
-        for rows, targets, out in self._chunks(logits, call.side["targets"], found):
+        statistics = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
+        for rows, targets, out in self._chunks(logits, call.side["targets"], statistics):
             out.copy_(self._statistics(rows, targets, self.smoothing, self.share))
         if call.training:
-            call.saved = logits, found[1]
-        return (found.unsqueeze(0),)
+            call.saved = logits, statistics[1]
+        return (statistics.unsqueeze(0),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         (logits, totals), call.saved = call.saved, None
@@ -156,10 +156,10 @@ def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: fl
     of_all, of_target = factors.unsqueeze(-1)
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
     column, inside = _columns(rows, targets)
-    found = probabilities.mul_(of_all)
+    gradient = probabilities.mul_(of_all)
     if smoothing:
-        found.add_(of_target, alpha=share)
-    return found.scatter_add_(-1, column, (1 - smoothing) * of_target * inside).to(rows.dtype)
+        gradient.add_(of_target, alpha=share)
+    return gradient.scatter_add_(-1, column, (1 - smoothing) * of_target * inside).to(rows.dtype)
 
 
 def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ def increments(runs: Runs, row: Row) -> list[float]:
 def gains(runs: Runs, row: Row) -> list[float]:
     """Returns how many times as fast as Megatron every step is."""
     case, baseline = case_of(row, DHELIX), runs.run(row, MEGATRON).step.seconds
-    found = []
+    result = []
     for without in WITHOUT:
         profile = runs.profile(row, DHELIX)
         if Kind.INTER_NODE.value in without:
@@ -51,8 +51,8 @@ def gains(runs: Runs, row: Row) -> list[float]:
         profile = ablate_profile(profile, without)
         plan = make_plan("dhelix", profile, model="", mesh={"tp_size": row.sizes.tp})
         step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan)
-        found.append(baseline / (step.seconds + LAUNCH_SECONDS * barriers_of(plan, profile, row)))
-    return found
+        result.append(baseline / (step.seconds + LAUNCH_SECONDS * barriers_of(plan, profile, row)))
+    return result
 
 
 def exposed_only(profile: Profile, kind: Kind) -> Profile:
@@ -63,9 +63,9 @@ def exposed_only(profile: Profile, kind: Kind) -> Profile:
     pairs = {key: pair for key, pair in profile.pairs.items() if not names & set(key)}
     moved = replace(ablate_profile(profile, (kind.value,)), pairs=pairs)
 
-    def seconds(found: Profile) -> float:
-        plan = make_plan("sequential", found, model="", mesh={})
-        layers = steady_layers(plan, found, [layer])
+    def seconds(altered: Profile) -> float:
+        plan = make_plan("sequential", altered, model="", mesh={})
+        layers = steady_layers(plan, altered, [layer])
         return layers.forward[layer] + layers.backward[layer]
 
     def scaled(share: float) -> Profile:

@@ -53,7 +53,7 @@ def makers_of(kind: str, number: str) -> Makers:
     """
     known = KINDS[kind]
     if number not in known:
-        others = "; ".join(f"--{other} {', '.join(found)}" for other, found in KINDS.items())
+        others = "; ".join(f"--{other} {', '.join(numbers)}" for other, numbers in KINDS.items())
         raise ValueError(f"--{kind} {number} is not simulated; there are {others}, and --all")
     return known[number]
 

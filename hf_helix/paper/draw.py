@@ -67,7 +67,15 @@ def draw_groups(path: Path, title: str, unit: str, groups: Sequence[str], series
 
 
 def draw_stacks(path: Path, title: str, unit: str, groups: Sequence[str], series: Sequence[Series]) -> None:
-    """Draws parts on top of each other, the paper's stack beside ours where it has one. Arguments as `draw_groups`."""
+    """Draws parts on top of each other, the paper's stack beside ours where it has one.
+
+    Args:
+        path: the file, .svg, .png or .pdf.
+        title: above the figure.
+        unit: of the values.
+        groups: the names below the stacks.
+        series: the parts, from below.
+    """
     width = max(4.0, 1.2 * len(groups) + 1.5)
     with figure_file(path, width, 3.0) as figure:
         axes = figure.add_axes(_place(width, 3.0))

@@ -35,7 +35,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.profile import Pair, named_operators
-from hf_helix.report.strands import draw_strips, strips
+from hf_helix.report.strands import draw_strips, strips_of_plans
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.memory import GRADIENT
 from hf_helix.simulation.step.step import memory_of_case
@@ -50,9 +50,9 @@ PARTS = ("computation", *AXES.values(), "DP")
 def breakdown(runs: Runs) -> Artifact:
     """Returns figure 3: what a step is made of under Megatron."""
     rows = (*FIGURE_11[:2], *FIGURE_12[2:3], *FIGURE_11[4:5], *TABLE_6)
-    found = [shares(runs, row) for row in rows]
+    parts_of_rows = [shares(runs, row) for row in rows]
     cells = []
-    for row, parts in zip(rows, found, strict=True):
+    for row, parts in zip(rows, parts_of_rows, strict=True):
         axes, printed = SHARES.get(row.model, ("", None))
         ours = sum(parts[axis] for axis in axes.split(" and ")) if axes else 0.0
         paper = (f"{axes} {100 * printed:.1f}", f"{100 * ours:.1f}") if printed is not None else ("", "")
@@ -62,7 +62,7 @@ def breakdown(runs: Runs) -> Artifact:
     )
 
     def draw(path: Path) -> None:
-        series = [Series(part, [100 * parts[part] for parts in found], [None] * len(rows)) for part in PARTS]
+        series = [Series(part, [100 * parts[part] for parts in parts_of_rows], [None] * len(rows)) for part in PARTS]
         draw_stacks(path, "Figure 3", "percent of the time", [row.name.replace(" ", "\n", 1) for row in rows], series)
 
     header = ("model and layout", *PARTS, "paper", "ours")
@@ -97,11 +97,11 @@ OPERATORS = {"GEMM": Kind.COMPUTE, "FA": Kind.COMPUTE, "C1": Kind.INTRA_NODE, "C
 def effectiveness(runs: Runs) -> Artifact:
     """Returns figure 4: how well two operators of equal length overlap, by kind."""
     rows = {"A40": FIGURE_11[0], "A800": FIGURE_13A[0], "H100": replace(FIGURE_11[0], cluster="h100x32")}
-    found = {device: _overlaps(runs.cluster(row)) for device, row in rows.items()}
+    tables = {device: _overlaps(runs.cluster(row)) for device, row in rows.items()}
     names = list(OPERATORS)
     cells = [
         (device, name, *(f"{value:.2f}" for value in values))
-        for device, table in found.items()
+        for device, table in tables.items()
         for name, values in zip(names, table, strict=True)
     ]
     notes = (
@@ -111,7 +111,7 @@ def effectiveness(runs: Runs) -> Artifact:
     )
 
     def draw(path: Path) -> None:
-        draw_cells(path, "Figure 4: overlap effectiveness", names, list(found.items()))
+        draw_cells(path, "Figure 4: overlap effectiveness", names, list(tables.items()))
 
     return Artifact("Figure 4", "what overlaps well", ("device", "", *names), cells, notes, draw)
 
@@ -179,9 +179,9 @@ def _largest(runs: Runs, row: Row, name: str, recompute: str) -> float:
     for layers in range(4, 120):
         units = [amounts.model.units[0], *[layer] * layers, amounts.model.units[-1]]
         case = replace(case_of(row, MEGATRON if name == MEGATRON else WAVELET), recompute=recompute)
-        found = memory_of_case(replace(amounts, model=replace(amounts.model, units=units)), case)
-        copies = found.weights + found.gradients + found.states if name not in METHODS else 0.0
-        if found.total + copies > cluster.device.memory:
+        memory = memory_of_case(replace(amounts, model=replace(amounts.model, units=units)), case)
+        copies = memory.weights + memory.gradients + memory.states if name not in METHODS else 0.0
+        if memory.total + copies > cluster.device.memory:
             break
         fitting = (layers * each + ends * row.sizes.tp) / 1e9
     return fitting
@@ -193,18 +193,18 @@ def _largest(runs: Runs, row: Row, name: str, recompute: str) -> float:
 def pairings(runs: Runs) -> Artifact:
     """Returns figure 10: the pairs of segments that DHelix finds on two clusters."""
     rows = (FIGURE_11[1], replace(FIGURE_11[1], cluster="a800x64"))
-    found = [runs.run(row, DHELIX) for row in rows]
-    pairs = [_segments(run) for run in found]
+    results = [runs.run(row, DHELIX) for row in rows]
+    pairs = [_segments(run) for run in results]
     cells = []
     for number in range(max(map(len, pairs))):
         cells.append((str(number + 1), *(each[number] if number < len(each) else "" for each in pairs)))
     notes = ("Operators of the forward (F) and the backward (B) strand between two barriers.",)
 
     def draw(path: Path) -> None:
-        for run in found:
+        for run in results:
             device = run.row.cluster.partition("x")[0]
             title = f"Figure 10: {run.row.name} on {device.upper()}"
-            draw_strips(strips(run.profile, [run.plan]), path.with_stem(f"{path.stem}-{device}"), title=title)
+            draw_strips(strips_of_plans(run.profile, [run.plan]), path.with_stem(f"{path.stem}-{device}"), title=title)
 
     return Artifact("Figure 10", f"pairs of segments, {rows[0].name}", ("", "on A40", "on A800"), cells, notes, draw)
 
@@ -239,7 +239,7 @@ def visualization(runs: Runs) -> Artifact:
     ]
 
     def draw(path: Path) -> None:
-        draw_strips(strips(two.profile, [one.plan, two.plan]), path, title=f"Figure 16: {row.name} on A800")
+        draw_strips(strips_of_plans(two.profile, [one.plan, two.plan]), path, title=f"Figure 16: {row.name} on A800")
 
     return Artifact("Figure 16", "one strand and two, Llama-66B on A800", ("", "paper", "ours"), cells, (), draw)
 
@@ -247,7 +247,7 @@ def visualization(runs: Runs) -> Artifact:
 # --- Table 1 ---
 
 SEQUENCES = 2048
-"""Of a step of Llama-3.1-405B, with which the table's volumes come out."""
+"""Sequences in a step of Llama-3.1-405B; with so many, the table's volumes come out."""
 
 
 def volumes(runs: Runs) -> Artifact:
@@ -272,9 +272,9 @@ def volumes(runs: Runs) -> Artifact:
 def _volumes(runs: Runs, row: Row) -> tuple[tuple[float, float], tuple[float, float]]:
     amounts, cluster = runs.amounts(row), runs.cluster(row)
     sent: dict[str, float] = {"tp": 0.0, "cp": 0.0}
-    for (unit, _), found in amounts.operators.items():
+    for (unit, _), counted in amounts.operators.items():
         if unit == amounts.model.units[1]:
-            for each in found.transfers:
+            for each in counted.transfers:
                 sent[each.axis] += each.bytes
     layers = len(amounts.model.units[1:-1]) / row.sizes.pp
     local = sent["tp"] * layers * row.microbatches

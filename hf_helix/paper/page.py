@@ -50,4 +50,4 @@ def _pictures(page: Path, artifact: Artifact) -> list[str]:
     folder = page.parent / "images" / "paper"
     folder.mkdir(parents=True, exist_ok=True)
     artifact.draw(folder / f"{name}.svg")
-    return [str(found.relative_to(page.parent)) for found in sorted(folder.glob(f"{name}*.svg"))]
+    return [str(file.relative_to(page.parent)) for file in sorted(folder.glob(f"{name}*.svg"))]

@@ -20,14 +20,14 @@ from hf_helix.simulation.step.step import Step, memory_of_case, simulate_step
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
     """Returns the fastest layout under `sequential` that fits: its name, its speed as the row counts it, and GB."""
     has_experts = MODELS[row.model].experts > 1
-    found = [
+    fitting = [
         step
         for sizes in layouts(runs.cluster(row), has_experts)
         if (step := _fitting(runs, replace(row, sizes=sizes))) is not None
     ]
-    if not found:
+    if not fitting:
         return None
-    best = max(found, key=lambda step: step.tokens_per_second)
+    best = max(fitting, key=lambda step: step.tokens_per_second)
     case = best.case
     name = layout_name(case.sizes) + ("" if case.recompute == "none" else f", recompute {case.recompute}")
     return name, speed_of(row, best), best.memory.total / 1e9

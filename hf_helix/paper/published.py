@@ -177,7 +177,7 @@ MOST_GAIN = {"H100": 0.17, "A800": 0.29}
 """The largest gain over Megatron that section 6.3.3 reports of figure 14; its bars cannot be read."""
 
 TABLE_7 = {8: (57.87, 32.48, 9.65), 16: (66.73, 23.01, 10.26), 32: (51.72, 29.45, 18.83)}
-"""Of communication, by tensor-parallel size on H100, in percent: hidden, visible by slowdown, visible by launches."""
+"""Percent of communication by tensor-parallel size on H100: hidden, visible by slowdown, visible by launches."""
 
 SHARES = {"Llama-39B": ("TP and CP", 0.55), "Phi-31B": ("EP", 0.343)}
 """Part of the time that communication takes in figure 3, as section 3.1 says."""

@@ -92,7 +92,7 @@ class Runs:
         self.clusters = dict(clusters or {})
         self._models: dict[tuple[str, int | None, str], OnPaper] = {}
         self._amounts: dict[tuple[object, ...], Amounts] = {}
-        self._found: dict[tuple[Row, str], Run] = {}
+        self._runs: dict[tuple[Row, str], Run] = {}
 
     def cluster(self, row: Row) -> Cluster:
         """Returns the cluster of a row."""
@@ -108,7 +108,7 @@ class Runs:
 
     def run(self, row: Row, method: str) -> Run:
         """Returns a row under a method."""
-        if (row, method) not in self._found:
+        if (row, method) not in self._runs:
             profile = self.profile(row, method)
             plan = self._plan(row, method, profile)
             amounts, case, cluster = self.amounts(row), case_of(row, method), self.cluster(row)
@@ -117,8 +117,8 @@ class Runs:
                 step = _with_nothing_beside(step, amounts, profile.layout, cluster)
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
             step = replace(step, window=step.window + launches)
-            self._found[row, method] = Run(row, method, step, profile, plan, launches)
-        return self._found[row, method]
+            self._runs[row, method] = Run(row, method, step, profile, plan, launches)
+        return self._runs[row, method]
 
     def gain(self, row: Row, method: str) -> float:
         """Returns how many times as fast as Megatron a method is."""
@@ -185,7 +185,13 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
 
 
 def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:
-    """Returns how many barriers a rank meets in a step, in layers that run beside each other."""
+    """Returns how many barriers a rank meets in a step, in layers that run beside each other.
+
+    Args:
+        plan: a block plan.
+        profile: the times of the operators.
+        row: of the paper.
+    """
     assert isinstance(plan, BlockPlan)
     layout = profile.layout
     names = [layout.units[unit] for unit in layout.units_of(0) if "." not in layout.units[unit]]
@@ -200,14 +206,14 @@ def _reduced_by_the_backend(amounts: Amounts) -> Amounts:
     links between nodes.
     """
 
-    def summed(found: OperatorAmounts) -> OperatorAmounts:
+    def summed(counted: OperatorAmounts) -> OperatorAmounts:
         sent = [
             replace(each, method="reduce_scatter") if (each.axis, each.method) == ("tp", "exchange") else each
-            for each in found.transfers
+            for each in counted.transfers
         ]
-        return replace(found, transfers=tuple(sent))
+        return replace(counted, transfers=tuple(sent))
 
-    return replace(amounts, operators={name: summed(found) for name, found in amounts.operators.items()})
+    return replace(amounts, operators={name: summed(counted) for name, counted in amounts.operators.items()})
 
 
 def _padded(amounts: Amounts, factor: float) -> Amounts:
@@ -218,14 +224,14 @@ def _padded(amounts: Amounts, factor: float) -> Amounts:
     divided by its experts, of which each token asks for two.
     """
 
-    def more(name: Name, found: OperatorAmounts) -> OperatorAmounts:
+    def more(name: Name, counted: OperatorAmounts) -> OperatorAmounts:
         if ".experts." not in name[1]:
-            return found
-        kernels = [replace(k, flops=k.flops * factor, bytes=int(k.bytes * factor)) for k in found.kernels]
-        sent = [replace(each, bytes=int(each.bytes * factor)) for each in found.transfers]
-        return replace(found, kernels=tuple(kernels), transfers=tuple(sent))
+            return counted
+        kernels = [replace(k, flops=k.flops * factor, bytes=int(k.bytes * factor)) for k in counted.kernels]
+        sent = [replace(each, bytes=int(each.bytes * factor)) for each in counted.transfers]
+        return replace(counted, kernels=tuple(kernels), transfers=tuple(sent))
 
-    return replace(amounts, operators={name: more(name, found) for name, found in amounts.operators.items()})
+    return replace(amounts, operators={name: more(name, counted) for name, counted in amounts.operators.items()})
 
 
 # --- Tiles ---
@@ -243,8 +249,8 @@ class TiledOnPaper(IntraBatchPlan):
 
     def profile_for(self, profile: Profile) -> Profile:
         """Returns the times of the tiled graphs."""
-        found = super().profile_for(profile)
-        return replace(found, times={**found.times, **self.seconds})
+        whole = super().profile_for(profile)
+        return replace(whole, times={**whole.times, **self.seconds})
 
 
 def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, cluster: Cluster) -> dict[Name, float]:
@@ -257,13 +263,13 @@ def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, clust
         row: whose layout it is.
         cluster: what it runs on.
     """
-    axes, found = rings(cluster, row.sizes), {}
+    axes, seconds = rings(cluster, row.sizes), {}
     for name, op in named_operators(tile_profile(profile, tiles).layout):
         source, parts = source_of(name, op, profile, tiles)
         if parts > 1:
             part = _part(amounts.operators[source], parts)
-            found[name] = operator_seconds(part, op.kind, axes, cluster, "bf16")
-    return found
+            seconds[name] = operator_seconds(part, op.kind, axes, cluster, "bf16")
+    return seconds
 
 
 def _part(whole: OperatorAmounts, parts: int) -> OperatorAmounts:

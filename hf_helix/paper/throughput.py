@@ -38,7 +38,14 @@ SPEED_HEADER = ("model and layout", "method", "paper", "ours", "error", "paper's
 
 
 def speeds(runs: Runs, name: str, title: str, rows: Sequence[Row]) -> Artifact:
-    """Returns rows under every method, with our own plan and the best layout of one strand."""
+    """Returns rows under every method, with our own plan and the best layout of one strand.
+
+    Args:
+        runs: simulates rows.
+        name: as the paper calls it, such as "Table 4".
+        title: what it is about.
+        rows: of the paper, all counted alike.
+    """
     cells = [line for row in rows for line in _lines(runs, row)]
     unit = "tokens a second" if rows[0].counts_tokens else "TFLOP/s of a GPU, attention counted in full"
     room = runs.cluster(rows[0]).device.memory / 1e9
@@ -106,7 +113,13 @@ class Errors:
 
 
 def errors(runs: Runs, rows: Sequence[Row], methods: Sequence[str]) -> Errors:
-    """Returns the errors of rows under methods, where the paper has a number."""
+    """Returns the errors of rows under methods, where the paper has a number.
+
+    Args:
+        runs: simulates rows.
+        rows: of the paper.
+        methods: keys of `RULES`, and `MEGATRON`.
+    """
     bars = [(row, method) for row in rows for method in methods if method in row.printed]
     speed = [abs(runs.run(row, method).speed / row.printed[method] - 1) for row, method in bars]
     wanted = [row.printed[method] / row.printed[MEGATRON] for row, method in bars]
@@ -135,9 +148,9 @@ def summary(runs: Runs) -> Artifact:
     ]
     cells = []
     for name, role, rows, methods in groups:
-        found = errors(runs, rows, methods)
-        gain = "" if methods == (MEGATRON,) else f"{found.gain:.3f}"
-        cells.append((name, role, str(found.count), f"{100 * found.speed:.1f} %", gain))
+        total = errors(runs, rows, methods)
+        gain = "" if methods == (MEGATRON,) else f"{total.gain:.3f}"
+        cells.append((name, role, str(total.count), f"{100 * total.speed:.1f} %", gain))
     header = ("bars", "constants", "number", "error of speeds", "error of gains")
     return Artifact("Errors", "mean absolute errors against the paper", header, cells)
 
@@ -150,9 +163,11 @@ def scaling(runs: Runs) -> Artifact:
     rows = [(device, row) for device, each in FIGURE_14.items() for row in each]
     cells = []
     for device, row in rows:
-        found = [runs.run(row, method).speed for method in (MEGATRON, DHELIX, SEARCH)]
-        gains = [f"{100 * (each / found[0] - 1):+.1f} %" for each in found[1:]]
-        cells.append((device, str(row.sizes.tp), str(row.layers), *(f"{each:.1f}" for each in found), *gains))
+        speeds_of_methods = [runs.run(row, method).speed for method in (MEGATRON, DHELIX, SEARCH)]
+        gains = [f"{100 * (each / speeds_of_methods[0] - 1):+.1f} %" for each in speeds_of_methods[1:]]
+        cells.append(
+            (device, str(row.sizes.tp), str(row.layers), *(f"{each:.1f}" for each in speeds_of_methods), *gains)
+        )
     most = {device: max(runs.gain(row, DHELIX) for row in each) - 1 for device, each in FIGURE_14.items()}
     notes = [
         f"Largest gain of DHelix on {device}: {100 * gain:.0f} %, in the paper up to {100 * MOST_GAIN[device]:.0f} %."
@@ -207,9 +222,9 @@ def hidden_shares(runs: Runs, row: Row) -> tuple[float, float, float]:
 
 def steps(runs: Runs) -> Artifact:
     """Returns figure 15: what each kind of overlap adds."""
-    found = {key: increments(runs, row) for key, row in FIGURE_15.items()}
+    measured = {key: increments(runs, row) for key, row in FIGURE_15.items()}
     cells = []
-    for key, ours in found.items():
+    for key, ours in measured.items():
         totals = sum(INCREMENTS[key]), sum(ours)
         for name, printed, own in zip((*STEPS, "all"), (*INCREMENTS[key], totals[0]), (*ours, totals[1]), strict=True):
             cells.append((f"({key})", name, f"{printed:.1f}", f"{own:.1f}", f"{own - printed:+.1f}"))
@@ -220,11 +235,11 @@ def steps(runs: Runs) -> Artifact:
 
     def draw(path: Path) -> None:
         series = [
-            Series(name, [ours[place] for ours in found.values()], [each[place] for each in INCREMENTS.values()])
+            Series(name, [ours[place] for ours in measured.values()], [each[place] for each in INCREMENTS.values()])
             for place, name in enumerate(STEPS)
         ]
         draw_stacks(
-            path, "Figure 15: Llama-39B on A40", "percent of the baseline", [f"({key})" for key in found], series
+            path, "Figure 15: Llama-39B on A40", "percent of the baseline", [f"({key})" for key in measured], series
         )
 
     return Artifact(

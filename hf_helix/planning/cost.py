@@ -5,10 +5,10 @@ In:   instructions in the order of issue (of several ranks: one rank after the o
 Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
-arrived; at a barrier the compute stream waits for the collectives; the first computation of a unit waits for its
-weights. The host issues in order, and blocks at an instruction whose row counts have not arrived yet. What a rank sends
-to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a rank run beside each
-other, each goes on at its own slowed rate, until one of them ends.
+arrived; at a barrier the compute stream waits for the collectives but those issued ahead; the first computation of a
+unit waits for its weights. The host issues in order, and blocks at an instruction whose row counts have not arrived
+yet. What a rank sends to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a
+rank run beside each other, each goes on at its own slowed rate, until one of them ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Work:
         names: (unit name, entry).
         ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
         lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
-        hosts: of each instruction, the collective whose result the host reads before it issues the instruction, or -1
-            if there is none; empty where it is -1 for all.
+        size_sources: of each instruction, the collective whose result the host reads before it issues the instruction,
+            or -1 if there is none; empty where it is -1 for all.
     """
 
     streams: list[int]
@@ -55,7 +55,7 @@ class Work:
     names: list[tuple[str, str]]
     ranks: list[int] = field(default_factory=list)
     lanes: list[int] = field(default_factory=list)
-    hosts: list[int] = field(default_factory=list)
+    size_sources: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -101,7 +101,7 @@ class Work:
             names=[*self.names, *names],
             ranks=[*self.ranks, *ranks],
             lanes=[*self.lanes, *[0] * count],
-            hosts=[*self.hosts, *[-1] * count],
+            size_sources=[*self.size_sources, *[-1] * count],
         )
 
     def paced(self, pace: float) -> Work:
@@ -193,7 +193,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             work.streams.append(COMPUTE)
             work.lanes.append(0)
             work.seconds.append(0.0)
-            work.hosts.append(NONE)
+            work.size_sources.append(NONE)
             work.needs.append(pending.pop(rank, []))
             work.entries.append(NONE)
             continue
@@ -212,7 +212,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             needs.append(forwards[place_of_call])  # what forward kept for backward
         for key in instruction.writes:
             writers[microbatch, key] = place
-        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
+        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and not op.ahead:
             pending.setdefault(rank, []).append(place)
         if op.receives:
             needs += [sent[key] for key in [transfer_key(instruction)] if key in sent]
@@ -222,7 +222,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         work.needs.append(list(dict.fromkeys(needs)))
         keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
         brought = [writers[microbatch, key] for key in keys if (microbatch, key) in writers]
-        work.hosts.append(max((each for each in brought if work.streams[each] != COMPUTE), default=NONE))
+        work.size_sources.append(max((each for each in brought if work.streams[each] != COMPUTE), default=NONE))
         work.entries.append(numbers.setdefault(name, len(numbers)))
     work.names.extend(numbers)
     return work
@@ -304,12 +304,12 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
 
 def _waiting_ranks(work: Work, num_ranks: int) -> dict[int, list[int]]:
     """The ranks that wait for an instruction of another."""
-    found: dict[int, list[int]] = {}
+    waiting: dict[int, list[int]] = {}
     for rank, needs in zip(work.ranks, work.needs, strict=True) if num_ranks > 1 else ():
         for need in needs:
             if work.ranks[need] != rank:
-                found.setdefault(need, []).append(rank)
-    return found
+                waiting.setdefault(need, []).append(rank)
+    return waiting
 
 
 def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:
@@ -322,8 +322,8 @@ def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:
     for place in order:
         rank, computes = work.rank(place), work.streams[place] == COMPUTE
         ranks[numbers[place]] = rank
-        if work.hosts and work.hosts[place] != NONE:
-            known[rank] = work.hosts[place]
+        if work.size_sources and work.size_sources[place] != NONE:
+            known[rank] = work.size_sources[place]
         behind = NONE if computes else last.get(rank, NONE)
         queues[numbers[place]].append((place, behind, known.get(rank, NONE)))
         if computes:

@@ -45,15 +45,15 @@ def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
         largest: bytes of a bucket at most, unless it holds one gradient alone.
     """
     left = sum(size for size in sizes if size <= largest)
-    found: list[int] = []
+    buckets: list[int] = []
     number, filled, limit = -1, 0, 0
     for size in sizes:
-        if not found or filled + size > limit:
+        if not buckets or filled + size > limit:
             number, filled, limit = number + 1, 0, min(largest, max(SMALLEST_BYTES, left // TAIL))
-        found.append(number)
+        buckets.append(number)
         filled += size
         left -= size if size <= largest else 0
-    return found
+    return buckets
 
 
 def sums_behind(window: Window, order: Sequence[int]) -> dict[int, list[int]]:
@@ -65,18 +65,18 @@ def sums_behind(window: Window, order: Sequence[int]) -> dict[int, list[int]]:
     """
     layout = window.layout
     left = _sums_of_calls(window)
-    found: dict[int, list[int]] = {}
+    sums: dict[int, list[int]] = {}
     issued: set[int] = set()
     for position in range(len(order) - 1, -1, -1) if layout.sums else ():
         place = order[position]
         if 0 <= place < len(window):
             last = [number for number in left.get(window.calls[place], ()) if number not in issued]
             if last:
-                found[position] = last
+                sums[position] = last
                 issued.update(last)
                 if len(issued) == len(layout.sums):
                     break
-    return found
+    return sums
 
 
 def _sums_of_calls(window: Window) -> dict[int, list[int]]:
@@ -92,12 +92,12 @@ def _sums_of_calls(window: Window) -> dict[int, list[int]]:
         for place in pattern.spans[unit, False]
         if (op := pattern.calls[place].operator) is not None
     }
-    found: dict[int, list[int]] = {}
+    sums: dict[int, list[int]] = {}
     for number, made in enumerate(layout.sums):
         for adder in made.adders:
-            found.setdefault(places[adder], []).append(number)
-    layout.derived["sums_of_calls"] = found
-    return found
+            sums.setdefault(places[adder], []).append(number)
+    layout.derived["sums_of_calls"] = sums
+    return sums
 
 
 def insert(order: Sequence[Item], behind: Mapping[int, Sequence[Item]]) -> Iterator[Item]:
@@ -148,7 +148,7 @@ def add_sums(work: Work, window: Window, times: Times) -> Work:
     for call, numbers in _sums_of_calls(window).items():
         for number in numbers:
             needs[number] += [last[call]] if call in last else []
-    ranks = (layout.rank_of(found.adders[0][0]) for found in layout.sums)
+    ranks = (layout.rank_of(each.adders[0][0]) for each in layout.sums)
     return work.followed_by(STREAM, names, times, needs, ranks)
 
 

@@ -8,7 +8,7 @@ Must hold: every operator of every micro-batch once, each after what it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Operator, Part
@@ -147,7 +147,8 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     """What is issued while a micro-batch passes through a unit, in canonical order.
 
     These are the operators of the unit. But those that are issued ahead come with the unit that the micro-batch passes
-    through before, once what enters that unit is there; the first unit of a pass has its own.
+    through before; the first unit of a pass has its own. This is where plans see them; they may be issued earlier, see
+    `hf_helix.planning.prefetch`.
 
     Args:
         layout: what the ranks hold, with the graphs of the units.
@@ -160,28 +161,13 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
         return made
     before, behind = layout.neighbours(unit, forward)
     first = [each for each in made if _is_ahead(each.operator)] if before is None else []
-    following = _ahead_of((microbatch, behind), place, layout, forward) if behind is not None else []
-    return first + following + [each for each in made if not _is_ahead(each.operator)]
-
-
-def _ahead_of(behind: Place, place: Place, layout: Layout, forward: bool) -> list[Instruction]:
-    """What is issued ahead for a unit while the micro-batch passes through the one before.
-
-    Args:
-        behind: the micro-batch and the unit that it is issued for.
-        place: the micro-batch and the unit that it passes through.
-        layout: what the ranks hold.
-        forward: whether the micro-batch passes forward.
-    """
-    if not any(map(_is_ahead, layout.graph(behind[1], forward).operators)):
-        return []
-    entering = tuple(layout.key(place[1], name, forward) for name in layout.graph(place[1], forward).inputs)
-    following = unit_instructions(layout, behind, forward)
-    return [replace(each, control_deps=entering) for each in following if _is_ahead(each.operator)]
+    following = unit_instructions(layout, (microbatch, behind), forward) if behind is not None else []
+    ahead = first + [each for each in following if _is_ahead(each.operator)]
+    return ahead + [each for each in made if not _is_ahead(each.operator)]
 
 
 def _is_ahead(op: Operator | None) -> bool:
-    return op is not None and op.ahead
+    return op is not None and op.ahead > 0
 
 
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:

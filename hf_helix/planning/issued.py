@@ -2,8 +2,8 @@
 
 In:   a window, and the order of issue on every rank.
 Out:  an `Issued`: the ranks' instructions, and the same as numbers.
-Must hold: every instruction of the ranks once, each after what it reads; sums of gradients as soon as they can be;
-gathers of weights first.
+Must hold: every instruction of the ranks once, each after what it reads; what is issued ahead as far ahead as it says;
+sums of gradients as soon as they can be; gathers of weights that happen once first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hf_helix.planning.cost import COMPUTE, STREAMS, Times, Work
 from hf_helix.planning.gradient_sums import add_sums, order_with_sums, sums_behind, with_sums
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.prefetch import prefetched
 from hf_helix.planning.weight_gathers import add_gathers, order_with_gathers, with_gathers
 from hf_helix.planning.window import ABSENT, Window
 
@@ -28,7 +29,7 @@ class Issued:
     Attributes:
         window: what the ranks run.
         orders: rank by rank, the places of the instructions in the window; ~u stands for a barrier beside unit u. Where
-            gradients are summed follows from them.
+            gradients are summed, and where what is issued ahead is issued, follows from them.
         ends: of each instruction, when it ends by the clock that the plan ordered it with; None where the order does
             not depend on times.
     """
@@ -39,7 +40,7 @@ class Issued:
 
     def program(self, rank: int) -> list[Instruction]:
         """The instructions of a rank, with its gathers of weights in front and its sums of gradients."""
-        window, order = self.window, self.orders[rank]
+        window, order = self.window, prefetched(self.window, self.orders[rank])
         made = [
             window.instruction(place) if place >= 0 else replace(BARRIER_INSTRUCTION, unit=~place) for place in order
         ]
@@ -54,11 +55,12 @@ class Issued:
             KeyError: `times` lacks an operator.
         """
         work, order = self.window.work(times), []
+        ahead = self.window.pattern.ahead
         for rank, places in enumerate(self.orders):
             moving: list[int] = []
-            for place in places:
+            for place in prefetched(self.window, places):
                 if place >= 0:
-                    if work.streams[place] not in (COMPUTE, PIPELINE):
+                    if work.streams[place] not in (COMPUTE, PIPELINE) and self.window.calls[place] not in ahead:
                         moving.append(place)
                     order.append(place)
                 else:
@@ -78,4 +80,4 @@ def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:
     work.entries.append(ABSENT)
     work.ranks.append(rank)
     work.lanes.append(0)
-    work.hosts.append(ABSENT)
+    work.size_sources.append(ABSENT)

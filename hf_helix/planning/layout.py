@@ -120,11 +120,13 @@ class Layout:
 
     def sums_of(self, rank: int) -> list[int]:
         """The sums of gradients of a pipeline rank, as indices into `sums`."""
-        return [number for number, found in enumerate(self.sums) if self.rank_of(found.adders[0][0]) == rank]
+        return [
+            number for number, gradient_sum in enumerate(self.sums) if self.rank_of(gradient_sum.adders[0][0]) == rank
+        ]
 
     def gathers_of(self, rank: int) -> list[int]:
         """The gathers of weights of a pipeline rank, as indices into `gathers`."""
-        return [number for number, found in enumerate(self.gathers) if self.rank_of(found.units[0]) == rank]
+        return [number for number, gather in enumerate(self.gathers) if self.rank_of(gather.units[0]) == rank]
 
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a way between ranks."""
@@ -137,9 +139,9 @@ class Layout:
             names = " ".join(self.units[unit] for unit in chunk)
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
         if self.sums:
-            lines.append(f"{len(self.sums)} gradient sums of {[found.bytes for found in self.sums]} bytes")
+            lines.append(f"{len(self.sums)} gradient sums of {[each.bytes for each in self.sums]} bytes")
         if self.gathers:
-            lines.append(f"{len(self.gathers)} gathers of weights of {[found.bytes for found in self.gathers]} bytes")
+            lines.append(f"{len(self.gathers)} gathers of weights of {[each.bytes for each in self.gathers]} bytes")
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:

@@ -72,11 +72,11 @@ def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[float, 
     each to the next."""
     made = ordered.lengthened(copies)
     timeline = _timeline(made.issued, profile)
-    found = []
+    gaps = []
     for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
         times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]
-        found.append([later - time for time, later in pairwise(times)])
-    return timeline.seconds, found
+        gaps.append([later - time for time, later in pairwise(times)])
+    return timeline.seconds, gaps
 
 
 def _rhythm(stretches: list[list[float]]) -> int:

@@ -27,7 +27,7 @@ SUMS_OVER = "gradient_sums"
 gradients and gathers of weights go over."""
 
 GATHER_COST = 8.0
-"""Of a gather of weights, by that of a norm: roughly, until it is measured."""
+"""What a gather of weights costs, in costs of a norm: a rough value that holds until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Profile:
             for name, other, seconds, rest in ((a, b, pair.first, pair.second), (b, a, pair.second, pair.first)):
                 factor = measured[name, other] = slowdown_of(self.times[name], seconds, rest)
                 by_kind.setdefault((self.kind(name), self.kind(other)), []).append((factor, self.times[name]))
-        return measured, {kinds: _weighted_mean(found) for kinds, found in by_kind.items()}
+        return measured, {kinds: _weighted_mean(slowdowns) for kinds, slowdowns in by_kind.items()}
 
     def kind(self, name: Name) -> Kind:
         """Returns the kind of an operator."""
@@ -152,8 +152,8 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
 
 def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     """Every sum of gradients, in the order of the layout. A rough guess is that it takes as long as computing them."""
-    for number, found in enumerate(layout.sums):
-        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in found.adders)
+    for number, gradient_sum in enumerate(layout.sums):
+        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in gradient_sum.adders)
         op = Operator(
             name=f"sum.{number}",
             kind=Kind.GRADIENTS,
@@ -168,13 +168,13 @@ def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
 def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     """Every gather of weights that happens once in a window, in the order of the layout; `forward_name` says what is
     gathered. A rough guess is that all take as long."""
-    for number, found in enumerate(layout.gathers):
+    for number, gather in enumerate(layout.gathers):
         op = Operator(
             name=f"gather.{number}",
             kind=Kind.GRADIENTS,
             reads=(),
             writes=(),
-            forward_name=found.name,
+            forward_name=gather.name,
             relative_cost=GATHER_COST,
         )
         yield (GATHERS, f"F.{op.name}"), op
@@ -215,12 +215,18 @@ def slowdown_of(alone: float, beside: float, other: float) -> float:
     return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
 
 
-def _weighted_mean(found: list[tuple[float, float]]) -> float:
-    return sum(value * weight for value, weight in found) / sum(weight for _, weight in found)
+def _weighted_mean(weighted: list[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
 
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
+    """Raises ValueError, naming the operator, where times are missing, unknown or impossible.
+
+    Args:
+        layout: its operators are those that need a time.
+        times: seconds of every operator.
+        pairs: of operators that were timed beside each other.
+    """
     sums = {name for name, _ in named_sums(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}

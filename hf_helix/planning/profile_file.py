@@ -68,7 +68,7 @@ def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None) -> 
 
 def _for_layout(profile: Profile, layout: Layout) -> Profile:
     """The profile with another rank's layout of the same graphs."""
-    known, wanted = ("\n".join(_described(found)) for found in (profile.layout, layout))
+    known, wanted = ("\n".join(_described(each)) for each in (profile.layout, layout))
     if known != wanted:
         raise ValueError(f"is for other operators: {first_difference(known, wanted)}")
     return replace(profile, layout=layout)
@@ -81,7 +81,7 @@ def _described(layout: Layout) -> list[str]:
 def _profile_from(data: Mapping[str, Any]) -> Profile:
     graphs = {name: GraphPair.of(graph_from(name, graph)) for name, graph in data["graphs"].items()}
     units = data["layout"]["units"]
-    chunks = {int(stage): list(found) for stage, found in data["layout"]["chunks"].items()}
+    chunks = {int(stage): list(unit_names) for stage, unit_names in data["layout"]["chunks"].items()}
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
@@ -164,8 +164,8 @@ def profile_json(profile: Profile) -> str:
 
 def _window_data(layout: Layout) -> dict[str, Any]:
     """What a file says of sums of gradients and of gathers of weights; nothing where there are none."""
-    sums = [{"bytes": found.bytes, "adders": [list(each) for each in found.adders]} for found in layout.sums]
-    gathers = [{"bytes": found.bytes, "name": found.name, "units": list(found.units)} for found in layout.gathers]
+    sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.sums]
+    gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
     return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
 
 

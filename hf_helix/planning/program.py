@@ -83,15 +83,20 @@ def build_program(
         if not made.repeats:
             break
         begin, end = (front + place for place in made.stretches[rank])
-        if _repeats(once, begin, end):
+        if _repeats(once, begin, end, made.shift):
             return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
     return Program(once, slots=made.schedule[rank])
 
 
-def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
-    """Whether the stretch behind one frees and ends the same."""
+def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -> bool:
+    """Whether the stretch behind one issues, frees and ends the same, `shift` micro-batches later."""
+
+    def key(instruction: Instruction, later: int) -> object:
+        microbatch = instruction.microbatch - (later if instruction.operator else 0)
+        return microbatch, instruction.unit, instruction.operator, instruction.frees, instruction.ends
+
     return all(
-        (one.frees, one.ends) == (other.frees, other.ends)
+        key(one, 0) == key(other, shift)
         for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)
     )
 
@@ -99,7 +104,15 @@ def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
 def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
-    """The instructions of a window, rank by rank, each of them ordered; arguments as of `build_program`."""
+    """The instructions of a window, rank by rank, each of them ordered.
+
+    Args:
+        schedule: the slots of every rank.
+        layout: what the ranks hold.
+        plan: the order in which operators are issued.
+        keep: values that are never freed.
+        slots_ahead: see `Plan.issue`.
+    """
     return [_free(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
@@ -208,8 +221,8 @@ class _OfWindow:
         self._gathered: set[int] = set()
         self._adds_to: dict[tuple[int, str], set[int]] = {}
         self._awaited: dict[int, set[int]] = {}
-        for number, found in enumerate(layout.sums if layout else ()):
-            for adder in found.adders:
+        for number, gradient_sum in enumerate(layout.sums if layout else ()):
+            for adder in gradient_sum.adders:
                 self._adds_to.setdefault(adder, set()).add(number)
         for number, each in enumerate(layout.gathers if layout else ()):
             for unit in each.units:
@@ -229,12 +242,12 @@ class _OfWindow:
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
     """For every operator that shares a gradient, the turns in which operators add to it; one list for one gradient."""
-    found: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
+    rows: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
     for row in layout.shared:
         turns: list[tuple[int, int, str]] = []
-        found.update(dict.fromkeys(row, turns))
+        rows.update(dict.fromkeys(row, turns))
     for instruction in window_instructions([list(slots)], layout):
         op = instruction.operator
-        if op is not None and op.part is not Part.F and (instruction.unit, op.name) in found:
-            found[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))
-    return found
+        if op is not None and op.part is not Part.F and (instruction.unit, op.name) in rows:
+            rows[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))
+    return rows

@@ -122,10 +122,10 @@ class Slowdowns:
         self._known: dict[tuple[int, ...], list[float]] = {}
 
     def __call__(self, entries: tuple[int, ...]) -> list[float]:
-        found = self._known.get(entries)
-        if found is None:
-            found = self._known[entries] = [self._rate(place, entries) for place in range(len(entries))]
-        return found
+        rates = self._known.get(entries)
+        if rates is None:
+            rates = self._known[entries] = [self._rate(place, entries) for place in range(len(entries))]
+        return rates
 
     def _rate(self, place: int, entries: tuple[int, ...]) -> float:
         rate = 1.0

@@ -100,19 +100,26 @@ class Ordered:
 def order_window(
     plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None
 ) -> Ordered:
-    """Orders a window, a long one by its steady state; arguments as of `Plan.issue`.
+    """Orders a window, a long one by its steady state.
 
     Orders by times are those of all ranks at once. So the window that was ordered to predict it need not be ordered
     again for the program.
+
+    Args:
+        plan: the order in which operators are issued.
+        schedule: the slots of every rank.
+        layout: what the ranks hold.
+        slots_ahead: see `Plan.issue`.
+        rank: the only one that is asked for; None for all of them.
     """
     if not plan.BY_TIMES:
         return _order_window(plan, schedule, layout, slots_ahead, rank)
-    for known, window, held, found in tuple(_ordered):
+    for known, window, held, ordered in tuple(_ordered):
         if known is plan and window == schedule and held == layout:
-            return found
-    found = _order_window(plan, schedule, layout, slots_ahead, None)
-    _ordered.append((plan, schedule, layout, found))
-    return found
+            return ordered
+    ordered = _order_window(plan, schedule, layout, slots_ahead, None)
+    _ordered.append((plan, schedule, layout, ordered))
+    return ordered
 
 
 _ordered: deque[tuple[Plan, Schedule, Layout, Ordered]] = deque(maxlen=REMEMBERED)
@@ -153,9 +160,9 @@ def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: i
 
 
 def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
-    """Of each rank, where the first of the last stretches of `shift` micro-batches begins and ends, if these agree on
-    all ranks; nothing where they do not."""
-    found: list[tuple[int, int]] = []
+    """Returns for each rank where the first of the last stretches of `shift` micro-batches begins and ends; nothing
+    where these stretches do not agree on all ranks."""
+    stretches: list[tuple[int, int]] = []
     seconds: float | None = None
     for order in issued.orders:
         bounds = _bounds(issued, order, shift) if order else [0] * (AGREEING + 1)
@@ -166,8 +173,8 @@ def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
                 seconds = issued.ends[order[bounds[-1]]] - issued.ends[order[bounds[-2]]]
             if not _equally_later(order, issued.ends, bounds, seconds):
                 return []
-        found.append((bounds[0], bounds[1]))
-    return found
+        stretches.append((bounds[0], bounds[1]))
+    return stretches
 
 
 def _bounds(issued: Issued, order: Sequence[int], shift: int) -> list[int] | None:

@@ -57,14 +57,14 @@ def add_gathers(work: Work, window: Window, times: Times) -> Work:
     if not names:
         return work
     needs = list(work.needs)
-    for number, found in enumerate(layout.gathers, len(work)):
-        for unit in found.units:
+    for number, gather in enumerate(layout.gathers, len(work)):
+        for unit in gather.units:
             computing = (call for call in pattern.spans[unit, True] if pattern.work.streams[call] == COMPUTE)
             first = next(computing, ABSENT)
             for places in window.at if first != ABSENT else ():
                 if places[first] != ABSENT:
                     needs[places[first]] = [*needs[places[first]], number]
-    ranks = (layout.rank_of(found.units[0]) for found in layout.gathers)
+    ranks = (layout.rank_of(gather.units[0]) for gather in layout.gathers)
     return replace(work, needs=needs).followed_by(STREAM, names, times, [[] for _ in names], ranks)
 
 

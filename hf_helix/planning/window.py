@@ -31,7 +31,9 @@ class Pattern:
         spans: of each unit and direction (whether forward), its part of `calls`.
         names: of each call, the name of its unit and its entry in a plan.
         work: the calls as numbers, each taking a second; those that receive take none.
-        after: of each call, the calls of its unit that come first although it reads nothing of them.
+        after: of each call, the calls that plans have come first although it reads nothing of them: those of its unit
+            that say so, and for what is issued ahead those that write what enters the unit that it comes with.
+        ahead: of each call that is issued ahead, those that read what it brings.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -45,17 +47,32 @@ class Pattern:
                 self.calls += made
         self.names = [entry_of(call, layout) for call in self.calls]
         self.work = work_of(self.calls, layout, dict.fromkeys(self.names, 1.0))
-        self.after = [call for span in self.spans.values() for call in self._after(span)]
+        self._writers = {key: place for place, call in enumerate(self.calls) for key in call.writes}
+        self.after = [after for pass_, span in self.spans.items() for after in self._after(*pass_, span, layout)]
+        self.ahead = self._ahead()
 
-    def _after(self, span: range) -> list[list[int]]:
+    def _after(self, unit: int, forward: bool, span: range, layout: Layout) -> list[list[int]]:
         """Returns `after` of the calls of a unit in one direction."""
         operators = [self.calls[place].operator for place in span]
         places = {op.name: place for op, place in zip(operators, span, strict=True) if op}
-        return [
-            [places[name] for name in (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))]
-            for op in operators
-            if op
-        ]
+        entering = [layout.key(unit, name, forward) for name in layout.graph(unit, forward).inputs]
+        entered = [self._writers[key] for key in entering if key in self._writers]
+        found = []
+        for op, place in zip(operators, span, strict=True):
+            if op:
+                before = (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))
+                is_of_unit = self.calls[place].unit == unit
+                found.append([places[name] for name in before] if is_of_unit else entered)
+        return found
+
+    def _ahead(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {
+            place: [] for place, call in enumerate(self.calls) if call.operator and call.operator.ahead
+        }
+        for place, call in enumerate(self.calls) if found else ():
+            for key in call.weights:
+                found[self._writers[key]].append(place)
+        return found
 
     def of(self, unit: int, computation_type: str) -> Sequence[int]:
         """The calls of a pass through a unit: those of the whole direction, or of a half of backward."""
@@ -150,9 +167,9 @@ class Window:
             [at[k][need] for need in one.needs[call]] for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         if len(self) < len(self.at) * len(pattern.calls):
-            needs = [[need for need in found if need != ABSENT] for found in needs]
-        hosts = [
-            ABSENT if one.hosts[call] == ABSENT else at[k][one.hosts[call]]
+            needs = [[need for need in row if need != ABSENT] for row in needs]
+        size_sources = [
+            ABSENT if one.size_sources[call] == ABSENT else at[k][one.size_sources[call]]
             for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         return Work(
@@ -163,7 +180,7 @@ class Window:
             list(numbers),
             self.of_calls(one.ranks),
             self.of_calls(one.lanes),
-            hosts,
+            size_sources,
         )
 
     def _numbers(self) -> dict[tuple[str, str], int]:
@@ -181,7 +198,7 @@ class Window:
 
 def pattern_of(layout: Layout) -> Pattern:
     """The pattern of a layout, which is made once."""
-    found = layout.derived.get("pattern")
-    if not isinstance(found, Pattern):
-        found = layout.derived["pattern"] = Pattern(layout)
-    return found
+    pattern = layout.derived.get("pattern")
+    if not isinstance(pattern, Pattern):
+        pattern = layout.derived["pattern"] = Pattern(layout)
+    return pattern

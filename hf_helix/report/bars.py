@@ -136,7 +136,13 @@ def bars_of_trace(trace: Trace) -> list[Bar]:
 
 
 def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
-    """What runs in a stretch of time, in seconds; bars that reach beyond it are cut."""
+    """What runs in a stretch of time, in seconds; bars that reach beyond it are cut.
+
+    Args:
+        bars: of any streams.
+        start: of the stretch, in seconds.
+        end: of the stretch, in seconds.
+    """
     return [
         replace(bar, start=max(bar.start, start), end=min(bar.end, end))
         for bar in bars
@@ -145,7 +151,14 @@ def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
 
 
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:
-    """The part of a stretch of time in which a stream runs something."""
+    """The part of a stretch of time in which a stream runs something.
+
+    Args:
+        bars: of any streams.
+        stream: the name of the stream.
+        start: of the stretch, in seconds.
+        end: of the stretch, in seconds.
+    """
     pieces = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
     return sum(b - a for a, b in pieces) / (end - start)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from hf_helix.link_speed import LinkSpeed
 from hf_helix.planning.plans.link_speeds import Predicted, link_of, predict_speeds
 from hf_helix.planning.profile_file import save_profile
-from hf_helix.report.strands import Strip, draw_strips, note_of, strips, text_strips
+from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.compare import Comparison
 from hf_helix.tuning.effort import BASELINE
 
@@ -96,7 +96,9 @@ def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[st
 
 def strips_of(comparison: Comparison) -> list[Strip]:
     """Returns the halves of the picture: without overlap, and under the plan in use."""
-    return strips(comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.kept))])
+    return strips_of_plans(
+        comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.kept))]
+    )
 
 
 def text_of(comparison: Comparison, width: int = 100) -> str:

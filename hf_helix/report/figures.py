@@ -51,6 +51,11 @@ STYLE = {
 def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, which becomes the file.
 
+    Args:
+        path: of the file, .svg, .png or .pdf.
+        width: in inches.
+        height: in inches.
+
     Raises:
         ValueError: a suffix that is not in `SUFFIXES`.
         ImportError: matplotlib is missing.

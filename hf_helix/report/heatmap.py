@@ -38,7 +38,13 @@ def pair_table(profile: Profile) -> tuple[list[Name], list[Name], dict[tuple[Nam
 
 
 def tells(profile: Profile, a: Name, b: Name) -> bool:
-    """Whether the shorter of two operators is long enough for their efficiency to mean anything."""
+    """Whether the shorter of two operators is long enough for their efficiency to mean anything.
+
+    Args:
+        profile: the times of the operators.
+        a: one of two operators.
+        b: the other one.
+    """
     short, long = sorted((profile.times[a], profile.times[b]))
     return short >= TOO_SHORT * long
 
@@ -64,8 +70,8 @@ def _notes(profile: Profile, names: dict[Name, str]) -> list[str]:
         if other in names:
             alike.setdefault(other, []).append(name)
     units = {unit for unit, _ in names}
-    for other, found in alike.items():
-        same = [name[1] if {name[0]} == units else "/".join(name) for name in found]
+    for other, names_alike in alike.items():
+        same = [name[1] if {name[0]} == units else "/".join(name) for name in names_alike]
         notes.append(f"{names[other]} stands for {', '.join(same)}, too")
     return notes
 
@@ -81,14 +87,20 @@ def text_heatmap(profile: Profile) -> str:
     head = "  ".join(f"{names[column]:>{width}}" for column, width in zip(columns, widths, strict=True))
     lines = ["overlap efficiency", " " * indent + "  " + head]
     for row in rows:
-        found = [_number(cells[row, b], tells(profile, row, b)) if (row, b) in cells else "" for b in columns]
-        numbers = "  ".join(f"{text:>{width}}" for text, width in zip(found, widths, strict=True))
+        texts = [_number(cells[row, b], tells(profile, row, b)) if (row, b) in cells else "" for b in columns]
+        numbers = "  ".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=True))
         lines.append(f"{names[row]:<{indent}}  {numbers}".rstrip())
     return "\n".join([*lines, *_notes(profile, names)])
 
 
 def draw_heatmap(profile: Profile, path: str | Path, title: str = "Overlap efficiency (OEF)") -> None:
-    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured."""
+    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured.
+
+    Args:
+        profile: with pairs of operators.
+        path: of the file.
+        title: above the figure.
+    """
     if not profile.pairs:
         raise ValueError("there is nothing to draw: the profile holds no pairs")
     rows, columns, cells = pair_table(profile)
@@ -155,23 +167,23 @@ def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tupl
     """
     units, graphs = profile.layout.units, profile.layout.graphs
     layers = sum(graphs[unit].forward.repeats for unit in units)
-    found: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for (unit, entry), op in named_operators(profile.layout):
         count = float(list(units).count(unit))
         if num_layers is not None and graphs[unit].forward.repeats:
             count *= num_layers / layers
-        seconds = found.setdefault(kind_of(op), [0.0, 0.0])
+        seconds = by_kind.setdefault(kind_of(op), [0.0, 0.0])
         seconds[op.part is not Part.F] += count * profile.times[unit, entry]
-    return {kind: (found[kind][0], found[kind][1]) for kind in KINDS if kind in found}
+    return {kind: (by_kind[kind][0], by_kind[kind][1]) for kind in KINDS if kind in by_kind}
 
 
 def text_breakdown(profile: Profile, num_layers: int | None = None) -> str:
     """Where the time of a micro-batch goes, as a table."""
-    found = breakdown(profile, num_layers)
-    totals = [sum(column) for column in zip(*found.values(), strict=True)]
+    by_kind = breakdown(profile, num_layers)
+    totals = [sum(column) for column in zip(*by_kind.values(), strict=True)]
     whole = sum(totals)
     lines = [f"{'':<20}{'forward':>20}{'backward':>20}{'both':>20}"]
-    for kind, seconds in [*found.items(), ("together", totals)]:
+    for kind, seconds in [*by_kind.items(), ("together", totals)]:
         cells = [f"{value * 1e3:,.1f} ms {value / whole:6.1%}" for value in (*seconds, sum(seconds))]
         bar = "" if kind == "together" else "█" * round(25 * sum(seconds) / whole)
         lines.append(f"{kind:<20}{cells[0]:>20}{cells[1]:>20}{cells[2]:>20}  {bar}".rstrip())
@@ -184,14 +196,21 @@ def draw_breakdown(
     num_layers: int | None = None,
     title: str = "Where the time of a micro-batch goes",
 ) -> None:
-    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both."""
-    found = breakdown(profile, num_layers)
-    whole = sum(map(sum, found.values()))
+    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both.
+
+    Args:
+        profile: the times of the operators.
+        path: of the file.
+        num_layers: how many repeating units to count; None for those of the profile's layout.
+        title: above the figure.
+    """
+    by_kind = breakdown(profile, num_layers)
+    whole = sum(map(sum, by_kind.values()))
     with figure_file(path, 7.2, 2.5) as figure:
         axes = figure.add_axes((0.11, 0.27, 0.86, 0.58))
         for place in range(3):
             left = 0.0
-            for kind, (forward, backward) in found.items():
+            for kind, (forward, backward) in by_kind.items():
                 value = (forward, backward, forward + backward)[place]
                 _draw_share(axes, place, left, value, whole, kind)
                 left += value
@@ -203,7 +222,7 @@ def draw_breakdown(
         axes.tick_params(axis="y", length=0)
         axes.spines[["left", "right", "top"]].set_visible(False)
         figure.text(0.11, 0.93, title, fontsize=10.5, fontweight="bold", va="center")
-        figure.legend(loc="lower left", bbox_to_anchor=(0.1, 0), ncols=len(found), frameon=False, handlelength=1.2)
+        figure.legend(loc="lower left", bbox_to_anchor=(0.1, 0), ncols=len(by_kind), frameon=False, handlelength=1.2)
 
 
 def _draw_share(axes: Axes, place: int, left: float, value: float, whole: float, kind: str) -> None:

@@ -44,10 +44,10 @@ def text_ranks(simulated: Simulated) -> str:
     return "\n".join(lines)
 
 
-def text_comparison(found: Mapping[str, Simulated]) -> str:
+def text_comparison(simulations: Mapping[str, Simulated]) -> str:
     """A line for every schedule; the numbers of ranks are those of the worst rank."""
     lines = [f"{'schedule':<24}{'time':>10}{'bubble':>8}{'fused':>7}{'live activations':>18}{'in stage-shares':>17}"]
-    for name, simulated in found.items():
+    for name, simulated in simulations.items():
         numbers = f"{simulated.seconds:>10,.2f}{simulated.bubble:>8.1%}{max(simulated.fused):>7}"
         lines.append(f"{name:<24}{numbers}{max(simulated.live):>18}{max(simulated.shares):>17.2f}")
     return "\n".join(lines)
@@ -75,12 +75,12 @@ def _cells(simulated: Simulated, rank: int, columns: int) -> Iterator[str]:
 
     def place(column: int) -> int | None:
         time = (column + 0.5) * step
-        found = bisect_right(starts, time) - 1
-        return found if found >= 0 and time < ends[found] else None
+        slot = bisect_right(starts, time) - 1
+        return slot if slot >= 0 and time < ends[slot] else None
 
-    for found, group in groupby(range(columns), place):
+    for slot, group in groupby(range(columns), place):
         size = len(list(group))
-        yield "·" * size if found is None else _cell(simulated, simulated.schedule[rank][found], size)
+        yield "·" * size if slot is None else _cell(simulated, simulated.schedule[rank][slot], size)
 
 
 def _cell(simulated: Simulated, slot: Slot, size: int) -> str:

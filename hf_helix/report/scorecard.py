@@ -61,8 +61,8 @@ def _bytes(overlap: Overlap) -> list[str]:
         "bytes_gathered": "sent by a rank in gathers of weights",
         "bytes_spared": "of weights and AdamW's states fewer on a rank, since they are spread; by formula",
     }
-    found = ((getattr(overlap, name) / 1e6, words) for name, words in said.items())
-    return [f"                       {megabytes:9,.1f} MB   {words}" for megabytes, words in found if megabytes]
+    lines = ((getattr(overlap, name) / 1e6, words) for name, words in said.items())
+    return [f"                       {megabytes:9,.1f} MB   {words}" for megabytes, words in lines if megabytes]
 
 
 def _overlapped(overlap: Overlap) -> list[str]:

@@ -60,8 +60,13 @@ class Strip:
         return busy_fraction(self.bars, Kind.COMPUTE.value, 0.0, self.seconds)
 
 
-def strips(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
+def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
     """The most frequent kind of layer under each plan, so many of them in a row.
+
+    Args:
+        profile: the times of the operators.
+        plans: one for each strip.
+        layers: in a row.
 
     Raises:
         ValueError: there is no layer.
@@ -71,11 +76,11 @@ def strips(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> lis
     if not views:
         raise ValueError("there is nothing to draw: the profile holds no decoder layer")
     chain, schedule = max(views, key=lambda view: list(layout.units).count(view[0].units[0]))
-    found = []
+    result = []
     for plan in plans:
         program, timeline = predict_plan(plan, replace(profile, layout=chain), schedule)
-        found.append(Strip(title_of(plan), bars_of_timeline(timeline, program)))
-    return found
+        result.append(Strip(title_of(plan), bars_of_timeline(timeline, program)))
+    return result
 
 
 def note_of(profile: Profile) -> str:
@@ -94,9 +99,9 @@ def gain_of(strip: Strip, first: Strip) -> str:
     return f"{first.seconds / strip.seconds:.2f}x as fast"
 
 
-def _streams(found: Sequence[Strip]) -> dict[str, str]:
+def _streams(strips: Sequence[Strip]) -> dict[str, str]:
     """Every stream that runs something, with what it is called."""
-    streams = streams_of([bar for strip in found for bar in strip.bars])
+    streams = streams_of([bar for strip in strips for bar in strip.bars])
     both = {Kind.INTRA_NODE.value, Kind.INTER_NODE.value} <= set(streams)
     names = {**NAMES, Kind.INTRA_NODE.value: "inside a host" if both else NAMES[Kind.INTRA_NODE.value]}
     if not both:
@@ -104,27 +109,27 @@ def _streams(found: Sequence[Strip]) -> dict[str, str]:
     return {stream: names.get(stream, stream) for stream in streams}
 
 
-def text_strips(found: Sequence[Strip], width: int = 100) -> str:
-    """Rows of letters, one block below the other; every column of all blocks is the same stretch of time."""
-    streams = _streams(found)
-    end = max(strip.seconds for strip in found)
+def text_strips(strips: Sequence[Strip], width: int = 100) -> str:
+    """Rows of letters, one block below the other; every column of all strips is the same stretch of time."""
+    streams = _streams(strips)
+    end = max(strip.seconds for strip in strips)
     indent = max(map(len, streams.values())) + 6
     columns = max(10, width - indent)
     lines = []
-    for strip in found:
-        gain = "" if strip is found[0] else f", {gain_of(strip, found[0])}"
+    for strip in strips:
+        gain = "" if strip is strips[0] else f", {gain_of(strip, strips[0])}"
         lines.append(f"  {strip.title}: {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it{gain}")
         taken = round(strip.seconds / end * columns)
         for stream, name in streams.items():
             mine = [bar for bar in strip.bars if bar.stream == stream]
             lines.append(f"    {name:<{indent - 4}}{letters(mine, 0.0, end / columns, columns)[:taken]}")
     lines += [" " * indent + line for line in text_axis(0.0, end, columns)]
-    used = {bar.letter for strip in found for bar in strip.bars}
+    used = {bar.letter for strip in strips for bar in strip.bars}
     legend = [f"{letter} {meaning}" for letter, meaning in MEANING.items() if letter in used]
     return "\n".join([*lines, *wrapped([*legend, "· idle"], indent, width)])
 
 
-def draw_strips(found: Sequence[Strip], path: str | Path, note: str = "", title: str = HEADING) -> None:
+def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title: str = HEADING) -> None:
     """Saves the picture: a block for every strip, the gain in the time that it leaves free.
 
     Args:
@@ -136,22 +141,22 @@ def draw_strips(found: Sequence[Strip], path: str | Path, note: str = "", title:
         ValueError: another suffix.
         ImportError: matplotlib is missing.
     """
-    streams = _streams(found)
+    streams = _streams(strips)
     block = TITLE + len(streams) * ROW
-    height = HEAD + len(found) * block + AXIS + FOOT
-    end = max(strip.seconds for strip in found)
+    height = HEAD + len(strips) * block + AXIS + FOOT
+    end = max(strip.seconds for strip in strips)
     with figure_file(path, WIDTH, height) as figure:
         figure.text(0.12 / WIDTH, 1 - 0.24 / height, title, fontsize=12.5, fontweight="bold", va="center")
         figure.text(1 - RIGHT / WIDTH, 1 - 0.24 / height, note, fontsize=8.5, color=FAINT, ha="right", va="center")
-        for place, strip in enumerate(found):
+        for place, strip in enumerate(strips):
             top = HEAD + place * block + TITLE
             box = (LEFT / WIDTH, 1 - (top + len(streams) * ROW) / height)
             axes = figure.add_axes((*box, 1 - (LEFT + RIGHT) / WIDTH, len(streams) * ROW / height))
-            _draw_strip(axes, strip, streams, end, f"strip{place}", last=place == len(found) - 1)
+            _draw_strip(axes, strip, streams, end, f"strip{place}", last=place == len(strips) - 1)
             _draw_title(figure, strip, 1 - (top - 0.15) / height)
-            if strip is not found[0]:
-                _draw_gain(axes, strip, found[0], end)
-        _draw_legend(figure, found)
+            if strip is not strips[0]:
+                _draw_gain(axes, strip, strips[0], end)
+        _draw_legend(figure, strips)
 
 
 def _draw_strip(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float, name: str, last: bool) -> None:
@@ -198,10 +203,10 @@ def _draw_gain(axes: Axes, strip: Strip, first: Strip, end: float) -> None:
         axes.text(middle, line + 0.16, "as fast", ha="center", va="top", fontsize=10, color=INK)
 
 
-def _draw_legend(figure: Figure, found: Sequence[Strip]) -> None:
+def _draw_legend(figure: Figure, strips: Sequence[Strip]) -> None:
     from matplotlib.patches import Patch
 
-    used = {bar.letter for strip in found for bar in strip.bars}
+    used = {bar.letter for strip in strips for bar in strip.bars}
     patches = [Patch(color=COLOURS[letter], label=text) for letter, text in MEANING.items() if letter in used]
     patches.append(Patch(color=EMPTY, label="idle"))
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.1 / WIDTH, 0), "ncols": len(patches)}

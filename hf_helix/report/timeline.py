@@ -31,14 +31,14 @@ OPERATORS_PER_LINE, MOST_LINES = 70, 10
 
 def streams_of(bars: Iterable[Bar]) -> list[str]:
     """The streams that run something; the order is that of a rank's devices, from the cores outward."""
-    found = {bar.stream for bar in bars}
-    return [*(stream for stream in ROWS if stream in found), *sorted(found - set(ROWS))]
+    streams = {bar.stream for bar in bars}
+    return [*(stream for stream in ROWS if stream in streams), *sorted(streams - set(ROWS))]
 
 
-def tick_step(span: float, most: int) -> float:
-    """The round number (1, 2 or 5 times a power of ten) that leaves at most `most` steps in a span."""
-    power = 10.0 ** math.floor(math.log10(span / most))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * (1 - 1e-9))
+def tick_step(span: float, max_steps: int) -> float:
+    """The round number (1, 2 or 5 times a power of ten) that leaves at most `max_steps` steps in a span."""
+    power = 10.0 ** math.floor(math.log10(span / max_steps))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * max_steps >= span * (1 - 1e-9))
 
 
 def text_timeline(bars: Sequence[Bar], width: int = 100) -> str:
@@ -58,18 +58,33 @@ def text_timeline(bars: Sequence[Bar], width: int = 100) -> str:
 
 
 def letters(bars: Sequence[Bar], start: float, step: float, columns: int) -> str:
-    """In every column the letter that takes most of it; a dot where the stream idles for more than half of it."""
+    """In every column the letter that takes most of it; a dot where the stream idles for more than half of it.
+
+    Args:
+        bars: of one stream.
+        start: of the first column, in seconds.
+        step: seconds of a column.
+        columns: how many there are.
+    """
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for bar in bars:
         first, last = (bar.start - start) / step, (bar.end - start) / step
         for column in range(int(first), min(columns, math.ceil(last))):
             share = min(last, column + 1) - max(first, column)
             shares[column][bar.letter] = shares[column].get(bar.letter, 0.0) + share
-    return "".join(max(found, key=lambda k: found[k]) if sum(found.values()) >= 0.5 else "·" for found in shares)
+    return "".join(
+        max(in_column, key=lambda k: in_column[k]) if sum(in_column.values()) >= 0.5 else "·" for in_column in shares
+    )
 
 
 def text_axis(start: float, end: float, columns: int) -> tuple[str, str]:
-    """A ruler, and below it milliseconds."""
+    """A ruler, and below it milliseconds.
+
+    Args:
+        start: of the first column, in seconds.
+        end: of the last column, in seconds.
+        columns: how many there are.
+    """
     step = tick_step((end - start) * 1e3, max(1, columns // 12))
     marks, numbers = ["─"] * columns, [" "] * (columns + 12)
     for tick in range(math.ceil(start * 1e3 / step - 1e-9), math.floor(end * 1e3 / step + 1e-9) + 1):
@@ -81,6 +96,13 @@ def text_axis(start: float, end: float, columns: int) -> tuple[str, str]:
 
 
 def wrapped(items: Sequence[str], indent: int, width: int) -> list[str]:
+    """Returns lines of items, three blanks between them.
+
+    Args:
+        items: at least one.
+        indent: blanks at the start of each line.
+        width: of the longest line, in characters; an item that is wider has a line of its own.
+    """
     lines = [" " * indent + items[0]]
     for item in items[1:]:
         fits = len(lines[-1]) + 3 + len(item) <= width
@@ -131,7 +153,15 @@ def _draw_line(axes: Axes, bars: Sequence[Bar], rows: list[str], start: float, e
 
 
 def draw_bar(axes: Axes, bar: Bar, place: int, points: float, name: str) -> None:
-    """A rectangle `points` wide, its name in it where there is room: along it, over the micro-batch, else upright."""
+    """A rectangle `points` wide, its name in it where there is room: along it, over the micro-batch, else upright.
+
+    Args:
+        axes: to draw on, in milliseconds.
+        bar: what runs when.
+        place: the row, from 0.
+        points: the width of the rectangle in points.
+        name: the id of the rectangle in an SVG file.
+    """
     edge = min(0.8, 0.12 * points)  # a fixed one would hide what is short
     style: dict[str, Any] = {"color": COLOURS[bar.letter], "edgecolor": "white", "linewidth": edge}
     patch = axes.barh(place, bar.seconds * 1e3, 0.84, bar.start * 1e3, **style)

@@ -132,7 +132,7 @@ class WindowGraphs:
         _alive.add(self)
 
     def train_window(self, runner: Runner, window: Sequence[MicroBatch]) -> list[Tensor]:
-        """As `Runner.train_window`, where no parameter has a gradient yet. Collective over all ranks.
+        """Trains a window as `Runner.train_window` does, where no parameter has a gradient yet. Collective.
 
         Raises:
             RuntimeError: the window cannot be captured.
@@ -231,13 +231,13 @@ class WindowGraphs:
         inputs = [leaf for leaf in still if isinstance(leaf, Tensor)]
         return _Captured(graph, inputs, losses, gradients, {meter: (before[meter], after[meter]) for meter in meters})
 
-    def _in_their_place(self, found: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    def _in_their_place(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Gradients where the first graph left them, so that further graphs need no more memory for theirs."""
-        known = [parameter for parameter in found if parameter in self._gradients]
+        known = [parameter for parameter in gradients if parameter in self._gradients]
         if known:
-            torch._foreach_copy_([self._gradients[p] for p in known], [found[p] for p in known])
-        self._gradients = {**found, **self._gradients}
-        return {parameter: self._gradients[parameter] for parameter in found}
+            torch._foreach_copy_([self._gradients[p] for p in known], [gradients[p] for p in known])
+        self._gradients = {**gradients, **self._gradients}
+        return {parameter: self._gradients[parameter] for parameter in gradients}
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -44,19 +44,19 @@ def check_environment(pp_size: int) -> list[str]:
     """What the user should know of these variables once CUDA has started; empty where all is well."""
     if not cuda_has_started():
         return []
-    found = []
+    notes = []
     connections = os.environ.get(CONNECTIONS)
     if connections is None or connections == "1":
         state = "was not set when CUDA started" if connections is None else "is 1, which takes half of the overlap"
-        found.append(
+        notes.append(
             f"{CONNECTIONS} {state}; import hf_helix before CUDA is used, or set {CONNECTIONS}={NUM_CONNECTIONS} in "
             "the environment of the launcher"
         )
     if pp_size > 1 and os.environ.get(LOADING) != "EAGER":
-        found.append(
+        notes.append(
             f"{LOADING} was not EAGER when CUDA started, so that the first steps of a pipeline (pp_size={pp_size}) may "
             f"hang; set {LOADING}=EAGER in the environment of the launcher, or give pp_size before TrainingArguments "
             f"starts CUDA: in the launcher's YAML, or with TrainingArguments(parallelism_config=HelixPlugin(pp_size="
             f"{pp_size}), ...) instead of helix_config"
         )
-    return found
+    return notes

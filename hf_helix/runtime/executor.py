@@ -12,7 +12,7 @@ Which operator runs on which stream is said in `hf_helix.runtime.streams`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -23,13 +23,13 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
 from hf_helix.planning.program import Program
+from hf_helix.runtime.bound_instruction import BoundInstruction
 from hf_helix.runtime.microbatch import MicroBatch, Strand
-from hf_helix.runtime.step import Step
 from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]
 
-Bound = list[tuple[list[Step], int]]
+Bound = list[tuple[list[BoundInstruction], int]]
 """The steps of the parts of a program, each with by how many micro-batches they are later than they say."""
 
 MAX_PROGRAMS = 16
@@ -73,7 +73,8 @@ class Executor:
             training: whether there will be a backward pass.
             sum_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
                 sums.
-            at_barrier: called at every barrier, after all that was issued before it has been waited for.
+            at_barrier: called at every barrier, after all that was issued before it has been waited for, even what was
+                issued ahead.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -91,18 +92,18 @@ class Executor:
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
-        found = self._bound.get(id(program))
-        if found is None:
+        entry = self._bound.get(id(program))
+        if entry is None:
             if len(self._bound) == MAX_PROGRAMS:
                 del self._bound[next(iter(self._bound))]
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
-            steps = [Step(each, self.units) for each in once]
-            stretches: dict[tuple[int, int], list[Step]] = {}
+            steps = [BoundInstruction(each, self.units) for each in once]
+            stretches: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(stretches.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The program is kept, so that no other one gets its id.
-            found = self._bound[id(program)] = program, bound
-        return found[1]
+            entry = self._bound[id(program)] = program, bound
+        return entry[1]
 
     def _run(
         self,
@@ -117,7 +118,7 @@ class Executor:
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
-                self._barrier(strands)
+                self._barrier(strands, whole=at_barrier is not None)
                 if at_barrier is not None:
                     at_barrier()
                 continue
@@ -152,14 +153,26 @@ class Executor:
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
-        """Returns the strand of a micro-batch before its first operator."""
+        """Returns the strand of a micro-batch before its first operator.
+
+        Args:
+            batch: the micro-batch.
+            sources: values that are there before the first operator.
+            training: whether dropout draws.
+        """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
-        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
+        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`.
+
+        Args:
+            microbatch: its number in the window.
+            unit: the index of the unit in the layout.
+            op: of the unit's graphs.
+        """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _gather(self, step: Step, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
+    def _gather(self, step: BoundInstruction, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
         """Issues the gather of weights, unless they are there since an earlier window."""
         if flat.is_current:
             return
@@ -168,7 +181,7 @@ class Executor:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = self.streams.issue(flat.sums.kind, flat.refresh(), (), label)
 
-    def _compute(self, step: Step, op: Operator, strand: Strand) -> None:
+    def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         if self._gathered:
             for flat in step.awaited:
@@ -195,7 +208,7 @@ class Executor:
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, step: Step, op: Operator, strand: Strand) -> None:
+    def _communicate(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         for key in step.sizes:
             if key in events:
@@ -215,6 +228,8 @@ class Executor:
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output
             events[key] = event
+        if op.ahead:
+            strand.ahead.update(step.writes)
         if step.sends:
             self._sent += [(event, value) for value in inputs]
 
@@ -233,13 +248,20 @@ class Executor:
             else:
                 self._sent.append((event, value))
 
-    def _drain(self, strand: Strand) -> None:
-        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
+    def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
+        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives.
+
+        Args:
+            strand: of the micro-batch.
+            but: values that nothing waits for here.
+        """
         for key, event in list(strand.events.items()):
-            if event.kind is not Kind.PIPELINE:
+            if event.kind is not Kind.PIPELINE and key not in but:
                 self._wait(event)
                 del strand.events[key]
 
-    def _barrier(self, strands: Mapping[int, Strand]) -> None:
+    def _barrier(self, strands: Mapping[int, Strand], whole: bool) -> None:
+        """Lets the compute stream wait for collectives; unless `whole`, what was issued ahead is waited for by what
+        reads it."""
         for strand in strands.values():
-            self._drain(strand)
+            self._drain(strand, but=() if whole else strand.ahead)

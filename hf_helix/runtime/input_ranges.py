@@ -72,17 +72,17 @@ class Limits:
     trained_length: int | None = None
     _has_warned: bool = field(default=False, init=False)
 
-    def judge(self, found: Sequence[Sequence[int]]) -> None:
+    def judge(self, ranges: Sequence[Sequence[int]]) -> None:
         """Raises if a rank has met something that no table has a row for; warns once of long sequences.
 
         Args:
-            found: `extents` of every rank, or of this one.
+            ranges: `extents` of every rank, or of this one.
 
         Raises:
             ValueError: names it, the size of the table, and what to do.
         """
-        for place, (smallest_id, largest_id, smallest_label, largest_label, position) in enumerate(found):
-            where = f" in a batch of rank {place}" if len(found) > 1 else ""
+        for place, (smallest_id, largest_id, smallest_label, largest_label, position) in enumerate(ranges):
+            where = f" in a batch of rank {place}" if len(ranges) > 1 else ""
             odd = _outside(-smallest_id, largest_id, self.ids)
             if odd is not None:
                 table = f"the input embedding has {self.ids} rows (ids 0 to {self.ids - 1})"
@@ -98,7 +98,7 @@ class Limits:
                     f"truncation=True, max_length={self.positions})"
                 )
 
-        longest = 1 + max(row[-1] for row in found)
+        longest = 1 + max(row[-1] for row in ranges)
         if self.trained_length is not None and longest > self.trained_length and not self._has_warned:
             self._has_warned = True
             if rank() == 0:

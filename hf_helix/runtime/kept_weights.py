@@ -1,20 +1,23 @@
 """Weights that every rank keeps whole, and that each steps a part of: what a layout knows of them.
 
 In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.weights.kept`).
-Out:  the gathers of a layout.
+Out:  the gathers of a layout, and which units read which flat.
 Must hold: gathers are in the order in which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.kept import KeptFlat, kept_flats
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradients.buckets import most_elements
+from hf_helix.runtime.gradients.buckets import max_elements
+
+T = TypeVar("T")
 
 
 def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
@@ -25,18 +28,28 @@ def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -
         model: the units of the whole model, before any parameter is cut.
         mesh: which ranks share what.
     """
-    users: dict[KeptFlat, list[int]] = {}
-    for index, unit in sorted(model.items()):
-        for flat in kept_flats(unit.flats.values()):
-            users.setdefault(flat, []).append(index)
+    readers = readers_of(sorted(model.items()))
     return replace(
-        layout, gathers=[WeightGather(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in users.items()]
+        layout, gathers=[WeightGather(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
     )
+
+
+def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[KeptFlat, list[T]]:
+    """Returns, for every flat that is kept whole, the units that read it, in the order in which they are given.
+
+    Args:
+        units: each with what it goes by in the result, in forward order.
+    """
+    readers: dict[KeptFlat, list[T]] = {}
+    for name, unit in units:
+        for flat in kept_flats(unit.flats.values()):
+            readers.setdefault(flat, []).append(name)
+    return readers
 
 
 def _bytes(flat: KeptFlat, mesh: Mesh) -> int:
     """The bytes of the piece on the rank that holds most of it, without padding."""
     return sum(
-        most_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
+        max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
         for parameter, placement in flat.placements.items()
     )

@@ -39,7 +39,17 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Strand:
-    """One micro-batch, from its first operator to its last."""
+    """One micro-batch, from its first operator to its last.
+
+    Attributes:
+        key, training, seed, precision: as of `MicroBatch` and `Executor`.
+        side: the tensors that carry no gradient, by name.
+        values: what its operators have written and nothing has freed.
+        events: of those of `values` that nothing has waited for, the communication that brings them.
+        ahead: values that come from operators which are issued ahead.
+        calls: what operators keep for it.
+        shared: what they share.
+    """
 
     key: tuple[int, int]
     side: Mapping[str, Any]
@@ -48,17 +58,24 @@ class Strand:
     precision: Precision
     values: dict[Key, Tensor] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
+    ahead: set[Key] = field(default_factory=set)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
     shared: dict[object, Any] = field(default_factory=dict)
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
-        """What an operator of a unit keeps for this micro-batch."""
-        found = self.calls.get((index, operator))
-        if found is None:
+        """What an operator of a unit keeps for this micro-batch.
+
+        Args:
+            index: of the unit in the layout.
+            operator: the name of the declared operator.
+            unit: that it belongs to.
+        """
+        call = self.calls.get((index, operator))
+        if call is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            found = Call(self.side, seed, self.training, self.precision, shared=self.shared)
-            self.calls[index, operator] = found
-        return found
+            call = Call(self.side, seed, self.training, self.precision, shared=self.shared)
+            self.calls[index, operator] = call
+        return call
 
 
 def derive_seed(*parts: object) -> int:

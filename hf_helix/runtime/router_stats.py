@@ -42,10 +42,10 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
     if not bool((tokens > 0).all()):
         return {}
     chosen = load.sum(1)
-    found = {}
+    entries = {}
     if not bool(squares.isnan().any()):
-        found["helix/router_z"] = (squares / tokens).mean()
-    found["helix/expert_imbalance"] = (load.amax(1) / load.mean(1)).mean()
+        entries["helix/router_z"] = (squares / tokens).mean()
+    entries["helix/expert_imbalance"] = (load.amax(1) / load.mean(1)).mean()
     if capped:
-        found["helix/dropped_tokens"] = (dropped / chosen).mean()
-    return {name: round(float(value), 4) for name, value in found.items()}
+        entries["helix/dropped_tokens"] = (dropped / chosen).mean()
+    return {name: round(float(value), 4) for name, value in entries.items()}

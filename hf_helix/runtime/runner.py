@@ -96,7 +96,7 @@ class Runner:
         self.stage.outdate_weights()  # a step follows, or nothing moved in the window that was measured
         if reduction:
             reduction.finish()
-        losses = [found[self._loss] for _, found in sorted(kept.items()) if self._loss in found]
+        losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
     def _reduction(self) -> tuple[Reduction, Callable[[int], object] | None]:
@@ -143,11 +143,11 @@ class Runner:
             ]
             self._programs[name] = self.build_program(forward, keep)
         kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
-        found = [values for _, values in sorted(kept.items()) if self._loss in values]
-        loss = self._everywhere([values[self._loss] for values in found], count).sum()
+        of_head = [values for _, values in sorted(kept.items()) if self._loss in values]
+        loss = self._everywhere([values[self._loss] for values in of_head], count).sum()
         if not keep_logits:
             return loss, None
-        return loss, self._share_logits(torch.cat([values[self._logits] for values in found], 1) if found else None)
+        return loss, self._share_logits(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
 
     def sources(self) -> dict[Key, Tensor]:
         """What every micro-batch starts with: the gradient of its loss."""
@@ -167,15 +167,15 @@ class Runner:
         return build_program(schedule, self.layout, self.plan, self.stage.rank, keep, ahead)
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """What the ranks of the head found of their tokens, together and on every rank."""
+        """The losses that the ranks of the head have of their tokens, together and on every rank."""
         pipe = self.mesh.pipe
-        found = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
+        result = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
         if pipe.group is not None:
-            dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
+            dist.broadcast(result, pipe.ranks[self._last], group=pipe.group)
         group = self.mesh.cp.group
         if group is not None:
-            dist.all_reduce(found, group=group)
-        return found
+            dist.all_reduce(result, group=group)
+        return result
 
     def _share_logits(self, logits: Tensor | None) -> Tensor | None:
         pipe = self.mesh.pipe
@@ -183,6 +183,6 @@ class Runner:
             return logits
         about: Any = None if logits is None else (tuple(logits.shape), logits.dtype)
         shape, dtype = broadcast_object(about, pipe.ranks[self._last], pipe.ranks)
-        found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
-        dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
-        return found
+        shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
+        dist.broadcast(shared, pipe.ranks[self._last], group=pipe.group)
+        return shared

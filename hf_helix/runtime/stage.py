@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, Transfer, transfer_unit
+from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, PipelineTransfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
@@ -86,10 +86,10 @@ class Stage:
             parameter: self.layout.rank_of(index) for index, unit in self.model.items() for parameter in unit.placements
         }
 
-    def transfers(self) -> list[tuple[int, Transfer]]:
+    def transfers(self) -> list[tuple[int, PipelineTransfer]]:
         """This rank's ends of the ways to other ranks, with their places in the layout."""
-        found = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
-        return [(index, operator) for index, operator in found if isinstance(operator, Transfer)]
+        ends = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
+        return [(index, operator) for index, operator in ends if isinstance(operator, PipelineTransfer)]
 
     @property
     def head(self) -> int:
@@ -161,4 +161,4 @@ def _check_single(stage: Stage) -> None:
 
 def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
-    return [found for found in adders_of(units).values() if len({index for index, _ in found}) > 1]
+    return [adders for adders in adders_of(units).values() if len({index for index, _ in adders}) > 1]

@@ -260,10 +260,10 @@ class CudaStreams(Streams):
             self._compute = before
 
     def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
-        found = self._streams.get((kind, lane))
-        if found is None:
-            found = self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1), self._cuda.Event()
-        stream, computed = found
+        known = self._streams.get((kind, lane))
+        if known is None:
+            known = self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1), self._cuda.Event()
+        stream, computed = known
         compute = self._compute or self._cuda.current_stream(self._device)
         # One event serves all waits of a stream: each is for what was recorded last when it was issued.
         computed.record(compute)

@@ -238,23 +238,23 @@ def load_cluster(source: str | Path) -> Cluster:
             f"{', '.join(shipped)}, or write a file for this machine with `hf-helix cluster --output here.yaml`"
         )
     try:
-        found = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
-    return parse_cluster(found, str(path))
+    return parse_cluster(data, str(path))
 
 
-def parse_cluster(found: Any, where: str) -> Cluster:
+def parse_cluster(data: Any, where: str) -> Cluster:
     """Returns the cluster that a mapping describes.
 
     Args:
-        found: what the file holds.
+        data: what the file holds.
         where: the file, for messages.
 
     Raises:
         ValueError: it is malformed; names the key.
     """
-    top = Section(found, where, "")
+    top = Section(data, where, "")
     nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
     device = top.section("device")
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
@@ -300,11 +300,11 @@ def _device(section: Section) -> Device:
 
 
 def _peaks(section: Section) -> dict[str, float]:
-    found = {key: section.number(key) * 1e12 for key in TYPES if key in section.left}
+    peaks = {key: section.number(key) * 1e12 for key in TYPES if key in section.left}
     section.refuse_rest(f"; name one or more of {', '.join(TYPES)}")
-    if not found:
+    if not peaks:
         raise ValueError(f"{section.where}: device.peak_tflops names no type; give it as {{bf16: 989}}")
-    return found
+    return peaks
 
 
 def _link(section: Section, devices: int = 1) -> Link:
@@ -328,13 +328,13 @@ def _sharing(section: Section, block: str, devices: int) -> int:
     return _divisor(section, "devices_per_link", section.count("devices_per_link", devices), block, devices)
 
 
-def _divisor(section: Section, key: str, found: int, whole: str, number: int) -> int:
-    if number % found:
+def _divisor(section: Section, key: str, divisor: int, whole: str, number: int) -> int:
+    if number % divisor:
         raise ValueError(
-            f"{section.where}: {section.name}.{key}: {found} must divide {whole}: {number}; values that work: "
+            f"{section.where}: {section.name}.{key}: {divisor} must divide {whole}: {number}; values that work: "
             f"{', '.join(map(str, divisors(number)))}"
         )
-    return found
+    return divisor
 
 
 def contention_key(first: Kind, second: Kind) -> str:
@@ -344,15 +344,15 @@ def contention_key(first: Kind, second: Kind) -> str:
 
 def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
     keys = {contention_key(first, second): (first, second) for first in Kind for second in Kind}
-    found = {}
+    factors = {}
     for key in list(section.left):
         if key not in keys:
             raise ValueError(
                 f"{section.where}: contention.{key} is not known; name two of "
                 f"{', '.join(kind.value for kind in Kind)}, such as compute_beside_intra_node: 1.2"
             )
-        found[keys[key]] = section.number(key, least=1)
-    return found
+        factors[keys[key]] = section.number(key, least=1)
+    return factors
 
 
 def _curve(section: Section, key: str) -> Curve:
@@ -364,6 +364,6 @@ def _curves(section: Section, key: str, types: Collection[str]) -> dict[str, Cur
     if not isinstance(section.left.get(key), dict):
         return dict.fromkeys(types, _curve(section, key))
     by_type = section.section(key)
-    found = {name: _curve(by_type, name) for name in types}
+    curves = {name: _curve(by_type, name) for name in types}
     by_type.refuse_rest(f"; the types of device.peak_tflops are {', '.join(types)}")
-    return found
+    return curves

@@ -84,10 +84,10 @@ def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> li
         sizes: of the layout.
         spreads: whether weights are spread, so that operators communicate over data-parallel ranks, too.
     """
-    found = rings(cluster, sizes)
-    used = {"tp": found["tp"], "cp": found["cp"]}
-    used |= {"ep": found["experts"]} if sizes.ep > 1 else {}
-    used |= {"dp": found["dp"]} if spreads else {}
+    by_axis = rings(cluster, sizes)
+    used = {"tp": by_axis["tp"], "cp": by_axis["cp"]}
+    used |= {"ep": by_axis["experts"]} if sizes.ep > 1 else {}
+    used |= {"dp": by_axis["dp"]} if spreads else {}
     return [name for name, ring in used.items() if ring.crosses]
 
 
@@ -120,6 +120,11 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
     of its own. All levels are busy at once, and the slowest decides. What a ring passes on makes one hop after the
     other, each with the latency of its link, most of them inside of a node: so NCCL counts the latency of its rings,
     too (`ncclTopoTuneModel`).
+
+    Args:
+        transfer: of one rank.
+        ring: how the ranks of the axis lie on the machine.
+        cluster: its links.
     """
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
@@ -184,12 +189,12 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
     sent: dict[Name, int] = {}
     for name, op in named_operators(layout):
         if name[0] in amounts.weights:
-            found = amounts.operators[name]
+            counted = amounts.operators[name]
         else:
-            found = OperatorAmounts(transfers=[Transfer("pp", "send", amounts.handed_on)])
-        times[name] = operator_seconds(found, op.kind, axes, cluster, dtype)
+            counted = OperatorAmounts(transfers=[Transfer("pp", "send", amounts.handed_on)])
+        times[name] = operator_seconds(counted, op.kind, axes, cluster, dtype)
         if op.kind.communicates:
-            sent[name] = sum(each.bytes for each in found.transfers)
+            sent[name] = sum(each.bytes for each in counted.transfers)
     for name, seconds in waiting(layout, times, cluster).items():
         times[name] += seconds
     about = {"model": amounts.model.name, "estimated": cluster.name}
@@ -198,19 +203,31 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
     """Returns what ranks wait for each other at each collective of a unit: a share of the computation before it, which
-    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet."""
-    found: dict[Name, float] = {}
+    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet.
+
+    Args:
+        layout: what the ranks hold.
+        times: seconds of every operator.
+        cluster: says how large the share is.
+    """
+    seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
         for letter, graph in (("F", pair.forward), ("B", pair.backward)):
             kinds = {(unit, f"{letter}.{op.name}"): op.kind for op in graph.operators}
             computing = sum(times[name] for name, kind in kinds.items() if not kind.communicates)
             meetings = [name for name, kind in kinds.items() if kind.communicates and kind is not Kind.PIPELINE]
-            found |= dict.fromkeys(meetings, cluster.waiting * computing / max(1, len(meetings)))
-    return found
+            seconds |= dict.fromkeys(meetings, cluster.waiting * computing / max(1, len(meetings)))
+    return seconds
 
 
 def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[tuple[Name, Name], Pair]:
-    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds."""
+    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds.
+
+    Args:
+        layout: what the ranks hold.
+        times: seconds of every operator.
+        cluster: says how many times longer one kind takes beside another.
+    """
     longest: dict[Kind, Name] = {}
     for name, op in named_operators(layout):
         if op.kind not in longest or times[name] > times[longest[op.kind]]:

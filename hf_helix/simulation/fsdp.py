@@ -200,14 +200,13 @@ def _kind(ring: Ring) -> Kind:
 
 
 def _model_size(amounts: Amounts) -> tuple[int, int]:
-    """Returns how many parameters the model has, and how many of them are trained."""
+    """Returns how many elements of the model are trained, and the bytes of those that are not."""
     held = [amounts.weights[name] for name in amounts.model.units]
-    trained = sum(each.all_trained for each in held)
-    return trained + sum(each.all_frozen for each in held), trained
+    return sum(each.all_trained for each in held), sum(each.frozen_itemsize * each.all_frozen for each in held)
 
 
 def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
-    _, trained = _model_size(amounts)
+    trained, _ = _model_size(amounts)
     mine = trained / case.sizes.dp
     return cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine)
 
@@ -217,12 +216,12 @@ def _memory(
 ) -> Memory:
     """Returns the memory of a device: its parts of all that is kept, two layers and the ends gathered, the gradients of
     two layers on their way, and the activations of one micro-batch."""
-    every, trained = _model_size(amounts)
+    trained, frozen = _model_size(amounts)
     shares = case.sizes.dp
     whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
     largest = sorted(layers, key=lambda unit: unit.weights)[-2:]
     return Memory(
-        weights=PARAMETER * every / shares,
+        weights=(PARAMETER * trained + frozen) / shares,
         gradients=GRADIENT * trained / shares + whole,
         states=STATES * trained / shares,
         copies=sum(unit.weights for unit in (*ends, *largest)),
@@ -236,10 +235,10 @@ def _activations(amounts: Amounts, case: Case) -> float:
     units = amounts.model.units
     kept: Counter[str] = Counter()
     logits = 0
-    for (unit, entry), found in amounts.operators.items():
+    for (unit, entry), counted in amounts.operators.items():
         if entry.startswith("F."):
-            kept[unit] += found.delta
-            products = [kernel.sizes for kernel in found.kernels if kernel.sort == MATMUL and unit == units[-1]]
+            kept[unit] += counted.delta
+            products = [kernel.sizes for kernel in counted.kernels if kernel.sort == MATMUL and unit == units[-1]]
             logits += sum(count * rows * columns for count, rows, columns, _ in products)
     in_loss = sum(kept[unit] for unit in units[:-1]) + FP32_LOGITS * ELEMENT["fp32"] * logits
     return max(in_loss, memory_of_case(amounts, replace(case, microbatches=1)).activations)

@@ -143,29 +143,29 @@ class Search:
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # what a rank does for a micro-batch is counted once for each of these
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
-        found: list[Ranking] = []
+        parts: list[Ranking] = []
         for part in in_processes(self._ranked, list(cuts.values()), self.workers):
-            found.append(part)
+            parts.append(part)
             if self.progress is not None:
-                self.progress(len(found) / len(cuts))
-        steps = sorted((step for part in found for step in part.steps), key=lambda step: -step.tokens_per_second)
+                self.progress(len(parts) / len(cuts))
+        steps = sorted((step for part in parts for step in part.steps), key=lambda step: -step.tokens_per_second)
         dropped = sorted(
-            (each for part in found for each in part.dropped), key=lambda each: candidates.index(each.case.sizes)
+            (each for part in parts for each in part.dropped), key=lambda each: candidates.index(each.case.sizes)
         )
-        return Ranking(steps, dropped, next((part.fsdp for part in found if part.fsdp is not None), None))
+        return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
 
     def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
         """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""
-        found: list[Step] = []
+        steps: list[Step] = []
         dropped: list[Dropped] = []
         for sizes in candidates:
             best = self._best(sizes)
             if isinstance(best, Dropped):
                 dropped.append(best)
             else:
-                found.append(best)
+                steps.append(best)
         plain = Sizes(dp=self.cluster.devices)
-        return Ranking(found, dropped, self._fsdp() if plain in candidates else None)
+        return Ranking(steps, dropped, self._fsdp() if plain in candidates else None)
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest case of some parallel sizes that fits, or why there is none.
@@ -175,9 +175,9 @@ class Search:
         spread only where whole ones leave too little memory, since spread ones have more to move; and only
         without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
         """
-        found = self._fastest_of_strands(sizes)
-        whole = self._with_whole_optimizer(found.best) if isinstance(found.best, Step) else found.best
-        if not found.is_scarce or sizes.pp > 1 or not sizes.spread():
+        fastest = self._fastest_of_strands(sizes)
+        whole = self._with_whole_optimizer(fastest.best) if isinstance(fastest.best, Step) else fastest.best
+        if not fastest.is_scarce or sizes.pp > 1 or not sizes.spread():
             return whole
         spread = self._fastest_of_strands(sizes, whole, shard_parameters=True).best
         if isinstance(spread, Dropped) or isinstance(whole, Dropped):
@@ -276,10 +276,10 @@ class Search:
         amounts, axes = self.amounts(replace(case, batch=BATCHES[0])), rings(self.cluster, case.sizes)
         layout = layout_of(amounts, case)
         seconds = {
-            (name, entry): sum(transfer_seconds(each, axes[each.axis], self.cluster) for each in found.transfers)
+            (name, entry): sum(transfer_seconds(each, axes[each.axis], self.cluster) for each in counted.transfers)
             for name, pair in amounts.layout.graphs.items()
             for entry, op in pair.entries()
-            if op.ahead and (found := amounts.operators[name, entry])
+            if op.ahead and (counted := amounts.operators[name, entry])
         }
         ranks = ([layout.units[unit] for unit in layout.units_of(rank)] for rank in range(layout.num_ranks))
         return case.microbatches * max(
@@ -311,17 +311,17 @@ class Search:
             except ValueError:
                 continue
             try:
-                found = [
+                candidates = [
                     simulate_fsdp(self.amounts(way), way, self.cluster, sync)
                     for way in (case, replace(case, recompute="full"))
                     for sync in (False, True)
                 ]
             except ValueError:
                 break  # the model cannot be cut, as its layouts say
-            fitting = [each for each in found if each.step.memory.total <= self.cluster.device.memory]
+            fitting = [each for each in candidates if each.step.memory.total <= self.cluster.device.memory]
             fastest = max(fitting, key=lambda each: each.step.tokens_per_second, default=None)
             if fastest is None:
-                return best or min(found, key=lambda each: each.step.memory.total)
+                return best or min(candidates, key=lambda each: each.step.memory.total)
             if best is not None and fastest.step.tokens_per_second <= best.step.tokens_per_second:
                 break
             best = fastest

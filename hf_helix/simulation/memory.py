@@ -2,7 +2,7 @@
 
 In:   what it holds of the model, what ranks share of it, and the peak of a window.
 Out:  `Memory`.
-Must hold: weights, gradients and states are in fp32.
+Must hold: trained weights, gradients and states are in fp32; frozen weights in the type in which they were loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_helix.planning.layout import Layout
 from hf_helix.simulation.amounts.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
-"""Bytes of an element: weights and gradients in fp32, and the two states of Adam."""
+"""Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element by the type of matrix products, of weights that operators compute with."""
@@ -93,11 +93,11 @@ class Sharing:
             return held.all_trained
         return held.trained / self.copies + held.experts / self.expert_copies
 
-    def frozen_part_of(self, held: Weights) -> float:
-        """Returns how many of the elements that get no gradients, which a rank would hold by itself, it keeps."""
+    def frozen_bytes_of(self, held: Weights) -> float:
+        """Returns how many bytes of the weights that get no gradients, which a rank would hold by itself, it keeps."""
         if not self.parameters:
-            return held.all_frozen
-        return held.frozen / self.copies + held.frozen_experts / self.expert_copies
+            return held.frozen_itemsize * held.all_frozen
+        return held.frozen_itemsize * (held.frozen / self.copies + held.frozen_experts / self.expert_copies)
 
 
 def bytes_text(count: float) -> str:
@@ -106,14 +106,21 @@ def bytes_text(count: float) -> str:
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread."""
+    """Returns the parameters of a pipeline rank, as if none were spread.
+
+    Args:
+        amounts: what a rank holds, by unit.
+        layout: which units are on which rank.
+        rank: of the pipeline.
+    """
     names = [layout.units[unit] for unit in layout.units_of(rank)]
-    found = [amounts.weights[name] for name in names if name in amounts.weights]
+    weights = [amounts.weights[name] for name in names if name in amounts.weights]
     return Weights(
-        trained=sum(each.trained for each in found),
-        experts=sum(each.experts for each in found),
-        frozen=sum(each.frozen for each in found),
-        frozen_experts=sum(each.frozen_experts for each in found),
+        trained=sum(each.trained for each in weights),
+        experts=sum(each.experts for each in weights),
+        frozen=sum(each.frozen for each in weights),
+        frozen_experts=sum(each.frozen_experts for each in weights),
+        frozen_itemsize=max((each.frozen_itemsize for each in weights), default=PARAMETER),
     )
 
 
@@ -142,7 +149,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     elif sharing.copies > 1:
         buffers = min(BUCKET_BYTES, GRADIENT * trained)
     return Memory(
-        weights=PARAMETER * (mine + sharing.frozen_part_of(held)),
+        weights=PARAMETER * mine + sharing.frozen_bytes_of(held),
         gradients=gradients,
         states=STATES * mine,
         copies=copies,
@@ -154,9 +161,9 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 def _kept_by_others(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
     """Returns the bytes of those weights of some units, kept as they are trained, that other ranks step. Weights that
     are kept in the type of matrix products are copies already."""
-    found = 0.0
+    total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
             ranks = sharing.expert_copies if kept.is_experts else sharing.copies
-            found += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
-    return found
+            total += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
+    return total

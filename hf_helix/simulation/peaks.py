@@ -10,14 +10,15 @@ is freed when the next transfer begins.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 
 from hf_helix.planning.cost import entry_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import RECEIVE
-from hf_helix.planning.instructions import PARTS_OF, Instruction, pass_instructions
+from hf_helix.planning.instructions import PARTS_OF, Instruction
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
@@ -196,12 +197,12 @@ def peaks_of_schedules(
     """
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
-    found = []
+    peaks = []
     for rank in range(layout.num_ranks):
         peak = max((_peak_of_slots(layout, each[rank], passes) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
-        found.append(Peak(peak.activations + more, peak.weights, gradients))
-    return found
+        peaks.append(Peak(peak.activations + more, peak.weights, gradients))
+    return peaks
 
 
 @dataclass(frozen=True)
@@ -209,16 +210,18 @@ class _Pass:
     """What a micro-batch changes of live memory on its way through a unit.
 
     Attributes:
-        delta: bytes.
+        delta: bytes, those of `gathered` that it frees again included.
         peak: bytes alive at most, above those before.
-        weights: those of `delta` that are gathered weights.
-        weights_then: gathered weights above those before, when most is alive.
+        weights: those of `delta` that are gathered weights, or copies of these.
+        weights_then: likewise above those before, when most is alive.
+        gathered: bytes of weights that are gathered for it, before it begins.
     """
 
     delta: int = 0
     peak: int = 0
     weights: int = 0
     weights_then: int = 0
+    gathered: int = 0
 
 
 class _Passes:
@@ -227,20 +230,16 @@ class _Passes:
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self._amounts, self._layout = amounts, layout
         self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
-        self._known: dict[tuple[object, ...], _Pass] = {}
-        self._found: dict[tuple[int, str], _Pass] = {}
+        self._known: dict[tuple[str, str], _Pass] = {}
+        entries = (op for pair in layout.graphs.values() for _, op in pair.entries())
+        self.ahead = max((op.ahead for op in entries), default=0)  # units
 
     def through(self, unit: int, computation_type: str) -> _Pass:
-        """Returns what a pass through a unit changes; units of one name between others alike change the same."""
-        found = self._found.get((unit, computation_type))
-        if found is None:
-            layout, forward = self._layout, computation_type == "F"
-            before, behind = layout.neighbours(unit, forward)
-            key = layout.units[unit], before is None, None if behind is None else layout.units[behind], computation_type
-            if key not in self._known:
-                self._known[key] = self._counted(unit, computation_type)
-            found = self._found[unit, computation_type] = self._known[key]
-        return found
+        """Returns what a pass through a unit changes; units of one name change the same."""
+        key = self._layout.units[unit], computation_type
+        if key not in self._known:
+            self._known[key] = self._counted(unit, computation_type)
+        return self._known[key]
 
     def largest_layer(self) -> int:
         """Returns the most that a pass through a layer works with."""
@@ -252,40 +251,49 @@ class _Passes:
         if layout.transfers(unit):
             passed = self._amounts.handed_on
             return _Pass(passed, passed) if forward == (layout.units[unit] == RECEIVE) else _Pass(-passed)
-        parts = PARTS_OF[computation_type]
-        made = [each for each in pass_instructions(layout, (0, unit), forward) if each.operator]
-        names = [entry_of(each, layout) for each in made if each.operator and each.operator.part in parts]
-        ahead = [name for name in names if name[0] != layout.units[unit]]
-        own = sorted((name for name in names if name[0] == layout.units[unit]), key=lambda name: self._turns[name])
-        alive = peak = weights = weights_then = 0
-        for name in (*ahead, *own):
-            found = self._amounts.operators[name]
-            if alive + found.peak > peak:
-                peak, weights_then = alive + found.peak, weights
-            alive += found.delta
-            weights += found.weights
-        return _Pass(alive, peak, weights, weights_then)
+        parts, name = PARTS_OF[computation_type], layout.units[unit]
+        ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
+        alive = peak = weights = weights_then = gathered = 0
+        for each in sorted(ops, key=self._turns.__getitem__):
+            usage = self._amounts.operators[each]
+            if ops[each].ahead:
+                gathered += usage.delta
+                continue
+            if alive + usage.peak > peak:
+                peak, weights_then = alive + usage.peak, weights
+            alive += usage.delta
+            weights += usage.weights
+        return _Pass(alive, peak, weights, weights_then, gathered)
 
 
 def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Peak:
-    alive = weights = sent = most = then = 0
     ways = {unit for chunk in layout.chunks.values() for unit in chunk if layout.transfers(unit)}
+    turns = [each for each in _turns(layout, slots) if each[0] not in ways or each[1] != "W"]
+    coming = deque(change.gathered for change in starmap(passes.through, turns) if change.gathered)
+    alive = weights = sum(coming.popleft() for _ in range(min(passes.ahead, len(coming))))
+    sent = most = then = 0
+    for unit, computation_type in turns:
+        change = passes.through(unit, computation_type)
+        delta = change.delta
+        if change.gathered and coming:
+            gathered = coming.popleft()
+            alive, weights = alive + gathered, weights + gathered
+        if unit in ways:
+            alive -= sent
+            sent, delta = max(0, -delta), max(0, delta)
+        if alive + change.peak > most:
+            most, then = alive + change.peak, weights + change.weights_then
+        alive += delta
+        weights += change.weights
+    return Peak(most - then, then)
+
+
+def _turns(layout: Layout, slots: Sequence[Slot]) -> Iterator[tuple[int, str]]:
+    """Yields the units that a rank comes to, each with the computation type: strands take turns."""
     for slot in slots:
         entering = _units(layout, slot.forward) if slot.forward else []
         leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
-        for unit, computation_type in (each for pair in zip_longest(entering, leaving) for each in pair if each):
-            if unit in ways and computation_type == "W":
-                continue
-            found = passes.through(unit, computation_type)
-            delta = found.delta
-            if unit in ways:
-                alive -= sent
-                sent, delta = max(0, -delta), max(0, delta)
-            if alive + found.peak > most:
-                most, then = alive + found.peak, weights + found.weights_then
-            alive += delta
-            weights += found.weights
-    return Peak(most - then, then)
+        yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)
 
 
 def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:

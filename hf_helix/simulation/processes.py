@@ -1,4 +1,4 @@
-"""The same work on several pieces, each in one of a few processes.
+"""Does one kind of work on several pieces, each in one of a few processes.
 
 In:   work, and its pieces.
 Out:  what the work returns for each piece, in the order of the pieces.
@@ -17,7 +17,7 @@ Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 _work: Callable[[Any], Any] | None = None
-"""Of a forked process."""
+"""What a forked process does with each piece."""
 
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Iterator[Result]:

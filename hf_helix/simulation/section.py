@@ -1,6 +1,6 @@
 """A mapping of a YAML file, whose keys are taken one by one.
 
-In:   what YAML found.
+In:   what a YAML file holds.
 Out:  texts, numbers, counts, choices and points of curves.
 Must hold: a key that is unknown, missing or impossible is refused by its full name, with what works.
 """
@@ -23,15 +23,15 @@ class Section:
     """A mapping of a file. What is read is taken out; `left` holds the rest.
 
     Args:
-        found: what stands in the file.
+        data: what stands in the file.
         where: the file.
         name: of the section; empty for the whole file.
     """
 
-    def __init__(self, found: Any, where: str, name: str) -> None:
-        if not isinstance(found, dict):
-            raise ValueError(f"{where}: {name or 'the file'} must be a mapping of keys to values, and is {found!r}")
-        self.left: dict[str, Any] = {str(key): value for key, value in found.items()}
+    def __init__(self, data: Any, where: str, name: str) -> None:
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: {name or 'the file'} must be a mapping of keys to values, and is {data!r}")
+        self.left: dict[str, Any] = {str(key): value for key, value in data.items()}
         self.where = where
         self.name = name
         self.is_empty = not self.left
@@ -44,30 +44,40 @@ class Section:
     def text(self, key: str) -> str:
         if key not in self.left:
             raise self._missing(key, "a text")
-        found = self.left.pop(key)
-        if not isinstance(found, str):
-            raise self._wrong(key, found, "a text")
-        return found
+        value = self.left.pop(key)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
 
     def texts(self) -> dict[str, str]:
         return {key: self.text(key) for key in list(self.left)}
 
     def choice(self, key: str, choices: Sequence[T]) -> T:
-        found = self.left.pop(key, choices[0])
-        if found not in choices or type(found) is not type(choices[0]):
+        value = self.left.pop(key, choices[0])
+        if value not in choices or type(value) is not type(choices[0]):
             works = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in choices)
-            raise self._wrong(key, found, f"one of {works}")
-        return found
+            raise self._wrong(key, value, f"one of {works}")
+        return value
 
     def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
+        """Returns a number.
+
+        Args:
+            key: its name in the section.
+            default: what holds where it is not given; None where it must be.
+            least: the smallest that is allowed; None for more than 0.
+
+        Raises:
+            ValueError: there is none, or no such number.
+        """
         if key not in self.left:
             if default is None:
                 raise self._missing(key, "a number")
             return default
-        found = self.left.pop(key)
-        number = _number(found)
+        value = self.left.pop(key)
+        number = _number(value)
         if number is None or (number <= 0 if least is None else number < least):
-            raise self._wrong(key, found, f"a number, {'more than 0' if least is None else f'at least {least:g}'}")
+            raise self._wrong(key, value, f"a number, {'more than 0' if least is None else f'at least {least:g}'}")
         return number
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -80,14 +90,14 @@ class Section:
         """Returns (size, share) with growing sizes."""
         if key not in self.left:
             return default
-        found = self.left.pop(key)
-        pairs = found if isinstance(found, list) and all(isinstance(p, list) and len(p) == 2 for p in found) else []
+        value = self.left.pop(key)
+        pairs = value if isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value) else []
         points = [(size, share) for size, share in (map(_number, pair) for pair in pairs) if size and share]
         sizes = [size for size, _ in points]
         possible = all(size > 0 and 0 < share <= MOST_EFFICIENT for size, share in points)
         if not points or len(points) < len(pairs) or sorted(set(sizes)) != sizes or not possible:
             needed = "a list of [size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
-            raise self._wrong(key, found, needed)
+            raise self._wrong(key, value, needed)
         return points
 
     def refuse_rest(self, works: str = "") -> None:
@@ -101,16 +111,16 @@ class Section:
     def _missing(self, key: str, what: str) -> ValueError:
         return ValueError(f"{self.where}: {self._full(key)} is missing; it must be {what}")
 
-    def _wrong(self, key: str, found: Any, needed: str) -> ValueError:
-        return ValueError(f"{self.where}: {self._full(key)}: {found!r} must be {needed}")
+    def _wrong(self, key: str, value: Any, needed: str) -> ValueError:
+        return ValueError(f"{self.where}: {self._full(key)}: {value!r} must be {needed}")
 
 
-def _number(found: Any) -> float | None:
+def _number(value: Any) -> float | None:
     """The finite number that a value is, also one that YAML takes for a text, such as 1e9."""
-    if isinstance(found, bool) or not isinstance(found, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = float(found)
+        number = float(value)
     except ValueError:
         return None
     return number if math.isfinite(number) else None

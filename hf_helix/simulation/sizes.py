@@ -49,8 +49,8 @@ class Sizes:
 
     def spread(self) -> dict[str, int]:
         """Returns the axes of several ranks that have copies, over which these can be spread, with their ranks."""
-        found = {COPIES: self.copies, EXPERT_COPIES: self.expert_copies}
-        return {name: size for name, size in found.items() if size > 1}
+        copies = {COPIES: self.copies, EXPERT_COPIES: self.expert_copies}
+        return {name: size for name, size in copies.items() if size > 1}
 
 
 def size_text(sizes: Sizes) -> str:

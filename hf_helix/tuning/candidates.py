@@ -99,5 +99,11 @@ def make_plans(
 
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
-    """Returns the seconds that the cost function predicts for a window, with its sums of gradients."""
+    """Returns the seconds that the cost function predicts for a window, with its sums of gradients.
+
+    Args:
+        runner: with the plan and the schedule.
+        profile: the times of the operators.
+        num_microbatches: of the window.
+    """
     return predict_seconds(runner.plan, profile, runner.scheduler(num_microbatches))

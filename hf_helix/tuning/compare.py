@@ -79,6 +79,6 @@ def compare(
     without: dict[str, float] = {}
     if runner.mesh.link is not None:
         with bare(runner.mesh.link):
-            without = {rule: statistics.median(found) for rule, found in time_steps(runners, window, repeats).items()}
-    plans = {rule: found.plan for rule, found in runners.items()}
+            without = {rule: statistics.median(times) for rule, times in time_steps(runners, window, repeats).items()}
+    plans = {rule: its_runner.plan for rule, its_runner in runners.items()}
     return Comparison(kept, overlaps, plans, profile, runner.scheduler(len(window)), without)

@@ -110,8 +110,8 @@ def _problems_of_row(row: Overridden, ours: list[type], theirs: list[type]) -> I
     if row.callers and not any(row.method in _mentioned_by(resolve(caller)) for caller in row.callers):
         yield f"{about} is not called any more by {' or '.join(row.callers)}{why}"
     for own in (vars(base)[row.method] for base in ours if row.method in vars(base)):
-        for found in stock:
-            yield from (f"{about} {words}{why}" for words in _differences(own, found, row.needs))
+        for other in stock:
+            yield from (f"{about} {words}{why}" for words in _differences(own, other, row.needs))
 
 
 def _differences(own: Any, stock: Any, needs: tuple[str, ...]) -> Iterator[str]:
@@ -153,12 +153,12 @@ def problem_of_use(row: Used) -> str:
     try:
         if _waits(name):
             return ""
-        found = resolve(name)
+        value = resolve(name)
     except (ImportError, AttributeError):
         return f"{name} is gone{why}"
     if row.within:
-        return "" if row.method in _mentions(found) else f"{row.within} knows no {row.method} any more{why}"
-    error = _misfit(found, row.takes) if row.takes else None
+        return "" if row.method in _mentions(value) else f"{row.within} knows no {row.method} any more{why}"
+    error = _misfit(value, row.takes) if row.takes else None
     return f"{row.name} cannot be called with ({row.takes}) any more, {error}{why}" if error else ""
 
 

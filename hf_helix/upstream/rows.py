@@ -74,6 +74,15 @@ class Used(NamedTuple):
 
 
 def used(owner: str, names: str, purpose: str, otherwise: str, takes: str = "", within: str = "") -> tuple[Used, ...]:
-    """One row for each of several names of a module, or of a class in it."""
+    """One row for each of several names of a module, or of a class in it.
+
+    Args:
+        owner: the module, or `module:Class`.
+        names: of it, with blanks between them.
+        purpose: what they are used for.
+        otherwise: what happens without them.
+        takes: see `Used`.
+        within: see `Used`.
+    """
     join = "." if ":" in owner else ":"
     return tuple(Used(f"{owner}{join}{name}", purpose, otherwise, takes, within) for name in names.split())

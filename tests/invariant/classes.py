@@ -292,10 +292,10 @@ def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
 
 def layouts_by_class() -> dict[str, set[str]]:
     """The layouts on which each declared class is compared with the unsplit model, one process left out."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for case in CASES.values():
         family = case.model.get("family", "llama")
         if case.layout and family in FAMILIES:
             made = FAMILIES[family].__annotations__["return"]
-            found.setdefault(made, set()).add(case.layout)
-    return found
+            result.setdefault(made, set()).add(case.layout)
+    return result

@@ -85,11 +85,11 @@ def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str]
             assert_same_bits(ranks[0][place], ranks[0][0])
 
 
-def assert_same_bits(found: Result, other: Result) -> None:
+def assert_same_bits(result: Result, other: Result) -> None:
     """Of losses and whole gradients."""
-    assert found["losses"] == other["losses"]
+    assert result["losses"] == other["losses"]
     for name, gradient in other["gradients"].items():
-        np.testing.assert_array_equal(found["gradients"][name], gradient, err_msg=name)
+        np.testing.assert_array_equal(result["gradients"][name], gradient, err_msg=name)
 
 
 # -- in the processes of a cluster ---------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def windows(
         For each schedule what the first order gives, see `_window`; for each other order what differs from it.
     """
     trainer = _trainer_of(folder, given)
-    found = []
+    result = []
     for schedule in schedules:
         with hasty():
             runners = [_runner_of(trainer, order, schedule, seed) for order in orders]
@@ -127,9 +127,9 @@ def windows(
         first, *others = (_window(trainer, runner, batches, runner is runners[0]) for runner in runners)
         differing = {order: _differing(other, first) for order, other in zip(orders[1:], others, strict=True)}
         assert first.pop("parts")
-        found.append({**first, "differing": differing})
+        result.append({**first, "differing": differing})
     _latest.append((repr(given), trainer))
-    return found
+    return result
 
 
 def _trainer_of(folder: str, given: dict[str, Any]) -> HelixTrainer:
@@ -173,7 +173,7 @@ def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Runner:
     return runner.with_plan(IntraBatchPlan.of_tiles(rule, order_block, profile, **made_for, tiles=int(tiles)))
 
 
-def _differing(found: Result, first: Result) -> list[str]:
+def _differing(result: Result, first: Result) -> list[str]:
     """What has other bits."""
-    names = [name for name, part in first["parts"].items() if not part.equal(found["parts"][name])]
-    return names + [what for what in ("losses", "meters", "evaluated") if found[what] != first[what]]
+    names = [name for name, part in first["parts"].items() if not part.equal(result["parts"][name])]
+    return names + [what for what in ("losses", "meters", "evaluated") if result[what] != first[what]]

@@ -59,10 +59,10 @@ MODELS |= {
 }
 
 
-def distance(found: Any, exact: Any) -> float:
+def distance(result: Any, exact: Any) -> float:
     """The error in parts of the exact value."""
-    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    return float(np.linalg.norm(found - exact) / max(np.linalg.norm(exact), 1e-30))
+    result, exact = np.asarray(result, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(result - exact) / max(np.linalg.norm(exact), 1e-30))
 
 
 def joined(window: Window) -> Any:
@@ -107,14 +107,14 @@ def test_error_is_at_most_twice_that_of_the_stock_model(
     exact = unsplit(family, dtype, case.count * dp, exact=True)
     stock = unsplit(family, dtype, case.count * dp, autocast)
     ranks = run(cluster_of, tmp_path, case, training=AUTOCAST if autocast else {})
-    found = ranks[0][0]
+    result = ranks[0][0]
     losses = [loss / dp for (rank,) in ranks[:dp] for loss in rank["losses"]]
     assert distance(losses, exact["losses"]) <= 2 * distance(stock["losses"], exact["losses"]) + LOSS_FLOOR
-    assert found["gradients"].keys() == exact["gradients"].keys()
-    for name, gradient in found["gradients"].items():
+    assert result["gradients"].keys() == exact["gradients"].keys()
+    for name, gradient in result["gradients"].items():
         error = distance(stock["gradients"][name], exact["gradients"][name])
         assert distance(gradient, exact["gradients"][name]) <= 2 * error + FLOOR, name
-    assert distance(joined(found), joined(exact)) <= 2 * distance(joined(stock), joined(exact))
+    assert distance(joined(result), joined(exact)) <= 2 * distance(joined(stock), joined(exact))
 
 
 def test_activations_travel_in_bf16_and_gradients_stay_in_fp32(cluster_of: Any, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_activations_travel_in_bf16_and_gradients_stay_in_fp32(cluster_of: Any, 
     assert half["moved"] == {"torch.float32": 1, "torch.bfloat16": everything - 1}
     assert mixed["gradients"] == {"torch.float32"}
     assert half["gradients"] == {"torch.bfloat16"}
-    assert len({found["about"]["model"] for found in (mixed, whole, half)}) == 3
+    assert len({result["about"]["model"] for result in (mixed, whole, half)}) == 3
 
 
 def types(folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:

@@ -22,23 +22,23 @@ def test_predict_gives_the_logits_of_the_model(cluster_of: Any, tmp_path: Path) 
     job = {"job": "invariant.test_capped_logits:predictions", "folder": str(tmp_path)}
     (wanted,) = cluster_of(1).run(**job, helix=None)
     assert 0.9 * CAP < np.abs(wanted["logits"]).max() <= CAP
-    for found in [
+    for result in [
         *cluster_of(1).run(**job, helix={}),
         *cluster_of(2).run(**job, helix={"tp_size": 2, "plan": "greedy"}),
     ]:
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["logits"], wanted["logits"], rtol=0, atol=1e-5)
 
 
 class CappedForCausalLM(LlamaForCausalLM):
     """Llama whose logits are `cap * tanh(logits / cap)`."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-        found = super().forward(input_ids, **{**kwargs, "num_items_in_batch": None})
-        found.logits = CAP * torch.tanh(found.logits / CAP)
+        result = super().forward(input_ids, **{**kwargs, "num_items_in_batch": None})
+        result.logits = CAP * torch.tanh(result.logits / CAP)
         if labels is not None:
-            found.loss = self.loss_function(found.logits, labels, self.config.vocab_size, **kwargs)
-        return found
+            result.loss = self.loss_function(result.logits, labels, self.config.vocab_size, **kwargs)
+        return result
 
 
 class Capped(Dense):

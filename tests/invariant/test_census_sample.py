@@ -20,29 +20,29 @@ QUICK = ("Gemma2ForCausalLM", "MixtralForCausalLM")
     [pytest.param(*each, id=each[0], marks=() if each[0] in QUICK else pytest.mark.slow) for each in SAMPLE.items()],
 )
 def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
-    assert {layout: found.status for layout, found in take(name, layouts, LIMIT).items()} == dict.fromkeys(
+    assert {layout: result.status for layout, result in take(name, layouts, LIMIT).items()} == dict.fromkeys(
         layouts, PROVEN
     )
 
 
 @pytest.mark.slow
 def test_a_recurrent_class_is_refused_with_a_reason() -> None:
-    found = take("MambaForCausalLM", list(LAYOUTS), LIMIT)
-    assert found.keys() == {"tp2", "pp2", "cp2"}  # it has no experts
-    assert {finding.status for finding in found.values()} == {REFUSED}
-    assert all("\n" not in finding.reason and finding.reason for finding in found.values())
+    result = take("MambaForCausalLM", list(LAYOUTS), LIMIT)
+    assert result.keys() == {"tp2", "pp2", "cp2"}  # it has no experts
+    assert {finding.status for finding in result.values()} == {REFUSED}
+    assert all("\n" not in finding.reason and finding.reason for finding in result.values())
 
 
 def test_a_class_that_needs_more_than_token_ids_is_refused() -> None:
-    found = take("MusicgenForCausalLM", ["tp2"], LIMIT)
-    assert found["tp2"].status == REFUSED
-    assert "does not train on token ids alone" in found["tp2"].reason
+    result = take("MusicgenForCausalLM", ["tp2"], LIMIT)
+    assert result["tp2"].status == REFUSED
+    assert "does not train on token ids alone" in result["tp2"].reason
 
 
 def test_a_layout_that_takes_too_long_is_ended_and_has_failed() -> None:
-    found = take("LlamaForCausalLM", ["tp2"], 0.001)
-    assert found["tp2"].status == FAILED
-    assert "have not answered" in found["tp2"].reason
+    result = take("LlamaForCausalLM", ["tp2"], 0.001)
+    assert result["tp2"].status == FAILED
+    assert "have not answered" in result["tp2"].reason
 
 
 @pytest.mark.slow
@@ -53,6 +53,6 @@ def test_the_whole_census_is_found_again(name: str) -> None:
         pytest.skip("the census in the package is of other versions")
     findings = census.classes[name]
     again = take(name, list(findings), LIMIT)
-    assert {layout: found.status for layout, found in again.items()} == {
-        layout: found.status for layout, found in findings.items()
+    assert {layout: result.status for layout, result in again.items()} == {
+        layout: result.status for layout, result in findings.items()
     }

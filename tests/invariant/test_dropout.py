@@ -39,11 +39,11 @@ def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path
     def window(case: Case, seed: int, orders: Sequence[str] = USUAL) -> Any:
         return run(cluster_of, tmp_path, case, orders, {"seed": seed})[0][0]
 
-    found = window(wet, 3)
-    assert found["losses"] != window(wet, 4, ("greedy",))["losses"]
-    assert_same_bits(window(wet, 3), found)
+    result = window(wet, 3)
+    assert result["losses"] != window(wet, 4, ("greedy",))["losses"]
+    assert_same_bits(window(wet, 3), result)
     if model == "llama":
-        assert found["losses"] != window(dry, 3)["losses"] == window(dry, 4, ("greedy",))["losses"]
+        assert result["losses"] != window(dry, 3)["losses"] == window(dry, 4, ("greedy",))["losses"]
 
 
 @pytest.mark.parametrize(

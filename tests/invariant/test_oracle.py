@@ -39,13 +39,13 @@ def check(cluster: Any, folder: Any, schedule: str, counts: tuple[int, ...], tie
     ranks = cluster.run("invariant.test_oracle:both", folder=str(folder), **job, window_sizes=window_sizes)
     placement = stage_ranks(PLACEMENT_OF[schedule], size)
     for place, count in enumerate(window_sizes):
-        found = [rank[place] for rank in ranks]
-        for rank, of in enumerate(found):
+        result = [rank[place] for rank in ranks]
+        for rank, of in enumerate(result):
             assert of["ours"]["order"] == of["theirs"]["order"], f"rank {rank}, M={count}"
             assert len(of["ours"]["order"]) == 3 * count * placement.count(rank)
-            np.testing.assert_allclose(of["ours"]["losses"], found[placement[-1]]["theirs"]["losses"], rtol=1e-6)
-        ours = found[0]["ours"]["gradients"]
-        theirs = {name: gradient for of in found for name, gradient in of["theirs"]["gradients"].items()}
+            np.testing.assert_allclose(of["ours"]["losses"], result[placement[-1]]["theirs"]["losses"], rtol=1e-6)
+        ours = result[0]["ours"]["gradients"]
+        theirs = {name: gradient for of in result for name, gradient in of["theirs"]["gradients"].items()}
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             assert np.linalg.norm(ours[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), f"{name}, M={count}"
@@ -118,12 +118,12 @@ def both(
     model = {"num_hidden_layers": sum(counts), **model}
     helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": list(counts)}
     trainer = trainer_of(folder, helix, model)
-    found = []
+    result = []
     for count in window_sizes:
         theirs = through_torch(model, counts, schedule, batches_of(count))
-        found.append({"ours": through_ours(trainer, schedule, count), "theirs": theirs})
+        result.append({"ours": through_ours(trainer, schedule, count), "theirs": theirs})
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 def through_ours(trainer: Any, schedule: str, count: int) -> dict[str, Any]:

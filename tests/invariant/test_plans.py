@@ -89,10 +89,10 @@ def test_dropout_does_not_depend_on_tiles(cluster_of: Any, tmp_path: Path) -> No
         assert_nearly_same(run(cluster_of, tmp_path, ablated, ("intra_batch",))[0][0], whole)
 
 
-def assert_nearly_same(found: Result, other: Result) -> None:
-    np.testing.assert_allclose(found["losses"], other["losses"], rtol=0, atol=1e-6)
+def assert_nearly_same(result: Result, other: Result) -> None:
+    np.testing.assert_allclose(result["losses"], other["losses"], rtol=0, atol=1e-6)
     for name, gradient in other["gradients"].items():
-        distance = np.linalg.norm((found["gradients"][name] - gradient).astype(np.float64))
+        distance = np.linalg.norm((result["gradients"][name] - gradient).astype(np.float64))
         assert distance <= 1e-6 * np.linalg.norm(gradient), name
 
 
@@ -110,8 +110,8 @@ def test_no_ablation_changes_a_bit(without: tuple[str, ...], count: int, cluster
     model = {"attention_dropout": 0.2, "num_hidden_layers": 4}
     case = Case("llama dropout", model, "tp2", "left", count=count, lengths=ODD)
     ablated = replace(case, without=without)
-    whole, found = (run(cluster_of, tmp_path, each, NAMED)[0][0] for each in (case, ablated))
-    assert_same_bits(found, whole)
+    whole, result = (run(cluster_of, tmp_path, each, NAMED)[0][0] for each in (case, ablated))
+    assert_same_bits(result, whole)
 
 
 @pytest.fixture

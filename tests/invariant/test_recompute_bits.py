@@ -52,10 +52,10 @@ def same_bits(
     )
     for other in others:
         for rank, expected in zip(other, usual, strict=True):
-            for found, wanted in zip(rank, expected, strict=True):
-                assert_same_bits(found, wanted)
-                assert found["meters"] == wanted["meters"]
-                assert any(map(sum, found["meters"])) == (case.model.get("family") == "phimoe")
+            for result, wanted in zip(rank, expected, strict=True):
+                assert_same_bits(result, wanted)
+                assert result["meters"] == wanted["meters"]
+                assert any(map(sum, result["meters"])) == (case.model.get("family") == "phimoe")
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,19 @@ def test_training_arguments_of_transformers_mean_full(tmp_path: Path) -> None:
 def test_some_layers_only(tmp_path: Path) -> None:
     training = {"max_steps": 1, "gradient_checkpointing": True}
     training["gradient_checkpointing_kwargs"] = {"every_n_layers": 2, "use_reentrant": False}
-    found = train_and_measure(
+    result = train_and_measure(
         str(tmp_path), {"plan": "dhelix"}, training={**training, "gradient_accumulation_steps": 2}
     )
-    assert found["again"] == ["layers.0", "layers.2"]
-    assert found["about"]["recompute"] == "full x 1, none x 1, full x 1"
+    assert result["again"] == ["layers.0", "layers.2"]
+    assert result["about"]["recompute"] == "full x 1, none x 1, full x 1"
 
 
 def test_switched_on_in_the_model(tmp_path: Path) -> None:
     training = {"max_steps": 1}
-    found = train_and_measure(str(tmp_path), {}, marked=True, training=training)
-    assert found["about"]["recompute"] == "full"
-    found = train_and_measure(str(tmp_path), {"recompute": "selective"}, marked=True, training=training)
-    assert found["about"]["recompute"] == "selective"
+    result = train_and_measure(str(tmp_path), {}, marked=True, training=training)
+    assert result["about"]["recompute"] == "full"
+    result = train_and_measure(str(tmp_path), {"recompute": "selective"}, marked=True, training=training)
+    assert result["about"]["recompute"] == "selective"
     with pytest.raises(
         ValueError, match=r"gradient_checkpointing_enable.*recompute='none' contradicts.*recompute=None"
     ):
@@ -183,7 +183,7 @@ def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> None:
     """What was measured is kept by mode; losses are the same whatever is chosen."""
-    found = {}
+    result = {}
     for mode, forbidden in (("none", False), ("full", False), ("full", True)):
         folder = tmp_path / f"{mode}{forbidden}"
         job = {"folder": str(folder), "cache": str(tmp_path / "cache"), "forbidden": forbidden}
@@ -191,12 +191,12 @@ def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> 
         ranks = cluster_of(2).run(
             "support.pipeline_trainer_jobs:tune", helix={"tp_size": 2, "recompute": mode}, training=training, **job
         )
-        found[mode, forbidden] = ranks[0]
-    assert [rank["measured"] for rank in found.values()] == [1, 1, 0]
-    losses = [rank["losses"] for rank in found.values()]
-    if "intra_batch" not in {rank["kept"] for rank in found.values()}:  # tiles round
+        result[mode, forbidden] = ranks[0]
+    assert [rank["measured"] for rank in result.values()] == [1, 1, 0]
+    losses = [rank["losses"] for rank in result.values()]
+    if "intra_batch" not in {rank["kept"] for rank in result.values()}:  # tiles round
         assert losses[0] == losses[1] == losses[2]
-    again = {entry for _, entry in found["full", False]["profiled"] if entry.endswith(".again")}
+    again = {entry for _, entry in result["full", False]["profiled"] if entry.endswith(".again")}
     assert "B.mlp.gather.again" in again
 
 
@@ -205,15 +205,15 @@ def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> 
 
 def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequence[str], **window: Any) -> Any:
     """Bytes alive at most on this rank, by plan and mode."""
-    found: dict[str, dict[str, int]] = {plan: {} for plan in plans}
+    result: dict[str, dict[str, int]] = {plan: {} for plan in plans}
     for mode in MODES:
         trainer = make(folder, {**helix, "plan": "sequential", "recompute": mode}, model)
         trainer.model.train()
         for plan in plans:
             runner = runner_of(trainer, plan, window.get("schedule", "folded_1f1b"))
-            found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
+            result[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
         trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 def train_and_measure(
@@ -232,12 +232,12 @@ def train_and_measure(
     common = {"model": model, "args": arguments(folder, **training or {}), "train_dataset": sequences(60)}
     trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
     trainer.train()
-    found = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+    result = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
     if helix is None:
-        return found
+        return result
     spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
     again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
-    return found | {
+    return result | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
         "about": dict(trainer.helix.tuner.fingerprint),

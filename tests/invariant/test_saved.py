@@ -34,11 +34,11 @@ def test_what_is_saved_is_the_stock_checkpoint(case: str, cluster_of: Any, tmp_p
     cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", own_weights=True, **job)
     original = tiny(**model_of(**model)).eval()
     original.save_pretrained(theirs)
-    found, expected = stored(ours), stored(theirs)
-    assert found.keys() == expected.keys()
+    result, expected = stored(ours), stored(theirs)
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor), name
     loaded, how = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
     assert type(loaded) is type(original)
     assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -51,10 +51,10 @@ def test_what_is_saved_is_the_stock_checkpoint(case: str, cluster_of: Any, tmp_p
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every file, each once."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-    assert found
-    return found
+        assert not result.keys() & tensors.keys()
+        result |= tensors
+    assert result
+    return result

@@ -60,7 +60,7 @@ MEASURED = {"cache": False, "tuning_share": 1.0}
 
 def runs() -> list[Any]:
     """Case, processes, and options."""
-    found = [
+    result = [
         (ONE, 2, {"tp_size": 2}, False),
         (SHORTER, 2, {"tp_size": 2}, False),
         (ONE, 1, {"tp_size": 1}, False),
@@ -72,8 +72,8 @@ def runs() -> list[Any]:
         ("derived deepseek_v3", 4, {"tp_size": 2, "pp_size": 2, "plan": "greedy"}, True),
     ]
     for plan in ("greedy", "intra_batch", "auto"):
-        found += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
-    return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in found]
+        result += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
+    return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in result]
 
 
 @functools.cache

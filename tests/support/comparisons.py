@@ -75,17 +75,17 @@ def compare_predictions(result: dict[str, Any], expected: dict[str, Any], with_l
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every file, each once."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
-            assert not found.keys() & file.keys()
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
+            assert not result.keys() & file.keys()
+            result.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return result
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor), name

@@ -17,13 +17,13 @@ def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: 
     runner = runner_of(trainer, "sequential", "folded_1f1b")
     window = window_of(trainer, count, rows=1, lengths=(length,))
     moved = record_moves(runner, window)
-    found = {
+    result = {
         "peak": peak_bytes(runner, window),
         "sent": sum(transport.bytes_sent for transport in moved),
         "steps": sorted({move.name for transport in moved for move in transport.moved}),
     }
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 def long_sequence(folder: str, helix: dict[str, Any], model: dict[str, Any], length: int) -> list[float]:

@@ -137,7 +137,7 @@ def called(layer: Any, number: int) -> None:
     """Norms and activations run as they are."""
     norm, act = layer.post_feedforward_layernorm, layer.mlp.act_fn
     norm.forward = lambda x: 0.25 * type(norm).forward(norm, x)
-    act.register_forward_hook(lambda _, __, found: 2 * found)
+    act.register_forward_hook(lambda _, __, result: 2 * result)
 
 
 PATCHES: dict[str, Callable[[Any, int], None]] = {

@@ -87,14 +87,14 @@ def windows(
     """A window of three micro-batches for each plan: losses, whole gradients, and what the routers did."""
     trainer = make(folder, helix, model)
     trainer.model.train()
-    found = []
+    result = []
     for plan in plans:
         runner = runner_of(trainer, plan, "folded_1f1b")
         window = window_of(trainer, 3, rows, lengths)
         losses = [loss.item() for loss in runner.train_window(window)]
         capped = trainer.helix_config.expert_capacity_factor is not None
         entries = router_entries(runner.stage, trainer.helix.mesh, capped)
-        found.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
+        result.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result

@@ -83,7 +83,9 @@ def unit_of_experts(module: Any, sharing: ParallelContext, flat: bool = False, n
     """Experts alone: their tokens and weights enter, and side input `chosen` has the choices."""
     b = Builder("layer", "layers.0", sharing)
     x, weights = b.input("x"), b.input("weights")
-    (chosen,) = b.segment_outputs("choose", lambda chosen: (chosen,), (), side=("chosen",), plain=("picked",))
+    (chosen,) = b.segment_outputs(
+        "choose", lambda chosen: (chosen,), (), side=("chosen",), non_differentiable=("picked",)
+    )
     return b.build(declare_experts(b, x, weights, chosen, module, name=name, flat=flat))
 
 
@@ -104,7 +106,7 @@ def by_itself(module: Any, given: dict[str, Tensor], autocast: bool = False) -> 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = alone(x.flatten(0, 1), given["chosen"], weights).view_as(x)
     out.backward(given["gradient"].to(out.dtype))
-    found = {"out": out.detach(), "d.x": x.grad, "d.weights": weights.grad}
+    result = {"out": out.detach(), "d.x": x.grad, "d.weights": weights.grad}
     for name, parameter in alone.named_parameters():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return {name: value for name, value in found.items() if value is not None}
+        result[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return {name: value for name, value in result.items() if value is not None}

@@ -201,12 +201,12 @@ class FakeCuda:
     def _memory(self, value: Tensor, owner: FakeStream, born: str) -> Memory:
         storage = value.untyped_storage()
         key = storage._cdata
-        found = self.storages.get(key)
-        if found is None:
-            found = self.storages[key] = Memory(owner, born)
+        result = self.storages.get(key)
+        if result is None:
+            result = self.storages[key] = Memory(owner, born)
             # torch keeps one Python object for a storage as long as that lives.
-            found.watch = weakref.ref(storage, lambda _: self._freed(self.storages.pop(key)))
-        return found
+            result.watch = weakref.ref(storage, lambda _: self._freed(self.storages.pop(key)))
+        return result
 
     def _read(self, memory: Memory, access: Access) -> None:
         self._check("READ", memory, access, [memory.written])
@@ -299,7 +299,7 @@ def _tensors(value: Any) -> list[Tensor]:
     """The tensors in nested lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [found for each in value for found in _tensors(each)] if isinstance(value, list | tuple) else []
+    return [result for each in value for result in _tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def _moved(name: str, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:

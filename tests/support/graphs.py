@@ -192,12 +192,12 @@ Place = tuple[int, int, bool, str]
 
 def by_place(program: Iterable[Instruction]) -> dict[Place, Instruction]:
     """Every instruction by what it runs; nothing runs twice."""
-    found: dict[Place, Instruction] = {}
+    result: dict[Place, Instruction] = {}
     for i in program:
         place = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
-        assert place not in found, place
-        found[place] = i
-    return found
+        assert place not in result, place
+        result[place] = i
+    return result
 
 
 def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Instruction]) -> None:
@@ -244,8 +244,8 @@ def kept_by_forward(layer: GraphPair) -> list[str]:
     writers = {value: op for op in layer.backward.operators for value in op.writes if op.part is Part.R}
 
     def computed(values: Iterable[str]) -> bool:
-        found = [writers[value] for value in values if value in writers]
-        return any(op.kind is Kind.COMPUTE or computed(op.reads) for op in found[:1])
+        result = [writers[value] for value in values if value in writers]
+        return any(op.kind is Kind.COMPUTE or computed(op.reads) for op in result[:1])
 
     return [
         op.name
@@ -278,8 +278,8 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
                 open_values.remove(reads[0])
         else:
             fewest = 0 if sources or not open_values else 1
-            found = st.lists(st.sampled_from(open_values), unique=True, min_size=fewest, max_size=3)
-            reads = draw(found) if open_values else []
+            result = st.lists(st.sampled_from(open_values), unique=True, min_size=fewest, max_size=3)
+            reads = draw(result) if open_values else []
             split, count = draw(st.booleans()), draw(st.integers(1, 2))
         writes = tuple(f"v{number}.{i}" for i in range(count))
         operators.append(

@@ -65,14 +65,14 @@ def habit(run: Callable[[Make], Any]) -> Callable[[Make], Any]:
 
 def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str], family: str = "llama") -> dict[str, Any]:
     """What every habit gives, or the error it ends with."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in names:
         here = Path(folder) / name
         try:
-            found[name] = plain(HABITS[name](Make(here, helix, family)))
+            result[name] = plain(HABITS[name](Make(here, helix, family)))
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            result[name] = f"{type(error).__name__}: {error}"
+    return result
 
 
 def plain(value: Any) -> Any:
@@ -96,11 +96,11 @@ def trained(trainer: Any) -> Any:
     return trainer.state.log_history, output.metrics, trainer.state.epoch, trainer.state.max_steps
 
 
-def accuracy(found: Any) -> dict[str, float]:
+def accuracy(result: Any) -> dict[str, float]:
     """The part of the tokens that are right, and how many samples there are."""
-    parts = [found.predictions], [found.label_ids]
-    if isinstance(found.predictions, list):
-        parts = found.predictions, found.label_ids
+    parts = [result.predictions], [result.label_ids]
+    if isinstance(result.predictions, list):
+        parts = result.predictions, result.label_ids
     right = [(logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean() for logits, labels in zip(*parts, strict=True)]
     return {"accuracy": sum(right) / len(right), "samples": sum(map(len, parts[0]))}
 
@@ -133,8 +133,8 @@ class Controls(TrainerCallback):
 def controlled(make: Make, max_steps: int = 4, **flags: int) -> Any:
     callback = Controls(**flags)
     trainer = make(options={"callbacks": [callback]}, max_steps=max_steps, logging_steps=100)
-    found = trained(trainer)
-    return found, [
+    result = trained(trainer)
+    return result, [
         seen if isinstance(seen[0], str) else [n for n in seen if n != "data_collator"] for seen in callback.seen
     ]
 
@@ -315,14 +315,14 @@ def states_of_callbacks(make: Make) -> Any:
     every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     every["metric_for_best_model"] = "loss"
     make(options={"callbacks": [Kept("a"), Kept("b"), EarlyStoppingCallback(5, 0.2)]}, **every).train()
-    found = []
+    result = []
     for callbacks in ([Kept(), Kept(), EarlyStoppingCallback()], []):
         restored = {"restore_callback_states_from_checkpoint": True, "max_steps": 3}
         trainer = make(options={"callbacks": callbacks}, **{**every, **restored})
         trainer.train(resume_from_checkpoint=str(make.folder / "checkpoint-2"))
         kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-        found.append([one.state() for one in kept])
-    return found
+        result.append([one.state() for one in kept])
+    return result
 
 
 class Events(TrainerCallback):
@@ -410,14 +410,14 @@ def columns_kept(make: Make) -> Any:
 @habit
 def a_stream_evaluated(make: Make) -> Any:
     """Of which the last batch is not full, handed out by rank 0 or read by all."""
-    found = []
+    result = []
     for dispatch in (None, False):
         stream = Stream(sequences(5, seed=9))
         options = {"eval_dataset": stream, "compute_metrics": accuracy}
         trainer = make(options=options, accelerator_config={"dispatch_batches": dispatch})
         output = trainer.predict(stream)
-        found.append((trainer.evaluate(), output.metrics, output.predictions.shape, output.label_ids))
-    return found
+        result.append((trainer.evaluate(), output.metrics, output.predictions.shape, output.label_ids))
+    return result
 
 
 @habit
@@ -470,7 +470,9 @@ def hidden_states_left_out(make: Make) -> Any:
 @habit
 def hidden_states_for_metrics(make: Make) -> Any:
     """Known when training begins."""
-    trainer = make(options={"compute_metrics": lambda found: {"parts": len(found.predictions)}}, eval_strategy="epoch")
+    trainer = make(
+        options={"compute_metrics": lambda result: {"parts": len(result.predictions)}}, eval_strategy="epoch"
+    )
     trainer.model.config.output_hidden_states = True
     return trained(trainer)
 
@@ -491,23 +493,23 @@ def batch_of(seed: int) -> Any:
 @habit
 def steps_by_hand(make: Make) -> Any:
     """Before a run and after it, whose gradients add up; the last without a number of tokens."""
-    trainer, found = make(gradient_accumulation_steps=2), []
+    trainer, result = make(gradient_accumulation_steps=2), []
     counts = [torch.tensor(30), torch.tensor(31)]
     for seed, count in enumerate(counts):
-        found += [trainer.training_step(trainer.model, batch_of(seed), count), norm(trainer)]
-    found.append(trained(trainer))
+        result += [trainer.training_step(trainer.model, batch_of(seed), count), norm(trainer)]
+    result.append(trained(trainer))
     trainer.model.zero_grad()
     for seed in range(2):
-        found += [trainer.training_step(trainer.model, batch_of(seed)), norm(trainer)]
-    return found
+        result += [trainer.training_step(trainer.model, batch_of(seed)), norm(trainer)]
+    return result
 
 
 @habit
 def predictions_by_hand(make: Make) -> Any:
     trainer = make()
     trainer.model.eval()
-    found = [trainer.prediction_step(trainer.model, batch_of(1), only) for only in (True, False)]
-    return [[None if value is None else value.float().mean() for value in row] for row in found]
+    result = [trainer.prediction_step(trainer.model, batch_of(1), only) for only in (True, False)]
+    return [[None if value is None else value.float().mean() for value in row] for row in result]
 
 
 @habit
@@ -756,7 +758,7 @@ def the_best_checkpoint(make: Make) -> Any:
             return {**metrics, "eval_score": 1 / max(self.state.global_step, 1)}  # type: ignore[attr-defined]
 
     best = {"metric_for_best_model": "score", "eval_strategy": "steps", "eval_steps": 1}
-    found = []
+    result = []
     for number, saved in enumerate(
         (
             {"save_steps": 1, "save_total_limit": 1},
@@ -769,8 +771,8 @@ def the_best_checkpoint(make: Make) -> Any:
         trainer.train()
         state, names = trainer.state, sorted(path.name for path in folder.glob("checkpoint-*"))
         place = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
-        found.append((state.best_metric, state.best_global_step, place, names, trainer.evaluate()))
-    return found
+        result.append((state.best_metric, state.best_global_step, place, names, trainer.evaluate()))
+    return result
 
 
 @habit
@@ -889,7 +891,7 @@ def a_search_of_two_objectives(make: Make) -> Any:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     every = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
     trainer = make(options={"model_init": make.model, "compute_metrics": accuracy}, **every)
-    found = trainer.hyperparameter_search(
+    result = trainer.hyperparameter_search(
         hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [0.1, 0.01])},
         hp_name=lambda trial: f"mine {trial.number}",
         direction=["minimize", "maximize"],
@@ -897,7 +899,7 @@ def a_search_of_two_objectives(make: Make) -> Any:
         n_trials=2,
         sampler=optuna.samplers.RandomSampler(seed=1),
     )
-    return None if found is None else [(best.run_id, best.objective, best.hyperparameters) for best in found]
+    return None if result is None else [(best.run_id, best.objective, best.hyperparameters) for best in result]
 
 
 @habit
@@ -906,16 +908,16 @@ def a_search_of_what_is_refused(make: Make) -> Any:
     return trainer.hyperparameter_search(hp_space=lambda trial: {"auto_find_batch_size": True}, n_trials=1) is not None
 
 
-def is_close(found: Any, expected: Any) -> bool:
+def is_close(result: Any, expected: Any) -> bool:
     """Equal but for what another order of sums explains."""
     if isinstance(expected, dict):
         return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(is_close(found[name], value) for name, value in expected.items())
+            isinstance(result, dict)
+            and result.keys() == expected.keys()
+            and all(is_close(result[name], value) for name, value in expected.items())
         )
     if isinstance(expected, list):
-        return isinstance(found, list) and len(found) == len(expected) and all(map(is_close, found, expected))
+        return isinstance(result, list) and len(result) == len(expected) and all(map(is_close, result, expected))
     if isinstance(expected, float):
-        return isinstance(found, (int, float)) and math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5)
-    return bool(found == expected)
+        return isinstance(result, (int, float)) and math.isclose(result, expected, rel_tol=1e-4, abs_tol=1e-5)
+    return bool(result == expected)

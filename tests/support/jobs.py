@@ -178,10 +178,10 @@ def predict(
     """Logits, labels and metrics of a data set, by way of `predict` and of `evaluate`."""
     seen = []
 
-    def metrics(found: Any) -> dict[str, float]:
-        logits = torch.from_numpy(found.predictions)
-        seen.append(found.label_ids.copy())
-        return {"samples": len(logits), "mean": logits[found.label_ids != -100].mean().item()}
+    def metrics(result: Any) -> dict[str, float]:
+        logits = torch.from_numpy(result.predictions)
+        seen.append(result.label_ids.copy())
+        return {"samples": len(logits), "mean": logits[result.label_ids != -100].mean().item()}
 
     dataset = sequences(count, seed=9, **data)
     trainer = build(folder, helix, model=tiny(**(model or {})), eval_dataset=dataset, compute_metrics=metrics)

@@ -28,22 +28,22 @@ def held(trainer: HelixTrainer) -> dict[str, Any]:
     """Everything that this rank has of a model, buffers and what is not trained included; of parameters that are
     spread, its parts."""
     model, shards = trainer.model, trainer.helix.runner.stage.shards
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         mine = shards.get(tensor, tensor)
-        found[name] = (mine.detach().clone(), mine.requires_grad)
-    return found
+        result[name] = (mine.detach().clone(), mine.requires_grad)
+    return result
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of what is not equal bit for bit, in shape, type, or in being trained."""
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     assert any(value.numel() == 0 for value, _ in expected.values()) or len(expected) > 10
-    return [name for name, (value, trained) in expected.items() if not _same(found[name], value, trained)]
+    return [name for name, (value, trained) in expected.items() if not _same(result[name], value, trained)]
 
 
-def _same(found: tuple[Tensor, bool], value: Tensor, trained: bool) -> bool:
-    other, other_trained = found
+def _same(result: tuple[Tensor, bool], value: Tensor, trained: bool) -> bool:
+    other, other_trained = result
     fits = other.shape == value.shape and other.dtype == value.dtype and other.device == value.device
     return fits and other_trained is trained and torch.equal(other, value)
 
@@ -80,9 +80,9 @@ def start_in_every_way(
             parameter.fill_(7.0)
     again = trainer_of(folder, helix, other)
     load_parameters(again.model, again.helix.runner.stage, again.helix.mesh, source)
-    found = {"named": named, "meta": meta, "again": again}
+    result = {"named": named, "meta": meta, "again": again}
     return {
-        "differences": {how: differences(held(trainer), expected) for how, trainer in found.items()},
+        "differences": {how: differences(held(trainer), expected) for how, trainer in result.items()},
         "losses": [losses(trainer) for trainer in (whole, named, meta, again) if train],
         "configurations": [
             [made.model.config.to_dict(), made.model.generation_config.to_dict()] for made in (whole, named)

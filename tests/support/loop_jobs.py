@@ -51,30 +51,30 @@ def follow(
         optimizer.add_param_group({"params": whole.get_submodule(later).parameters(), "lr": 2e-2})
     train = model.train_window if plugin else stock_window(accelerator, model)
     evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
-    found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
     for _ in range(2):
         windows = model.windows(loader) if plugin else stock_windows(loader, accelerator.gradient_accumulation_steps)
         for place, window in enumerate(windows, 1):
-            found["losses"].append(float(train(window)))
+            result["losses"].append(float(train(window)))
             if place % windows_of_step:
                 continue
-            found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            result["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             for _ in range(1 if plugin else dp_size):
                 scheduler.step()
             optimizer.zero_grad()
-            found["rates"].append(scheduler.get_last_lr()[0])
+            result["rates"].append(scheduler.get_last_lr()[0])
     samples, guesses = [], []
     for batch in held_out:
         with torch.no_grad():
             output = evaluate(batch, logits=True)
         samples.append(accelerator.gather_for_metrics(output.loss.detach().repeat(len(batch["input_ids"]))))
         guesses.append(accelerator.gather_for_metrics(output.logits))
-    found |= {"eval": torch.cat(samples).tolist(), "logits": torch.cat(guesses).numpy().copy()}
+    result |= {"eval": torch.cat(samples).tolist(), "logits": torch.cat(guesses).numpy().copy()}
     model.save_pretrained(folder)
     if plugin:
         model.engine.close()
-    return found
+    return result
 
 
 def made(
@@ -149,7 +149,7 @@ def misuse(helix: dict[str, Any]) -> dict[str, str]:
     accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, **helix)), 2, 8)
     batch = next(iter(loader))
     parameters = list(model.parameters())
-    found = {
+    result = {
         "backward": said(lambda: accelerator.backward(torch.zeros(()))),
         "accumulate": said(lambda: accelerator.accumulate(model)),
         "unwrap_model": said(lambda: accelerator.unwrap_model(model)),
@@ -166,7 +166,7 @@ def misuse(helix: dict[str, Any]) -> dict[str, str]:
         "cut twice": said(lambda: accelerator.parallelism_config.prepare(accelerator, model.module)),
     }
     model.engine.close()
-    return found
+    return result
 
 
 def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]:
@@ -174,13 +174,13 @@ def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]
     accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, plan="sequential", **helix)), 1, 8)
     model.train_window([next(iter(loader))])
     words = said(lambda: accelerator.clip_grad_value_(model.module.parameters(), limit))
-    found = []
+    result = []
     for _ in range(2):
         gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
-        found.append(max(float(gradient.abs().max()) for gradient in gradients))
+        result.append(max(float(gradient.abs().max()) for gradient in gradients))
         accelerator.clip_grad_value_(model.parameters(), limit)
     model.engine.close()
-    return words, *found
+    return words, *result
 
 
 def stray(option: str) -> dict[str, str]:

@@ -65,10 +65,10 @@ def adapted(model: PreTrainedModel, idle: str = "", **options: Any) -> Any:
     """Inside a `PeftModel`, with adapters that are far from zero. `idle`: the name of a second one, switched off."""
     config = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
     torch.manual_seed(5)
-    found = get_peft_model(model, LoraConfig(init_lora_weights=False, **config))
+    result = get_peft_model(model, LoraConfig(init_lora_weights=False, **config))
     if idle:
-        found.add_adapter(idle, LoraConfig(init_lora_weights=False, **{**config, "r": 2}))
-    return found
+        result.add_adapter(idle, LoraConfig(init_lora_weights=False, **{**config, "r": 2}))
+    return result
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -116,8 +116,8 @@ def mixtral(all_to: tuple[int, ...] = (), **changes: Any) -> MixtralForCausalLM:
     model = made(MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EVEN, **changes})
     for layer in model.model.layers if all_to else ():
 
-        def send(_: Any, __: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            logits, weights, chosen = found
+        def send(_: Any, __: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits, weights, chosen = result
             return logits, weights, torch.tensor(all_to).expand_as(chosen)
 
         layer.mlp.gate.register_forward_hook(send)

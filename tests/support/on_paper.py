@@ -68,7 +68,7 @@ def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Clus
         "peak_tflops": {"bf16": 100, "fp32": 50},
         "memory_gb_per_s": 1000,
     }
-    found = {
+    result = {
         "name": "by hand",
         "nodes": nodes,
         "devices_per_node": devices_per_node,
@@ -77,7 +77,7 @@ def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Clus
         "network": {"gb_per_s": 10},
         **keys,
     }
-    return parse_cluster(found, "by hand")
+    return parse_cluster(result, "by hand")
 
 
 def case_of(microbatches: int = 8, batch: int = 1, length: int = 64, **options: Any) -> Case:

@@ -72,14 +72,14 @@ def compare_window(
         mine = dp_size * np.array(expected["losses"][d * count : (d + 1) * count])
         for rank in ranks[d * share : (d + 1) * share]:
             np.testing.assert_allclose(rank["losses"], mine, rtol=0, atol=1e-5 * dp_size, err_msg=what)
-        found = ranks[d * share]["gradients"]
-        assert found.keys() == expected["gradients"].keys()
+        result = ranks[d * share]["gradients"]
+        assert result.keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
-            if found[name] is None:
+            if result[name] is None:
                 assert ".experts." in name
                 assert d % ep_size  # they are joined on the first of those that share them
                 continue
-            distance = np.linalg.norm(found[name].astype(np.float64) - gradient)
+            distance = np.linalg.norm(result[name].astype(np.float64) - gradient)
             assert distance <= 1e-4 * np.linalg.norm(gradient) + least, f"{what}: {name}"
 
 

@@ -75,14 +75,14 @@ def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any]
     common: dict[str, Any] = {"args": arguments(folder, **training), "eval_dataset": sequences(4)}
     common |= {"model": tiny(**model)}
     trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
-    found = {"trained": trainer.evaluate()["eval_loss"]}
+    result = {"trained": trainer.evaluate()["eval_loss"]}
     with trainer.model.disable_adapter():
-        found["none"] = trainer.evaluate()["eval_loss"]
+        result["none"] = trainer.evaluate()["eval_loss"]
     if idle := model["lora"].get("idle"):
         trainer.model.set_adapter(idle)
-        found["idle"] = trainer.evaluate()["eval_loss"]
+        result["idle"] = trainer.evaluate()["eval_loss"]
         trainer.model.set_adapter("default")
-    return found | {"again": trainer.evaluate()["eval_loss"]}
+    return result | {"again": trainer.evaluate()["eval_loss"]}
 
 
 def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any], **training: Any) -> list[float]:

@@ -33,7 +33,7 @@ def batches_of(
     Args:
         kind: `left` or `right`: padded there, all but the first row; `packed`: two documents in every row.
     """
-    found = []
+    result = []
     for place in range(count):
         length = lengths[place % len(lengths)]
         options: dict[str, Any] = {"lengths": (length,)}
@@ -42,8 +42,8 @@ def batches_of(
         elif kind != "dense":
             options = {"lengths": (length, *([max(2, length // 2)] * (rows - 1))), "padding": kind}
         made = sequences(rows, seed=100 * seed + place, **options)
-        found.append({key: torch.stack([row[key] for row in made]) for key in made[0]})
-    return found
+        result.append({key: torch.stack([row[key] for row in made]) for key in made[0]})
+    return result
 
 
 def items_in(batches: Sequence[Batch]) -> int:
@@ -93,15 +93,15 @@ def windows(
     """A window for each (plan, schedule, number of micro-batches): losses, and whole gradients on rank 0."""
     trainer = make(folder, helix, model, training)
     trainer.model.train()
-    found = []
+    result = []
     for rule, schedule, count in cases:
         runner = runner_of(trainer, rule, schedule)
         window = window_of(trainer, count, rows, lengths, kind)
         losses = [loss.item() for loss in runner.train_window(window)]
-        found.append({"losses": losses, "gradients": whole_gradients(trainer)})
+        result.append({"losses": losses, "gradients": whole_gradients(trainer)})
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
@@ -129,13 +129,13 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     trained = set().union(*all_gather_object(mine))
-    found = {}
+    result = {}
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:
             continue
         whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
-        found[name] = None if whole is None else whole.float().numpy().copy()
-    return found
+        result[name] = None if whole is None else whole.float().numpy().copy()
+    return result
 
 
 def trainer_of(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTrainer:
@@ -150,7 +150,7 @@ def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
     layout = runner.layout
     stages = {unit: stage for stage, chunk in layout.chunks.items() for unit in chunk}
     units = {unit.label: index for index, unit in runner.stage.units.items()}
-    found = []
+    result = []
     for verb, label in events:
         if verb != "run":
             continue
@@ -160,5 +160,5 @@ def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
         pair = layout.graphs[layout.units[units[name]]]
         part = (pair.forward if strand[0] == "F" else pair.backward)[operator].part
         letter = part.value if part in (Part.F, Part.W) else "I"
-        found.append((letter, int(strand[1:]), stages[units[name]], name, operator))
-    return found
+        result.append((letter, int(strand[1:]), stages[units[name]], name, operator))
+    return result

@@ -196,18 +196,18 @@ def reductions(
         return issue(kind, work, after, label, lane)
 
     streams.issue = noted
-    found: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
+    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
     for size in sizes:
         changed = with_buckets(runner, size)
         streams.trace = trace = Trace()
-        found["complete"][size] = run(changed, complete=True)
+        result["complete"][size] = run(changed, complete=True)
         streams.trace = None
-        found["to come"][size] = computations_to_come(trace)
-    found["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
-    found["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
-    found["whole"] = pipeline_jobs.whole_gradients(trainer)
+        result["to come"][size] = computations_to_come(trace)
+    result["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
+    result["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
+    result["whole"] = pipeline_jobs.whole_gradients(trainer)
     streams.close()
-    return found
+    return result
 
 
 def computations_to_come(trace: Trace) -> list[int]:
@@ -267,7 +267,7 @@ def tune(
     with environment, counting, hasty(), contextlib.redirect_stdout(output):
         trainer: Any = jobs.make_trainer(folder, {"tuning_share": 1.0, **helix}, **options)
         trainer.train()
-    found = trainer.tuning
+    results = trainer.tuning
     said = [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
     result: dict[str, Any] = {
         "plan": trainer.plan.to_json(),
@@ -275,11 +275,11 @@ def tune(
         "measured": len(measured),
         "said": said,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "kept": None if found is None else found.kept,
-        "report": found and found.report,
-        "steps": {} if found is None else {name: overlap.step for name, overlap in found.overlaps.items()},
-        "predicted": {} if found is None else dict(found.predicted),
-        "profiled": [] if found is None or found.profile is None else sorted(found.profile.times),
+        "kept": None if results is None else results.kept,
+        "report": results and results.report,
+        "steps": {} if results is None else {name: overlap.step for name, overlap in results.overlaps.items()},
+        "predicted": {} if results is None else dict(results.predicted),
+        "profiled": [] if results is None or results.profile is None else sorted(results.profile.times),
     }
     return result | (_extras(trainer, folder) if extras else {})
 
@@ -307,11 +307,11 @@ def _one_more_window(trainer: Any) -> list[float]:
 def tracks(path: Path) -> dict[int, set[str]]:
     """The streams of every rank in a Perfetto file."""
     events = json.loads(path.read_text())["traceEvents"]
-    found: dict[int, set[str]] = {}
+    result: dict[int, set[str]] = {}
     for event in events:
         if event["name"] == "thread_name":
-            found.setdefault(event["pid"] - 1, set()).add(event["args"]["name"])
-    return found
+            result.setdefault(event["pid"] - 1, set()).add(event["args"]["name"])
+    return result
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

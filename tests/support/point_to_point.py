@@ -181,7 +181,7 @@ class Pipeline:
         heads = [rank.program[queue[0]] for queue in rank.queues.values() if queue]
         host = rank.program[rank.issued : rank.issued + 1]
 
-        def names(found: Sequence[Instruction]) -> str:
-            return ", ".join(f"{each.operator.name} of {each.microbatch} in unit {each.unit}" for each in found)
+        def names(result: Sequence[Instruction]) -> str:
+            return ", ".join(f"{each.operator.name} of {each.microbatch} in unit {each.unit}" for each in result)
 
         return f"rank {number}: the host is at {names(host) or 'its end'}; first in their queues: {names(heads)}"

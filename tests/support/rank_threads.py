@@ -32,9 +32,9 @@ class Meeting:
         """What every rank brought, in order."""
         self._brought[rank] = value
         self.barrier.wait()
-        found = list(self._brought)
+        result = list(self._brought)
         self.barrier.wait()
-        return found
+        return result
 
 
 class ThreadTransport(SilentTransport):

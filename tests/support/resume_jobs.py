@@ -62,9 +62,9 @@ def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
     """What a checkpoint would say of the parameters."""
     trainer = make(folder, helix, **options)
     helix = trainer.helix
-    found = describe_parameters(local_parameters(helix.model, helix.runner.stage, helix.mesh), helix.mesh)
+    result = describe_parameters(local_parameters(helix.model, helix.runner.stage, helix.mesh), helix.mesh)
     trainer.helix.close()
-    return found
+    return result
 
 
 def make(folder: str, helix: dict[str, Any] | None, freeze_later: Sequence[str] = (), **options: Any) -> Any:

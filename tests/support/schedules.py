@@ -31,15 +31,15 @@ def way_of_a_microbatch(num_stages: int, microbatch: int) -> list[str]:
 
 def slots_by_part(schedule: Schedule) -> dict[str, tuple[int, int]]:
     """(rank, number) of the slot that runs each part; B as I and W."""
-    found: dict[str, tuple[int, int]] = {}
+    result: dict[str, tuple[int, int]] = {}
     for rank, slots in enumerate(schedule):
         for number, slot in enumerate(slots):
             for action in slot.actions:
                 for part in action.computation_type.replace("B", "IW"):
                     name = f"{action.stage}{part}{action.microbatch}"
-                    assert name not in found, name
-                    found[name] = rank, number
-    return found
+                    assert name not in result, name
+                    result[name] = rank, number
+    return result
 
 
 def start_times(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict[str, int]:

@@ -47,20 +47,20 @@ def pairs(count: int) -> list[dict[str, str]]:
 
 def rows(kind: str, count: int) -> Dataset:
     """Of texts, prompts and completions, or conversations."""
-    found: list[dict[str, Any]] = list(pairs(count))
+    result: list[dict[str, Any]] = list(pairs(count))
     if kind == "text":
-        found = [{"text": row["prompt"] + row["completion"]} for row in found]
+        result = [{"text": row["prompt"] + row["completion"]} for row in result]
     if kind == "conversations":
-        found = [
+        result = [
             {
                 "messages": [
                     {"role": "user", "content": row["prompt"]},
                     {"role": "assistant", "content": row["completion"]},
                 ]
             }
-            for row in found
+            for row in result
         ]
-    return Dataset.from_list(found)
+    return Dataset.from_list(result)
 
 
 def make(
@@ -99,7 +99,7 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = {
+    result = {
         "losses": [entry["loss"] for entry in logs],
         "norms": [float(entry["grad_norm"]) for entry in logs],
         "eval": trainer.evaluate()["eval_loss"],
@@ -112,4 +112,4 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
     trainer.create_model_card(model_name="sums")
     if helix is not None:
         trainer.helix.close()
-    return found
+    return result

@@ -38,7 +38,7 @@ def check_windows(
 ) -> None:
     """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients."""
     ranks, helix, model, training = case
-    found = cluster_of(ranks).run(
+    results = cluster_of(ranks).run(
         sharding_jobs.windows,
         folder=str(folder),
         sharded=sharded,
@@ -49,7 +49,7 @@ def check_windows(
     )
     rounding = 2**-8 if model.get("dtype") == "bfloat16" else 1e-5  # norms of bfloat16 are bfloat16, of parts as well
     sizes = np.prod([size for name, size in helix.items() if name in ("tp_size", "pp_size")])
-    for rank in found:
+    for rank in results:
         assert rank["shards"] > 0
         for plan, result in rank["plans"].items():
             assert result["losses"] == rank["expected"], plan

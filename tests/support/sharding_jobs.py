@@ -52,7 +52,7 @@ def windows(
     stage = trainer.helix.runner.stage
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     flats = {parameter: flat for flat in stage.flats for parameter in flat.placements}
-    found: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
+    result: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
     for plan in plans:
         with hasty():
             runner = runner_of(trainer, plan, "folded_1f1b")
@@ -70,8 +70,8 @@ def windows(
             differing += [] if torch.equal(mine, part) else [name]
             distance = torch.linalg.vector_norm(mine.double() - part.double())
             errors.append(float(distance / torch.linalg.vector_norm(other.double()).clamp_min(1e-30)))
-        first_bits = found.setdefault("bits", bits)
-        found["plans"][plan] = {
+        first_bits = result.setdefault("bits", bits)
+        result["plans"][plan] = {
             "losses": losses,
             "differing": differing,
             "error": max(errors),
@@ -81,9 +81,9 @@ def windows(
         }
         trainer.model.zero_grad()
         assert all(shard.grad is None for shard in stage.shards.values())
-    del found["bits"]
+    del result["bits"]
     trainer.helix.close()
-    return found
+    return result
 
 
 def held(
@@ -117,8 +117,8 @@ def held(
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes of the memory that tensors are in, each once."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(found.values())
+    result = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(result.values())
 
 
 def peaks(
@@ -134,14 +134,14 @@ def peaks(
     trainer.model.zero_grad(set_to_none=bool(flats))
     kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
     kept += [flat.piece for flat in kept_flats(flats)]
-    found = {}
+    result = {}
     for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
         with collectives_at_once(runner.executor.streams), LiveBytes(kept) as tally:
             run(window)
-        found[name] = tally.peak
+        result[name] = tally.peak
     trainer.helix.close()
     sizes = [(flat.cast_to or flat.shard.dtype).itemsize for flat in flats]
-    return {**found, "flats": [flat.length for flat in flats], "sizes": sizes}
+    return {**result, "flats": [flat.length for flat in flats], "sizes": sizes}
 
 
 def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
     names = [name for name, _ in named_gathers(runner.layout)]
     pieces = [runner.stage.model[gather.units[0]].flats[gather.name].piece.nbytes for gather in runner.layout.gathers]
     ranks = runner.stage.flats[0].axis.size
-    found = {
+    result = {
         "seconds": [profile.times[name] for name in names],
         "sent": [profile.bytes[name] for name in names],
         "expected": [size * (ranks - 1) // ranks for size in pieces],
@@ -186,7 +186,7 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
         "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
     }
     trainer.helix.close()
-    return found
+    return result
 
 
 def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: int) -> dict[str, Any]:
@@ -232,25 +232,25 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
     (batch,), window = window_of(trainer, 1, 2, (17,)), window_of(trainer, 2, 2, LENGTHS)
     flats = list(kept_flats(runner.stage.flats))
     axis = flats[0].sums if flats else None
-    found: dict[str, Any] = {"losses": [], "gathers": []}
+    result: dict[str, Any] = {"losses": [], "gathers": []}
 
     def evaluate() -> None:
         trainer.model.eval()
         recorders = [Recorder(axis.transport)] if axis else []
         with transports([axis] if axis else [], recorders), torch.no_grad():
-            found["losses"].append(runner.evaluate([batch])[0].item())
-        found["gathers"] += [len(recorder.moved) / len(flats) for recorder in recorders]
+            result["losses"].append(runner.evaluate([batch])[0].item())
+        result["gathers"] += [len(recorder.moved) / len(flats) for recorder in recorders]
 
     for _ in range(3):
         evaluate()
         evaluate()
         trainer.model.train()
-        found["losses"] += [loss.item() for loss in runner.train_window(window)]
+        result["losses"] += [loss.item() for loss in runner.train_window(window)]
         evaluate()
         optimizer.step()
         trainer.model.zero_grad()
     trainer.helix.close()
-    return found
+    return result
 
 
 def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:

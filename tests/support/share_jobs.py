@@ -121,9 +121,9 @@ def follow(trainer: Any, name: str, counts: Counts) -> list[tuple[int, int]]:
 
     def followed(*args: Any, **kwargs: Any) -> Any:
         before = len(counts.pickled)
-        found = usual(*args, **kwargs)
+        result = usual(*args, **kwargs)
         calls.append((len(counts.measured), len(counts.pickled) - before))
-        return found
+        return result
 
     setattr(trainer, name, followed)
     return calls
@@ -163,12 +163,12 @@ def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
         accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
         model = plugin.prepare(accelerator, tiny(num_hidden_layers=2), seed=3)
         window = [{key: value[None] for key, value in row.items()} for row in sequences(2, lengths=(9,))]
-        found, losses, norms = [], [], []
+        result, losses, norms = [], [], []
         for _ in range(steps):
             losses.append(model.train_window(window).item())
-            found.append(len(counts.measured))
+            result.append(len(counts.measured))
             norms.append(model.engine.gradient_norm().item())
-    return {"measured": found, "losses": losses, "norms": norms, "said": said(counts.output)}
+    return {"measured": result, "losses": losses, "norms": norms, "said": said(counts.output)}
 
 
 def said(output: io.StringIO) -> list[str]:

@@ -67,8 +67,8 @@ class Attention(nn.Module):
         shape = (*x.shape[:-1], -1, HEAD_DIM)
         heads = [value.view(shape).transpose(1, 2) for value in self.projected(x)]
         interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward)
-        found, _ = interface(self, *self.changed(*heads, *given), None, dropout=0.0, scaling=self.scaling)
-        return self.out(found.reshape(*x.shape[:-1], -1).contiguous())
+        result, _ = interface(self, *self.changed(*heads, *given), None, dropout=0.0, scaling=self.scaling)
+        return self.out(result.reshape(*x.shape[:-1], -1).contiguous())
 
 
 class FusedAttention(Attention):
@@ -140,8 +140,8 @@ class LatentAttention(Attention):
         common = common.view(outer[0], 1, outer[1], HEAD_DIM).expand(*own.shape)
         k = torch.cat((own, common), -1)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", eager_attention_forward)
-        found, _ = interface(self, q, k, v, None, dropout=0.0, scaling=self.scaling)
-        return self.out(found.reshape(*outer, -1).contiguous())
+        result, _ = interface(self, q, k, v, None, dropout=0.0, scaling=self.scaling)
+        return self.out(result.reshape(*outer, -1).contiguous())
 
 
 class Rotated(Attention):

@@ -18,7 +18,7 @@ from hf_helix.models.derived.lowering.lower import declare
 from hf_helix.models.derived.lowering.outline import Outline
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.placed import SHARD, NeedsInlining, Placed
-from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Trace, trace
+from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
@@ -29,7 +29,7 @@ WIDTH = 8
 """Features of what enters the modules."""
 
 
-def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> Trace:
+def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> ModuleTrace:
     """The trace of a module that is called with [batch, sequence, WIDTH] and, behind it, what it is given.
 
     It is made once for each module, so a test that changes what is traced takes another module.
@@ -38,7 +38,7 @@ def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[st
 
 
 @functools.lru_cache(maxsize=16)
-def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> Trace:
+def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> ModuleTrace:
     leaves, skeleton = Leaves(inlined), skeleton_of(module).train()
     leaves.replace(skeleton)
     hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")
@@ -120,7 +120,7 @@ def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Paramet
         modules: of each rank.
         placements: of the parameters of the first.
     """
-    found = {}
+    result = {}
     for name, first in modules[0].named_parameters():
         placement = placements[first]
         parts = [module.get_parameter(name).grad for module in modules]
@@ -128,13 +128,13 @@ def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Paramet
             whole = torch.empty(placement.whole_shape(parts[0].shape))
             for rank, part in enumerate(parts):
                 placement.paste(whole, part, len(parts), rank)
-            found[name] = whole
+            result[name] = whole
         elif placement.sums_gradient:
-            found[name] = sum(parts[1:], start=parts[0])
+            result[name] = sum(parts[1:], start=parts[0])
         else:
             assert all(torch.equal(part, parts[0]) for part in parts), name
-            found[name] = parts[0]
-    return found
+            result[name] = parts[0]
+    return result
 
 
 def check_on_two_ranks(module: nn.Module, length: int = 6, **given: Tensor) -> None:
@@ -146,10 +146,10 @@ def check_on_two_ranks(module: nn.Module, length: int = 6, **given: Tensor) -> N
     x = torch.randn(2, length, WIDTH, generator=dice)
     gradient = torch.randn(module(x, *given.values()).shape, generator=dice)
     expected = gradients_whole(module, x, gradient, **given)
-    found = gradients_cut(module, x, gradient, **given)
-    assert found.keys() == expected.keys()
+    result = gradients_cut(module, x, gradient, **given)
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, name
         torch.testing.assert_close(
-            found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            result[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -22,8 +22,8 @@ class Accuracy:
     def __init__(self) -> None:
         self.right = self.all = self.rows = 0
 
-    def __call__(self, found: Any, compute_result: bool = True) -> dict[str, float]:
-        predictions, labels = (torch.as_tensor(value) for value in (found.predictions, found.label_ids))
+    def __call__(self, result: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions, labels = (torch.as_tensor(value) for value in (result.predictions, result.label_ids))
         counted = labels != -100
         self.right += int((predictions == labels)[counted].sum())
         self.all += int(counted.sum())
@@ -33,7 +33,7 @@ class Accuracy:
         metrics = {"accuracy": self.right / self.all, "rows": self.rows}
         self.__init__()  # type: ignore[misc]
         for name in ("inputs", "losses"):
-            value = getattr(found, name, None)
+            value = getattr(result, name, None)
             if value is not None and not isinstance(value, dict):
                 metrics[name] = float(torch.as_tensor(value).double().sum())
         return metrics
@@ -113,7 +113,7 @@ def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
 
 def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any] | None = None) -> dict[str, Any]:
     """What NEFTune adds to this rank's embeddings in training and in evaluation."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for given in (None, alpha):
         made = tiny(**{"num_hidden_layers": 4, **(model or {})})
         args = arguments(folder, neftune_noise_alpha=given)
@@ -128,9 +128,9 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
             with explicit_gradients():
                 first = stage.model[0].graphs.forward.operators[0].name  # the lookup
                 (value,) = stage.model[0].operators[first].forward(Call(side, 5, mode))
-            found.setdefault(mode, []).append(value.numpy().copy())
-        found["length"], found["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
-    return found
+            result.setdefault(mode, []).append(value.numpy().copy())
+        result["length"], result["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
+    return result
 
 
 def noisy_losses(folder: str, helix: dict[str, Any], alpha: float | None) -> dict[str, Any]:

@@ -60,12 +60,12 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     numbers = torch.get_rng_state()
     about = {**trainer.helix.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
     shares: list[float] = []
-    found = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
+    result = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
     if output and dist.get_rank() == 0:
-        save_profile(found, output)
+        save_profile(result, output)
     dist.barrier()
     return {
-        **_plain(found),
+        **_plain(result),
         "shares": shares,
         "same_parameters": all(map(torch.equal, before, trainer.model.parameters())),
         "same_buffers": all(map(torch.equal, buffers, trainer.model.buffers())),
@@ -75,16 +75,16 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     }
 
 
-def _plain(found: Profile) -> dict[str, Any]:
-    kinds = {name: op.kind for name, op in named_operators(found.layout)}
+def _plain(result: Profile) -> dict[str, Any]:
+    kinds = {name: op.kind for name, op in named_operators(result.layout)}
     return {
-        "text": profile_json(found),
-        "about": dict(found.about),
-        "times": dict(found.times),
-        "pairs": {names: (pair.together, pair.first, pair.second) for names, pair in found.pairs.items()},
-        "like": dict(found.like),
+        "text": profile_json(result),
+        "about": dict(result.about),
+        "times": dict(result.times),
+        "pairs": {names: (pair.together, pair.first, pair.second) for names, pair in result.pairs.items()},
+        "like": dict(result.like),
         "kinds": {name: kind.value for name, kind in kinds.items()},
-        "layers": [name for name in kinds if found.layout.graphs[name[0]].forward.repeats],
+        "layers": [name for name in kinds if result.layout.graphs[name[0]].forward.repeats],
         "computing": [name for name, kind in kinds.items() if kind is Kind.COMPUTE],
     }
 
@@ -133,7 +133,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
     finally:
         os.environ["HELIX_CACHE"] = previous
         tuning.measure_profile = usual
-    found = trainer.tuning
+    result = trainer.tuning
     return {
         "first": first,
         "plan": trainer.plan.to_json(),
@@ -144,19 +144,19 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],
         "eval": evaluated,
-        "report": found and found.report,
+        "report": result and result.report,
         "tuning": None
-        if found is None
+        if result is None
         else {
-            "kept": found.kept,
-            "measured": found.measured,
-            "steps": {rule: overlap.step for rule, overlap in found.overlaps.items()},
-            "predicted": dict(found.predicted),
-            "bound": found.bound,
-            "has_profile": found.profile is not None,
-            "ranks": found.ranks,
-            "schedule": found.schedule,
-            "gradient_bytes": found.gradient_bytes,
+            "kept": result.kept,
+            "measured": result.measured,
+            "steps": {rule: overlap.step for rule, overlap in result.overlaps.items()},
+            "predicted": dict(result.predicted),
+            "bound": result.bound,
+            "has_profile": result.profile is not None,
+            "ranks": result.ranks,
+            "schedule": result.schedule,
+            "gradient_bytes": result.gradient_bytes,
         },
     }
 
@@ -182,14 +182,14 @@ def compare_plans(folder: str, plans: Sequence[dict[str, Any]], num_microbatches
     return {"gradients": first["gradients"] if dist.get_rank() == 0 else None, "rows": rows}
 
 
-def _differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+def _differences(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     """Names whose bits differ, and the largest relative distance."""
     known = {name: value for name, value in expected.items() if value is not None}  # None on other ranks
     distances = [
-        np.linalg.norm((found[name] - value).astype(np.float64)) / np.linalg.norm(value)
+        np.linalg.norm((result[name] - value).astype(np.float64)) / np.linalg.norm(value)
         for name, value in known.items()
     ]
-    differing = [name for name, value in known.items() if not np.array_equal(found[name], value)]
+    differing = [name for name, value in known.items() if not np.array_equal(result[name], value)]
     return {"differing": differing, "distance": float(max(distances, default=0.0)), "compared": len(known)}
 
 

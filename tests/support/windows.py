@@ -55,14 +55,14 @@ def bar(start: float, end: float, stream: str = "compute", strand: str = "F", op
 
 def boxes(path: Path) -> dict[str, tuple[float, float]]:
     """Left edge and width of every named rectangle of an SVG file."""
-    found = {}
+    result = {}
     for group in ET.parse(path).iter(f"{SVG}g"):
         if ":" in group.get("id", ""):
             corners = re.findall(r"[ML] ([\d.]+) ([\d.]+)", group.find(f"{SVG}path").get("d"))
             xs = [float(x) for x, _ in corners]
-            assert group.get("id") not in found
-            found[group.get("id")] = min(xs), max(xs) - min(xs)
-    return found
+            assert group.get("id") not in result
+            result[group.get("id")] = min(xs), max(xs) - min(xs)
+    return result
 
 
 PAIRS: dict[tuple[Name, Name], Pair] = {

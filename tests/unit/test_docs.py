@@ -82,8 +82,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def test_there_are_commands() -> None:
-    found = {Path(words[0]).name for page in PAGES for words in commands(page)}
-    assert {"hf-helix", "accelerate", "make", "pip"} <= found
+    result = {Path(words[0]).name for page in PAGES for words in commands(page)}
+    assert {"hf-helix", "accelerate", "make", "pip"} <= result
 
 
 @every_page

@@ -28,12 +28,12 @@ def parsed() -> list[tuple[Path, ast.Module]]:
 @functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
     """The classes of the package by name; files may have classes of one name."""
-    found: dict[str, list[ast.ClassDef]] = {}
+    result: dict[str, list[ast.ClassDef]] = {}
     for _, module in parsed():
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
-    return found
+                result.setdefault(node.name, []).append(node)
+    return result
 
 
 def own_names(node: ast.ClassDef) -> set[str]:
@@ -76,12 +76,12 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def missing(text: str, known: Mapping[str, list[ast.ClassDef]]) -> list[str]:
     """The names `Class.name` of a text, of classes of this package, that the class does not have."""
-    found = []
+    result = []
     for class_name, name in NAMED.findall(text):
         names = names_of(class_name, known)
         if names is not None and name not in names:
-            found.append(f"{class_name}.{name}")
-    return found
+            result.append(f"{class_name}.{name}")
+    return result
 
 
 def test_names_in_messages_and_pages_exist():

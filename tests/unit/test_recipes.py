@@ -109,13 +109,13 @@ def test_a_configuration_makes_the_model_it_names(model: str):
 
 @pytest.mark.parametrize("model", PAPER_LAYERS)
 def test_the_papers_models_have_its_numbers_of_parameters(model: str):
-    found = count(model)
-    assert found == FORMULAS[config_of(model).model_type](config_of(model))
-    assert round(found.layers / 1e9, 1) == PAPER_LAYERS[model]
+    result = count(model)
+    assert result == FORMULAS[config_of(model).model_type](config_of(model))
+    assert round(result.layers / 1e9, 1) == PAPER_LAYERS[model]
     # The name is the number of the layers, of the whole, or between them; to 1 %.
     named = float(model.rpartition("-")[2].removesuffix("b")) * 1e9
-    assert 0.99 * found.layers <= named <= 1.01 * found.total
-    assert f"| {found.total / 1e9:.1f} |" in row_of(f"(models/{model}/config.json)")
+    assert 0.99 * result.layers <= named <= 1.01 * result.total
+    assert f"| {result.total / 1e9:.1f} |" in row_of(f"(models/{model}/config.json)")
 
 
 def test_every_family_has_a_small_model():
@@ -225,9 +225,9 @@ def test_the_papers_batch_on_the_papers_machines(path: Path):
 def test_the_states_on_a_gpu_as_the_page_says(path: Path):
     """Weights, gradients and the two states of AdamW in fp32; with `shard_optimizer`, states are shared over dp."""
     recipe = recipe_of(path)
-    sizes, found = recipe.sizes, count(recipe.model)
-    dense = (found.total - found.experts) / (sizes["tp"] * sizes["pp"])
-    experts = found.experts / (sizes["tp"] * sizes["pp"] * sizes["ep"])
+    sizes, result = recipe.sizes, count(recipe.model)
+    dense = (result.total - result.experts) / (sizes["tp"] * sizes["pp"])
+    experts = result.experts / (sizes["tp"] * sizes["pp"] * sizes["ep"])
     copies = sizes["dp"] if recipe.launch["parallelism_config"]["helix"].get("shard_optimizer") else 1
     assert f"| {(dense + experts) * (8 + 8 / copies) / 1e9:.0f} GB |" in row_of(f"(../{path.relative_to(ROOT)})")
 

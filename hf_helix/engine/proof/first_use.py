@@ -140,8 +140,8 @@ def _source_digest(kind: type) -> str:
 def _was_proven(key: Mapping[str, str]) -> bool:
     """Whether the verdict of a key is on disk. Only equal ones are kept."""
     try:
-        found = json.loads((result_folder(key) / "proof.json").read_text())
-        return bool(found["format"] == FORMAT and found["case"] == dict(key))
+        verdict = json.loads((result_folder(key) / "proof.json").read_text())
+        return bool(verdict["format"] == FORMAT and verdict["case"] == dict(key))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

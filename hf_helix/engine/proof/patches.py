@@ -87,11 +87,11 @@ def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int,
     """
     layers, made = model.get_submodule(prefix), plain.get_submodule(prefix)
     small_kinds = [_kind(small, layer, number) for number, layer in enumerate(small.get_submodule(prefix))]
-    found: dict[int, list[Patch]] = {}
+    patches: dict[int, list[Patch]] = {}
     ways: dict[Any, dict[Any, list[int]]] = {kind: {} for kind in small_kinds}
     for number, layer in enumerate(layers):
-        found[number] = list(_patches(layer, made[number], f"{prefix}.{number}."))
-        way = frozenset((patch.path, patch.name, patch.code) for patch in found[number])
+        patches[number] = list(_patches(layer, made[number], f"{prefix}.{number}."))
+        way = frozenset((patch.path, patch.name, patch.code) for patch in patches[number])
         kind = _kind(plain, made[number], number)
         alike, count = ways.setdefault(kind, {}), small_kinds.count(kind)
         alike.setdefault(way, []).append(number)
@@ -102,7 +102,7 @@ def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int,
             )
     chosen = {kind: _one_of_each(list(alike.values()), small_kinds.count(kind)) for kind, alike in ways.items()}
     numbers = [chosen[kind].pop(0) if chosen[kind] else None for kind in small_kinds]
-    return [(number or 0, found[number] if number is not None else []) for number in numbers]
+    return [(number or 0, patches[number] if number is not None else []) for number in numbers]
 
 
 def _one_of_each(groups: list[list[int]], count: int) -> list[int]:
@@ -192,11 +192,11 @@ def _is_plain(value: Any) -> bool:
 
 def _pairs(given: nn.Module, small: nn.Module) -> dict[int, Any]:
     """Returns what stands in a small module in the place of modules, parameters and buffers of another."""
-    found: dict[int, Any] = {}
+    counterparts: dict[int, Any] = {}
     for kind in ("named_modules", "named_parameters", "named_buffers"):
         theirs: Mapping[str, Any] = dict(getattr(small, kind)())
-        found.update({id(value): theirs[name] for name, value in getattr(given, kind)() if name in theirs})
-    return found
+        counterparts.update({id(value): theirs[name] for name, value in getattr(given, kind)() if name in theirs})
+    return counterparts
 
 
 def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> None:

@@ -27,7 +27,7 @@ from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.proof.reference import Outcome, Unsplit, add_up
 from hf_helix.engine.proof.samples import ITEMS, KINDS, Batch, make_batches, scale_weights
-from hf_helix.engine.proof.verdict import Case, Proof, compare
+from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.copies import copy_module
 from hf_helix.models.registry import family_of
@@ -102,12 +102,12 @@ class _Copy:
         tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         vocab_size = min(table.weight.shape[0] for table in tables)  # the tokens that can be read and written
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
-        found = []
+        windows = []
         for place in range(distinct):
             window = {kind: make_batches(kind, vocab_size, pad, self.mesh.device, place) for kind in KINDS}
             window[MIXED] = [batches[n % len(batches)] for n, batches in enumerate(window.values())]
-            found.append(window)
-        return found
+            windows.append(window)
+        return windows
 
     # -- before anything is cut ----------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class _Copy:
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[Case, ...]:
+    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[ComparedWindow, ...]:
         """Cuts the copy, and runs and compares all windows. Collective."""
         runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
         self.model.to(self.mesh.device)
@@ -147,7 +147,7 @@ class _Copy:
         profile, model = rough_profile(runner.layout), type(self.model).__name__
         return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.config.option_sizes))
 
-    def _case(self, kind: str, runner: Runner) -> Case:
+    def _case(self, kind: str, runner: Runner) -> ComparedWindow:
         """One window. Collective."""
         dp_rank = 0 if self.mesh.dp_group is None else dist.get_rank(self.mesh.dp_group)
         batches = self.windows[dp_rank % len(self.windows)][kind]
@@ -158,27 +158,27 @@ class _Copy:
         self.model.zero_grad()
         _, logits = evaluate_batch(runner, self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
-        found = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
-        mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, found) if self.compares else None)
+        outcome = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
+        mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, outcome) if self.compares else None)
         cases = [case for case in all_gather_object(mine) if case is not None]
         return max(cases, key=lambda case: len(case.wrong))
 
     def _whole_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
         placements, owners = runner.stage.all_placements, runner.stage.owners
-        found = {}
+        gradients = {}
         for name in self.names:
             parameter = self.model.get_parameter(name)
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             placement = placements[parameter]
             whole = whole_parameter(mine, placement, self.mesh, owners[parameter])
             if whole is not None:
-                found[name] = whole.double()
+                gradients[name] = whole.double()
             if self.mesh.axis_of(placement).rank > 0:  # experts, which the first rank of those that share them joins
                 self.joined_elsewhere.add(name)
-        return found
+        return gradients
 
-    def _compare(self, kind: str, plan: str, batches: Sequence[Batch], found: Outcome) -> Case:
+    def _compare(self, kind: str, plan: str, batches: Sequence[Batch], outcome: Outcome) -> ComparedWindow:
         """A window beside the unsplit model."""
         unsplit = self.unsplit
         assert unsplit is not None
@@ -191,7 +191,7 @@ class _Copy:
             except (RuntimeError, NotImplementedError):  # an operator without fp64
                 return None
 
-        return compare(kind, plan, found, expected, exact, None if mask is None else mask.bool().cpu())
+        return compare(kind, plan, outcome, expected, exact, None if mask is None else mask.bool().cpu())
 
     def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
         """What the unsplit model gives for a window of this rank, with gradients averaged over data-parallel ranks."""

@@ -61,9 +61,9 @@ class Unsplit:
 
     def run(self, batches: Sequence[Batch]) -> Outcome:
         """Returns the losses, the sum of the gradients, and the logits of the first batch."""
-        found = [self._run_one(batch) for batch in batches]
-        gradients = add_up(outcome.gradients for outcome in found)
-        return Outcome(tuple(outcome.losses[0] for outcome in found), gradients, found[0].logits)
+        outcomes = [self._run_one(batch) for batch in batches]
+        gradients = add_up(outcome.gradients for outcome in outcomes)
+        return Outcome(tuple(outcome.losses[0] for outcome in outcomes), gradients, outcomes[0].logits)
 
     def draws(self, batch: Batch) -> bool:
         """Returns whether the model draws random numbers: whether two runs of a batch differ by more than rounding."""

@@ -50,7 +50,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparedWindow:
     """A window through the cut model.
 
     Attributes:
@@ -93,7 +93,7 @@ class Proof:
 
     model: str
     layout: str
-    cases: tuple[Case, ...] = ()
+    cases: tuple[ComparedWindow, ...] = ()
     refusal: str = ""
     failure: str = ""
     trace: str = ""
@@ -129,7 +129,9 @@ class Proof:
         if self.refusal or self.failure:
             return f"{head}: {self.refusal or self.failure}"
         worst = [max((getattr(case, what) for case in self.cases), key=_by_error) for what in _COMPARED]
-        figures = ", ".join(f"{what} {found.error:.1e}" for what, found in zip(_COMPARED.values(), worst, strict=True))
+        figures = ", ".join(
+            f"{what} {difference.error:.1e}" for what, difference in zip(_COMPARED.values(), worst, strict=True)
+        )
         wrong = self.wrong
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         names = f"; {', '.join(map(str, wrong[:SHOWN]))}{more}" if wrong else ""
@@ -147,48 +149,48 @@ def _by_error(difference: Difference) -> float:
 def compare(
     kind: str,
     plan: str,
-    found: Outcome,
+    outcome: Outcome,
     wanted: Outcome,
     exact: Callable[[], Outcome | None],
     counted: Tensor | None = None,
-) -> Case:
+) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit one.
 
     Args:
         kind: the kind of its batches.
         plan: the plan that it ran under.
-        found: what the cut model gives.
+        outcome: what the cut model gives.
         wanted: what the unsplit model gives.
         exact: returns what that gives in fp64, or None if it cannot run so; called only where something differs.
         counted: True for the tokens whose logits are compared [batch, sequence]; None for all.
     """
-    loss, gradients, logits = _differences(found, wanted, counted)
+    loss, gradients, logits = _differences(outcome, wanted, counted)
     if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
         truth = exact()
         if truth is not None:
-            ours, theirs = _differences(found, truth, counted), _differences(wanted, truth, counted)
+            ours, theirs = _differences(outcome, truth, counted), _differences(wanted, truth, counted)
             differences = zip((loss, gradients, logits), ours, theirs, strict=True)
             loss, gradients, logits = (_excused(*parts) for parts in differences)
     everything = (*loss, *gradients, *logits)
     wrong = sorted((d for d in everything if d.is_wrong), key=_by_error, reverse=True)
     worst = [max(part, key=_by_error) for part in (loss, gradients, logits)]
-    return Case(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
+    return ComparedWindow(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
 
 
 def _differences(
-    found: Outcome, wanted: Outcome, counted: Tensor | None
+    outcome: Outcome, wanted: Outcome, counted: Tensor | None
 ) -> tuple[list[Difference], list[Difference], list[Difference]]:
     """The differences of losses, of gradients and of logits."""
     losses = [
         Difference("loss", abs(mine - theirs) / max(abs(theirs), 1.0), LOSS)
-        for mine, theirs in zip(found.losses, wanted.losses, strict=True)
+        for mine, theirs in zip(outcome.losses, wanted.losses, strict=True)
     ]
     floor = SMALL * max(float(gradient.norm()) for gradient in wanted.gradients.values())
     gradients = [
-        Difference(name, _distance(found.gradients, name, gradient) / (float(gradient.norm()) + floor), GRADIENT)
+        Difference(name, _distance(outcome.gradients, name, gradient) / (float(gradient.norm()) + floor), GRADIENT)
         for name, gradient in wanted.gradients.items()
     ]
-    mine, theirs = found.logits, wanted.logits
+    mine, theirs = outcome.logits, wanted.logits
     if mine.shape != theirs.shape:
         return losses, gradients, [Difference(f"logits {list(mine.shape)}", float("inf"), LOGITS)]
     if counted is not None:
@@ -197,9 +199,9 @@ def _differences(
     return losses, gradients, [Difference("logits", distance, LOGITS)]
 
 
-def _distance(found: Mapping[str, Tensor], name: str, wanted: Tensor) -> float:
+def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> float:
     """The norm of the difference; infinite where there is no such gradient, or one of another shape."""
-    mine = found.get(name)
+    mine = gradients.get(name)
     return float("inf") if mine is None or mine.shape != wanted.shape else float((mine - wanted).norm())
 
 
@@ -212,8 +214,8 @@ def _excused(given: Sequence[Difference], ours: Sequence[Difference], theirs: Se
         theirs: the differences of the unsplit model from fp64.
     """
     return [
-        replace(found, bar=min(ROUNDING * found.bar, max(found.bar, found.error)))
-        if found.is_wrong and mine.error <= found.bar + 2 * own.error
-        else found
-        for found, mine, own in zip(given, ours, theirs, strict=True)
+        replace(difference, bar=min(ROUNDING * difference.bar, max(difference.bar, difference.error)))
+        if difference.is_wrong and mine.error <= difference.bar + 2 * own.error
+        else difference
+        for difference, mine, own in zip(given, ours, theirs, strict=True)
     ]

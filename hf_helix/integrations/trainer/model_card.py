@@ -46,7 +46,7 @@ _TOTALS = re.compile(r"^(- total_(?:train|eval)_batch_size: )(\d+)$", re.MULTILI
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFacts:
     """The facts of a run that its card states.
 
     Attributes:
@@ -105,7 +105,7 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     card.save(path)
 
 
-def format_section(run: Run) -> str:
+def format_section(run: RunFacts) -> str:
     """The section on the run, as Markdown."""
     many, rows = run.microbatches
     total = rows * run.sizes["dp"] * many
@@ -128,12 +128,12 @@ def format_section(run: Run) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _run_of(trainer: Any) -> Run:
+def _run_of(trainer: Any) -> RunFacts:
     args, engine = trainer.args, trainer.helix
     tuning = engine.tuning
     cuda = args.device.type == "cuda"
     tuned = tuning.overlaps[tuning.kept] if tuning is not None else None
-    return Run(
+    return RunFacts(
         config=trainer.helix_config,
         sizes={"ep": 1, **engine.mesh.sizes},
         plan=engine.plan.rule,
@@ -149,7 +149,7 @@ def _run_of(trainer: Any) -> Run:
     )
 
 
-def _reason(run: Run) -> str:
+def _reason(run: RunFacts) -> str:
     """Why the run used this plan."""
     asked, tuning = run.config.plan, run.tuning
     if asked != "auto":
@@ -174,7 +174,7 @@ def _communication(overlap: Overlap | None) -> str:
     return f"{share} of it ran beside computation (overlapped {share}), {saved}"
 
 
-def _timed(run: Run) -> list[str]:
+def _timed(run: RunFacts) -> list[str]:
     """A table of the plans that were timed, with the one that was kept in bold, and with plain data parallelism."""
     tuning = run.tuning
     if tuning is None or len(tuning.overlaps) < 2:
@@ -194,7 +194,7 @@ def _timed(run: Run) -> list[str]:
     return ["\n".join(lines)]
 
 
-def _launch_yaml(run: Run) -> str:
+def _launch_yaml(run: RunFacts) -> str:
     """A configuration for `accelerate launch`. Files are named without their folder, which is this machine's."""
     fields = dataclasses.fields(run.config)
     changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}

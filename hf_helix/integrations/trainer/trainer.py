@@ -176,7 +176,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
                 seed=args.seed,
                 num_microbatches=_accumulation_steps(args),
                 autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-                additions=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha),
+                loss_tweaks=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha),
                 checkpointing=asked_by(args),
                 weights=self._weights,
             ),

@@ -63,8 +63,8 @@ class LayerCall:
 
     @property
     def _leaves(self) -> list[Any]:
-        found: list[Any] = tree_leaves((self.args, self.kwargs))
-        return found
+        leaves: list[Any] = tree_leaves((self.args, self.kwargs))
+        return leaves
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments with tensors in the place of `Given`."""
@@ -91,15 +91,15 @@ class Decoder:
     """
 
     def __init__(self, base: Any) -> None:
-        found = [
+        candidates = [
             (module, name, child)
             for module in base.modules()
             for name, child in module.named_children()
             if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
-        if len(found) != 1:
-            raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")
-        ((self.module, self.name, self.layers),) = found
+        if len(candidates) != 1:
+            raise Underivable(f"it has {len(candidates) or 'no'} lists of decoder layers, and one is needed")
+        ((self.module, self.name, self.layers),) = candidates
         self.path = next(path for path, module in base.named_modules() if module is self.module)
         self._stubs = nn.ModuleList(_Stub(layer, number) for number, layer in enumerate(self.layers))
 
@@ -212,11 +212,11 @@ def count_seen(mask: Tensor) -> Tensor:
     return seen.cumsum(1) * seen - 1
 
 
-def _are_alike(found: list[Tensor], others: list[Tensor]) -> bool:
+def _are_alike(tensors: list[Tensor], others: list[Tensor]) -> bool:
     """Returns whether tensors are equal, where one row may stand for all."""
-    return len(found) == len(others) and all(
+    return len(tensors) == len(others) and all(
         one.shape[1:] == other.shape[1:] and bool((one == other).all())
-        for one, other in zip(found, others, strict=True)
+        for one, other in zip(tensors, others, strict=True)
     )
 
 
@@ -248,11 +248,11 @@ class LayerCalls:
     def _record(self, batch: int, length: int) -> dict[int, Any]:
         device = self._device
         positions = torch.arange(length, device=device).expand(1, -1)
-        found: dict[int, Any] = {}
+        calls: dict[int, Any] = {}
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[number] = (args, kwargs)
-            if len(found) == len(self.decoder.layers):
+            calls[number] = (args, kwargs)
+            if len(calls) == len(self.decoder.layers):
                 raise _Enough
 
         try:
@@ -261,9 +261,9 @@ class LayerCalls:
             raise
         except Exception as error:
             raise Underivable(f"its forward cannot run without its layers: {reason_of(error)}") from error
-        if len(found) != len(self.decoder.layers):
+        if len(calls) != len(self.decoder.layers):
             raise Underivable("its forward does not call every layer once")
-        return found
+        return calls
 
     def _run(
         self, ids: Tensor, positions: Tensor | None, called: Callable[..., Any], mask: Tensor | None = None
@@ -284,28 +284,28 @@ class LayerCalls:
         mask[0, :2] = 0
         ids, plain = torch.zeros_like(mask), torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
         try:
-            found, *others = (self._follow(ids, positions, mask) for positions in (None, plain, count_seen(mask)))
+            unnumbered, *others = (self._follow(ids, positions, mask) for positions in (None, plain, count_seen(mask)))
         except Underivable:
             raise
         except Exception:  # code that computes with the mask itself, of which the trace or the proof has more to say
             return False
-        if mask.is_meta or _are_alike(found, others[0]):
+        if mask.is_meta or _are_alike(unnumbered, others[0]):
             return False
-        if _are_alike(found, others[1]):
+        if _are_alike(unnumbered, others[1]):
             return True
         raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
 
     def _follow(self, ids: Tensor, positions: Tensor | None, mask: Tensor) -> list[Tensor]:
         """Returns the tensors that layers are given, and what is looked up in tables of positions."""
-        found: list[Tensor] = []
+        given: list[Tensor] = []
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            given.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             if number + 1 == len(self.decoder.layers):
                 raise _Enough
 
         looked_up = self._run(ids, positions, called, mask)
-        return [*looked_up, *found]
+        return [*looked_up, *given]
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
         leaves, spec = tree_flatten(first)
@@ -332,15 +332,15 @@ class LayerCalls:
             ids: the tokens [batch, sequence].
             positions: their positions [batch or 1, sequence].
         """
-        wanted, found = self._wanted, {}
+        wanted, tensors = self._wanted, {}
         last = max(wanted, default=-1)
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for name, place in wanted.get(number, ()):
-                found[name] = tree_leaves((args, kwargs))[place]
+                tensors[name] = tree_leaves((args, kwargs))[place]
             if number == last:
                 raise _Enough
 
         if wanted:
             self._run(ids, positions, called)
-        return found
+        return tensors

@@ -31,7 +31,7 @@ from hf_helix.models.derived.trace import (
     EXAMPLE_LENGTH,
     PLACES,
     Given,
-    Trace,
+    ModuleTrace,
     Underivable,
     args_of,
     trace,
@@ -68,7 +68,7 @@ class DerivedFamily(Family):
         self._width = base.get_input_embeddings().weight.shape[1]
         with refusing(base):
             self.calls = LayerCalls(base)
-            self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
+            self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
             self._kinds: dict[tuple[str, int, int], Outline] = {}
             self._has_experts = bool(self._expert_counts())
             self._routers = {id(router.module): router.index for router in routers_of(base)}
@@ -109,12 +109,12 @@ class DerivedFamily(Family):
         self,
         model: Any,
         sharing: ParallelContext,
-        additions: LossTweaks | None = None,
+        loss_tweaks: LossTweaks | None = None,
         places: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
             self._balance = balance_of(model)
-            return super().units(model, sharing, additions, places)
+            return super().units(model, sharing, loss_tweaks, places)
 
     def layer_key(self, model: Any, place: int) -> str:
         return self._key(place)
@@ -162,7 +162,9 @@ class DerivedFamily(Family):
             self._kinds[key, size, rank] = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
         return self._kinds[key, size, rank]
 
-    def _infer(self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed) -> Inference:
+    def _infer(
+        self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: Placed
+    ) -> Inference:
         """Infers placements of a trace, and traces again through the norms that this asks for.
 
         Args:
@@ -180,7 +182,7 @@ class DerivedFamily(Family):
             except NeedsInlining as needed:
                 inlined |= {needed.path}
 
-    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> Trace:
+    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
         leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
         leaves.replace(skeleton)
         said = leaves.record(skeleton, self._routers_in(layer))
@@ -195,7 +197,7 @@ class DerivedFamily(Family):
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
         return trace(skeleton, leaves, hidden, call.given, run)
 
-    def _trace_model(self, model: Any, inlined: frozenset[str]) -> Trace:
+    def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
         """Traces a whole model, whose layers are leaves."""
         self._kind(0, 1, 0)  # which tells whether layers return tuples
         leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
@@ -297,12 +299,12 @@ class DerivedFamily(Family):
         return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
-        found = {}
+        inputs = {}
         dims = {given.name: given.open for call in self.calls.calls for given in call.given}
         for name, tensor in self.calls.tensors(ids, positions).items():
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
-            found[name] = cut.take(tensor, along[0]) if along else tensor
-        return found
+            inputs[name] = cut.take(tensor, along[0]) if along else tensor
+        return inputs
 
 
 def _as_leaf(leaf: int, is_tuple: bool) -> Any:
@@ -317,7 +319,7 @@ def _named(function: Any) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def _described(graph: Trace, target: Node) -> str:
+def _described(graph: ModuleTrace, target: Node) -> str:
     leaves = [
         (
             leaf.kind,

@@ -142,15 +142,15 @@ class Leaves:
     """
 
     def __init__(self, inlined: frozenset[str] = frozenset()) -> None:
-        self.found: list[Leaf] = []
+        self.leaves: list[Leaf] = []
         self._inlined = inlined
         self._paths: dict[int, str] = {}
         self.table: str | None = None
 
     def add(self, kind: str, path: str, **details: Any) -> int:
         """Adds a leaf and returns its number."""
-        self.found.append(Leaf(kind, path, details))
-        return len(self.found) - 1
+        self.leaves.append(Leaf(kind, path, details))
+        return len(self.leaves) - 1
 
     def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:
         """Puts leaves in the place of the submodules of a skeleton, of all but those to skip (with all that is inside).
@@ -273,9 +273,9 @@ def _recording(forward: Callable[..., Any], index: int, said: list[Any]) -> Call
     """Returns a forward that writes down one of its outputs."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        found = forward(*args, **kwargs)
-        said.append(found[index] if isinstance(found, (tuple, list)) else found)
-        return found
+        output = forward(*args, **kwargs)
+        said.append(output[index] if isinstance(output, (tuple, list)) else output)
+        return output
 
     return record
 

@@ -47,14 +47,14 @@ def function_of(node: Node, given: Container[Node]) -> Callable[..., Pair]:
 @contextlib.contextmanager
 def ropes_as_operators(skeleton: nn.Module) -> Iterator[None]:
     """Returns the context of a trace in which copies of `apply_rotary_pos_emb` are calls of one operator."""
-    found = list(_ropes(skeleton))
-    functions = [space[name] for space, name in found]
-    for (space, name), function in zip(found, functions, strict=True):
+    ropes = list(_ropes(skeleton))
+    functions = [space[name] for space, name in ropes]
+    for (space, name), function in zip(ropes, functions, strict=True):
         space[name] = _as_operator(function)
     try:
         yield
     finally:
-        for (space, name), function in zip(found, functions, strict=True):
+        for (space, name), function in zip(ropes, functions, strict=True):
             space[name] = function
 
 

@@ -1,7 +1,7 @@
 """What a module computes, as a graph: `torch.export` of a skeleton whose submodules are leaves.
 
 In:   a module, and examples of what it is called with.
-Out:  a `Trace`: the nodes in order, what they stand for, and numbers in the place of symbolic sizes.
+Out:  a `ModuleTrace`: the nodes in order, what they stand for, and numbers in the place of symbolic sizes.
 Must hold: batch and sequence stay open; head counts may be written down, and are rewritten where values are cut.
 """
 
@@ -52,7 +52,7 @@ class Given:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
+class ModuleTrace:
     """The graph of a module.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Called(nn.Module):
 
 def trace(
     skeleton: nn.Module, leaves: Leaves, hidden: torch.Tensor, given: Sequence[Given], call: Callable[..., Any]
-) -> Trace:
+) -> ModuleTrace:
     """Traces a skeleton.
 
     Args:
@@ -190,7 +190,7 @@ def reason_of(error: Exception) -> str:
     return "its code computes with the attention mask itself, and does not hand it to Transformers' attention interface"
 
 
-def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
+def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> ModuleTrace:
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
     for node in partial_writes(program.graph):
@@ -213,12 +213,12 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
     if isinstance(batch, int) or isinstance(sequence, int):
         raise Underivable("its code is only right for one batch size or one length")
     result, *logits = next(node for node in nodes if node.op == "output").args[0]
-    return Trace(
+    return ModuleTrace(
         nodes=[node for node in nodes if node.op == "call_function"],
         hidden=hidden,
         result=result,
         logits=tuple(logits),
-        leaves=leaves.found,
+        leaves=leaves.leaves,
         attributes=attributes,
         constants=constants,
         given={node: g.name for node, g in zip(rest, given, strict=True)},

@@ -34,7 +34,13 @@ class Dense(Family):
         return b.build(x)
 
     def attention(self, b: Builder, layer: Any, x: str) -> str:
-        """Declares the first half of a layer, residual included."""
+        """Declares the first half of a layer, residual included.
+
+        Args:
+            b: collects the operators of the layer.
+            layer: the Hugging Face layer.
+            x: the name of the value that enters, [sequence / tp_size, batch, hidden].
+        """
         h = b.norm("attn.norm", layer.input_layernorm, x)
         h = b.all_gather("attn.gather", h)
         h = self.self_attention(b, layer.self_attn, h)
@@ -42,7 +48,13 @@ class Dense(Family):
         return b.add("attn.add", x, h)
 
     def self_attention(self, b: Builder, attn: Any, h: str) -> str:
-        """Declares attention between the collectives: takes the whole sequence, gives partial sums."""
+        """Declares attention between the collectives: takes the whole sequence, gives partial sums.
+
+        Args:
+            b: collects the operators of the layer.
+            attn: the layer's attention module.
+            h: the name of the normed value, [sequence, batch, hidden].
+        """
 
         def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Heads:
             # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
@@ -54,7 +66,13 @@ class Dense(Family):
         return b.row_parallel("attn.out", attn.o_proj, h)
 
     def mlp(self, b: Builder, layer: Any, x: str) -> str:
-        """Declares the second half of a layer, residual included."""
+        """Declares the second half of a layer, residual included.
+
+        Args:
+            b: collects the operators of the layer.
+            layer: the Hugging Face layer.
+            x: the name of the value that enters, [sequence / tp_size, batch, hidden].
+        """
         mlp = layer.mlp
         h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
         h = b.all_gather("mlp.gather", h)
@@ -66,7 +84,15 @@ class Dense(Family):
         return b.add("mlp.add", x, h)
 
     def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns queries and keys [batch, heads, tokens, head_dim] with their positions."""
+        """Returns queries and keys [batch, heads, tokens, head_dim] with their positions.
+
+        Args:
+            attn: the layer's attention module.
+            q: queries, [batch, heads, tokens, head_dim].
+            k: keys, likewise.
+            cos: cosines of the rotary embedding, [batch, tokens, head_dim].
+            sin: sines, likewise.
+        """
         return rotate(q, k, cos, sin)
 
     def rotated_by(self, attn: Any) -> Sequence[nn.Module]:

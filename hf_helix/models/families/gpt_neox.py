@@ -88,7 +88,7 @@ def _side_by_side(b: Builder, layer: Any, x: str) -> str:
 
 
 def _side_by_side_with_dropout(b: Builder, layer: Any, x: str) -> str:
-    """The same, where each branch has dropout of its own, drawn once partial sums are added up."""
+    """Declares a layer whose branches each have dropout of their own, drawn once partial sums are added up."""
     attention, mlp = _branches(b, layer, x)
     attention = b.dropout("attn.dropout", layer.post_attention_dropout, b.reduce_scatter("attn.scatter", attention))
     mlp = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.reduce_scatter("mlp.scatter", mlp))
@@ -123,5 +123,5 @@ def _mlp(b: Builder, mlp: Any, h: str) -> str:
 
 
 def _rope(model: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the whole sequence: a long rope depends on its largest position."""
+    """Returns cosines and sines of the whole sequence: a long rope depends on its largest position."""
     return model.gpt_neox.rotary_emb(like_embeddings(model, ids), position_ids=positions)

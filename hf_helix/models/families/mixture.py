@@ -103,7 +103,7 @@ class Mixture(Dense):
             uses=(router,),
             on_shard=True,
             draws=lambda: mlp.training and self.draws(mlp),
-            plain=("mlp.chosen",),
+            non_differentiable=("mlp.chosen",),
         )
         values = dict(zip((*names, "mlp.chosen"), outputs, strict=True))
         return values.get("mlp.jittered", h), values["mlp.weights"], values["mlp.chosen"], values.get("mlp.balance")

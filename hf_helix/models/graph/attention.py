@@ -25,7 +25,7 @@ from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.models.graph.shared_attention import shared_attention
 from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
-from hf_helix.operators.attention.partial import Exact, Kernel
+from hf_helix.operators.attention.partial import AttentionKernel, Exact
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
@@ -154,7 +154,7 @@ def declare_attention(
     module = attention.module
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
-        attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
+        attention.heads = b.compiled(_in_type_of_values(attention.heads) if is_lowered else attention.heads)
         return b.segment(
             name,
             attention,
@@ -165,7 +165,7 @@ def declare_attention(
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
             compiles=False,
-            effort=ATTENTION,
+            relative_cost=ATTENTION,
         )
 
     kernel, sinks = _shared_form(attention, b.cp.size, b.sharing.device)
@@ -183,7 +183,9 @@ def declare_attention(
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
 
 
-def _shared_form(attention: Attention, cp_size: int, device: torch.device) -> tuple[Kernel, nn.Parameter | None]:
+def _shared_form(
+    attention: Attention, cp_size: int, device: torch.device
+) -> tuple[AttentionKernel, nn.Parameter | None]:
     """Returns the kernel that computes an attention over a sequence that ranks share, and its sinks if it has any.
 
     Raises:
@@ -227,7 +229,7 @@ def _is_one_of(eager: Callable[..., Any], homes: Sequence[str]) -> bool:
     return False
 
 
-def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:
+def _in_type_of_values(heads: Callable[..., Heads]) -> Callable[..., Heads]:
     """Returns `heads` with queries and keys in the type of the values: a rope may leave a higher precision."""
 
     def alike(*values: Tensor, **rope: Tensor) -> Heads:

@@ -236,7 +236,7 @@ def _is_computed_by(function: Any, balance: Balance) -> bool:
     parts = torch.stack([part_of(logits, mask.flatten(), balance.choices) for logits in layers])
     loads, probabilities = parts.sum((0, 1)) / (mask.sum() * len(layers))
     try:
-        found = function(tuple(layers), balance.num_experts, balance.choices, mask)
+        computed = function(tuple(layers), balance.num_experts, balance.choices, mask)
     except Exception:  # it takes other arguments, or logits of another shape
         return False
-    return torch.allclose(found, balance.num_experts * (loads * probabilities).sum())
+    return torch.allclose(computed, balance.num_experts * (loads * probabilities).sum())

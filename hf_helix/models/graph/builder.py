@@ -45,7 +45,7 @@ class Builder(Draft):
         draws: Callable[[], bool] | None = None,
         compiles: bool = True,
         explicit: Explicit | None = None,
-        effort: float = LIGHT,
+        relative_cost: float = LIGHT,
     ) -> str:
         """Adds a submodule, or any function of one output, that runs under autograd. Selective recompute runs it again.
 
@@ -63,12 +63,12 @@ class Builder(Draft):
             draws: returns whether the function draws random numbers, see `Segment`.
             compiles: whether `HelixConfig(compile=True)` compiles it. A function that draws is never compiled.
             explicit: takes the place of the function, unless that is compiled.
-            effort: a rough time relative to other operators.
+            relative_cost: a rough time relative to other operators.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         segment = Segment(runs, parameters, side, draws, explicit=explicit if runs is function else None)
-        return self._compute(name, segment, inputs, cheap=True, effort=effort)
+        return self._compute(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)
 
     def segment_outputs(
         self,
@@ -81,23 +81,25 @@ class Builder(Draft):
         cut: Sequence[Used] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
-        plain: Sequence[str] = (),
+        non_differentiable: Sequence[str] = (),
     ) -> tuple[str, ...]:
         """Adds a function of several outputs that runs under autograd; see `segment` for what is not said here.
 
         Args:
             outputs: the names of the outputs that have gradients.
-            plain: the names of further outputs, which have no gradient (indices).
+            non_differentiable: the names of further outputs, which have no gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
-        segment = Segment(function if draws else self.compiled(function), parameters, side, draws, len(plain))
+        segment = Segment(
+            function if draws else self.compiled(function), parameters, side, draws, len(non_differentiable)
+        )
         return self.declare(
             Operator(
                 name=name,
                 kind=Kind.COMPUTE,
                 reads=inputs,
-                writes=(*outputs, *plain),
-                non_differentiable=tuple(plain),
+                writes=(*outputs, *non_differentiable),
+                non_differentiable=tuple(non_differentiable),
                 recompute_when_selective=True,
                 relative_cost=LIGHT,
             ),
@@ -125,14 +127,26 @@ class Builder(Draft):
         return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
-        """Adds a residual addition."""
-        return self._compute(name, Add(), (left, right), effort=LIGHT / 2)
+        """Adds a residual addition.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            left: a value.
+            right: the value that is added to it, of the same shape.
+        """
+        return self._compute(name, Add(), (left, right), relative_cost=LIGHT / 2)
 
     def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
-        """Adds dropout, where the model has any."""
+        """Adds dropout, where the model has any.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            module: says with which probability.
+            value: the value that it takes.
+        """
         if module.p == 0:
             return value
-        return self._compute(name, Dropout(module), (value,), effort=LIGHT)
+        return self._compute(name, Dropout(module), (value,), relative_cost=LIGHT)
 
     def column_parallel(
         self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
@@ -177,12 +191,18 @@ class Builder(Draft):
         return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
-        """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`."""
+        """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            linear: the linear, with a low-rank adapter of PEFT if it has one.
+            value: the value that it takes, [sequence, batch, features / tp_size].
+        """
         plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
         operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
-        return self._compute(name, operator, (value,), split=True, effort=GEMM)
+        return self._compute(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)
 
     def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
         """Adds the lookup of token embeddings in a table that is cut by rows; gives partial sums for `reduce_scatter`.
@@ -199,9 +219,9 @@ class Builder(Draft):
             ValueError: the embedding is of another class; or noise would be added before what stands behind the lookup.
         """
         table = unwrap_peft(embedding, self.label, embeddings_of_subclasses=plain)
-        if self.additions.neftune_alpha is not None and type(table.module) is not nn.Embedding:
+        if self.loss_tweaks.neftune_alpha is not None and type(table.module) is not nn.Embedding:
             raise ValueError(
-                f"neftune_noise_alpha={self.additions.neftune_alpha} with an embedding of class "
+                f"neftune_noise_alpha={self.loss_tweaks.neftune_alpha} with an embedding of class "
                 f"{type(table.module).__name__}: the noise comes behind all that the embedding does, and is built for "
                 "plain torch.nn.Embedding; use neftune_noise_alpha=None"
             )
@@ -209,8 +229,8 @@ class Builder(Draft):
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
             self.place([adapter.up], COPIED_ON_SHARDS)
-        segment = lookup_segment(table, embedding, self.tp, self.additions.neftune_alpha)
-        return self._compute(name, segment, (), effort=LIGHT)
+        segment = lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha)
+        return self._compute(name, segment, (), relative_cost=LIGHT)
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits that are cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -226,12 +246,12 @@ class Builder(Draft):
         statistics = TokenStatistics(
             first,
             vocab_size,
-            self.additions.label_smoothing,
+            self.loss_tweaks.label_smoothing,
             # A linear keeps nothing of what it gives.
             overwrites=isinstance(self._tensor_operators.get(written_by), Linear),
             wrap=self.compiled,
         )
-        value = self._compute(f"{name}.statistics", statistics, (logits,), effort=GEMM)
+        value = self._compute(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
 
@@ -278,8 +298,8 @@ class Builder(Draft):
 
 def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
     """Returns the parameters of modules, and those that are given as they are, each once and in order."""
-    found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
-    return dict.fromkeys(parameter for parameters in found for parameter in parameters)
+    groups = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
+    return dict.fromkeys(parameter for parameters in groups for parameter in parameters)
 
 
 def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:

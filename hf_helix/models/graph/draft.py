@@ -31,7 +31,7 @@ class Draft:
         label: where the unit stands in the model, such as "layers.3"; for messages and traces.
         sharing: the axes that the model is cut over.
         repeats: whether units of this kind follow each other.
-        additions: what training arguments add to the mathematics of the model.
+        loss_tweaks: what training arguments add to the mathematics of the model.
 
     Attributes:
         meters: what the routers of the unit count.
@@ -46,12 +46,12 @@ class Draft:
         sharing: ParallelContext,
         *,
         repeats: bool = False,
-        additions: LossTweaks | None = None,
+        loss_tweaks: LossTweaks | None = None,
     ) -> None:
         self.name = name
         self.label = label
         self.sharing = sharing
-        self.additions = additions or LossTweaks()
+        self.loss_tweaks = loss_tweaks or LossTweaks()
         self.tp = sharing.tp
         self.cp = sharing.cp
         self.repeats = repeats
@@ -70,7 +70,7 @@ class Draft:
 
     def all_gather(self, name: str, value: str) -> str:
         """Adds the all-gather of a sequence: from this rank's part to the whole. Selective recompute keeps the part."""
-        return self._collective(name, AllGather(self.tp), value, cheap=True)
+        return self._collective(name, AllGather(self.tp), value, recompute_when_selective=True)
 
     def reduce_scatter(self, name: str, value: str) -> str:
         """Adds the reduce-scatter of a sequence: from partial sums over the whole to this rank's part of their sum."""
@@ -88,8 +88,8 @@ class Draft:
         """
         if self.tp.size == 1:
             return value
-        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, effort=LIGHT)
-        return self._compute(name, SumOfParts(self.tp.size), (parts,), effort=LIGHT / 2)
+        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
+        return self._compute(name, SumOfParts(self.tp.size), (parts,), relative_cost=LIGHT / 2)
 
     def replicate(self, name: str, value: str, axis: Axis) -> str:
         """Adds the all-gather of [1, ...] to [ranks, ...], which all ranks use in the same way.
@@ -122,7 +122,9 @@ class Draft:
             The names of the values that it writes.
         """
         trained = tensor_operator.trained if isinstance(tensor_operator, SplitComputation) else 1.0
-        self._declared.append(replace(operator, wgrad_fraction=trained, has_saved_state=tensor_operator.saves))
+        self._declared.append(
+            replace(operator, wgrad_fraction=trained, has_saved_state=tensor_operator.has_saved_state)
+        )
         self._tensor_operators[operator.name] = tensor_operator
         return operator.writes
 
@@ -174,9 +176,9 @@ class Draft:
         tensor_operator: TensorOperator,
         reads: tuple[str, ...],
         *,
-        split: bool = False,
-        cheap: bool = False,
-        effort: float,
+        splits_dgrad_wgrad: bool = False,
+        recompute_when_selective: bool = False,
+        relative_cost: float,
     ) -> str:
         """Adds a computation of one value, which has the name of the operator."""
         operator = Operator(
@@ -184,9 +186,9 @@ class Draft:
             kind=Kind.COMPUTE,
             reads=reads,
             writes=(name,),
-            splits_dgrad_wgrad=split,
-            recompute_when_selective=cheap,
-            relative_cost=effort,
+            splits_dgrad_wgrad=splits_dgrad_wgrad,
+            recompute_when_selective=recompute_when_selective,
+            relative_cost=relative_cost,
         )
         return self.declare(operator, tensor_operator)[0]
 
@@ -195,8 +197,8 @@ class Draft:
         name: str,
         tensor_operator: AllGather | ReduceScatter,
         value: str,
-        cheap: bool = False,
-        effort: float = TRANSFER,
+        recompute_when_selective: bool = False,
+        relative_cost: float = TRANSFER,
     ) -> str:
         if self.tp.size == 1:
             return value
@@ -205,7 +207,7 @@ class Draft:
             kind=self.tp.kind,
             reads=(value,),
             writes=(name,),
-            recompute_when_selective=cheap,
-            relative_cost=effort,
+            recompute_when_selective=recompute_when_selective,
+            relative_cost=relative_cost,
         )
         return self.declare(operator, tensor_operator)[0]

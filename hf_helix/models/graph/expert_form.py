@@ -138,12 +138,12 @@ def _check_forward(module: nn.Module, form: ExpertForm) -> None:
     with torch.no_grad():
         expected = _by_form(tiny, form, hidden, chosen, weights)
         try:
-            found = type(module).forward(tiny, hidden, chosen, weights)
+            computed = type(module).forward(tiny, hidden, chosen, weights)
         except Exception as error:
             raise _refusal(
                 module, f"its forward does not run on other weights of its form: {type(error).__name__}: {error}"
             ) from error
-    if found.shape != expected.shape or not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():
+    if computed.shape != expected.shape or not (computed - expected).abs().max() <= TOLERANCE * expected.abs().max():
         raise _refusal(module, f"its forward computes something else than its weights and flags say ({form})")
 
 

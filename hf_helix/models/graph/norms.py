@@ -38,7 +38,13 @@ def is_fused(module: nn.Module, value: Tensor) -> bool:
 
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Returns the RMS norm over the last dimension, computed in fp32. In bf16 it rounds once, the modules twice."""
+    """Returns the RMS norm over the last dimension, computed in fp32. In bf16 it rounds once, the modules twice.
+
+    Args:
+        value: [..., hidden].
+        weight: [hidden].
+        epsilon: is added to the mean of squares.
+    """
     value, weight = alike(value, weight)
     return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
 

@@ -17,8 +17,15 @@ __all__ = ["Pair", "apply_rotary_pos_emb", "rotate"]
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines that have no gradient."""
+    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines that have no gradient.
+
+    Args:
+        q: queries, [batch, heads, tokens, head_dim].
+        k: keys, likewise.
+        cos: cosines, [batch, tokens, head_dim].
+        sin: sines, likewise.
+    """
     if torch.compiler.is_compiling():  # which fuses it
-        found: Pair = apply_rotary_pos_emb(q, k, cos, sin)
-        return found
+        result: Pair = apply_rotary_pos_emb(q, k, cos, sin)
+        return result
     return rotated(q, k, cos, sin)

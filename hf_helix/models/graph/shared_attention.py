@@ -15,7 +15,7 @@ from torch import nn
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ATTENTION, LIGHT, RING, TRANSFER
 from hf_helix.models.graph.masks import SlidingWindow
-from hf_helix.operators.attention.partial import Kernel
+from hf_helix.operators.attention.partial import AttentionKernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
 from hf_helix.operators.unit import CUT_ROWS
@@ -26,7 +26,7 @@ def shared_attention(
     b: Builder,
     q: str,
     kv: str,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     scale: float,
     sliding_window: SlidingWindow = None,
     dtype: torch.dtype = torch.float32,
@@ -72,7 +72,7 @@ def _ring_blocks(
     q: str,
     kv: str,
     outputs: tuple[str, str],
-    kernel: Kernel,
+    kernel: AttentionKernel,
     scale: float,
     sliding_window: SlidingWindow,
 ) -> str:
@@ -100,7 +100,7 @@ def _gathered_blocks(
     q: str,
     kv: str,
     outputs: tuple[str, str],
-    kernel: Kernel,
+    kernel: AttentionKernel,
     scale: float,
     sliding_window: SlidingWindow,
 ) -> str:
@@ -117,10 +117,10 @@ def _gathered_blocks(
     return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
 
 
-def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, effort: float) -> str:
+def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, relative_cost: float) -> str:
     """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
     operator = Operator(
-        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=effort
+        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=relative_cost
     )
     return b.declare(operator, tensor_operator)[0]
 

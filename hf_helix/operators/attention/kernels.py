@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import AttentionMask, Exact, FirstOf, Fused, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact, FirstOf, Fused, TorchCpu
 from hf_helix.operators.base import Tensors
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Cudnn(Fused):
     def __init__(self, capability: Capability) -> None:
         self._serves = capability[0] in (9, 10) and torch.backends.cudnn.is_available()
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             self._serves
             and seen.is_plain
@@ -94,13 +94,15 @@ class Flash(Fused):
     grouped = True
 
     def __init__(self, capability: Capability) -> None:
-        self._most = 0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
+        self._max_head_dim = (
+            0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
+        )
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             q.dtype in HALF
             and seen.mask is None
-            and q.shape[-1] <= self._most
+            and q.shape[-1] <= self._max_head_dim
             and torch.backends.cuda.flash_sdp_enabled()
         )
 
@@ -148,7 +150,7 @@ class Efficient(Fused):
         halves = HALF if capability >= (8, 0) else (torch.float16,)
         self._types = (torch.float32, *halves) if capability >= (7, 0) else ()
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in self._types and seen.blank is None and torch.backends.cuda.mem_efficient_sdp_enabled()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -200,7 +202,7 @@ class Efficient(Fused):
         return -3e4 if q.dtype is torch.float16 else -1e30
 
 
-class FlashAttention(Kernel):
+class FlashAttention(AttentionKernel):
     """The flash-attn package, for half precision."""
 
     def __init__(self) -> None:
@@ -208,7 +210,7 @@ class FlashAttention(Kernel):
         self._forward = interface._flash_attn_forward
         self._backward = interface._flash_attn_backward
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in HALF and seen.mask is None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -246,7 +248,7 @@ KERNELS = ("eager", "sdpa", "flash_attention_2")
 """The attention implementations of Transformers that have a kernel here."""
 
 
-def kernel_for(implementation: str, device: torch.device) -> Kernel:
+def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     """The kernel that stands for an attention implementation of Transformers.
 
     Raises:
@@ -267,11 +269,17 @@ def kernel_for(implementation: str, device: torch.device) -> Kernel:
     return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
 
 
-def cuda_kernels(capability: Capability) -> tuple[Kernel, ...]:
+def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
     """Those of torch that a GPU of this compute capability has, the fastest first."""
     return Cudnn(capability), Flash(capability), Efficient(capability)
 
 
 def reach(seen: AttentionMask, queries: int, keys: int) -> int:
-    """How many keys back a query sees, as flash attention counts: the last query stands at the last key."""
+    """How many keys back a query sees, as flash attention counts: the last query stands at the last key.
+
+    Args:
+        seen: which keys queries attend to.
+        queries: how many there are.
+        keys: how many there are.
+    """
     return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

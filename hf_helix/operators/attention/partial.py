@@ -49,7 +49,13 @@ class AttentionMask:
         return self.mask is None and self.window is None
 
     def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns True where a query does not attend to a key; None for full attention."""
+        """Returns True where a query does not attend to a key; None for full attention.
+
+        Args:
+            queries: how many there are.
+            keys: how many there are.
+            device: that the result lies on.
+        """
         if self.mask is not None:
             return ~self.mask[:, None, None]
         if not self.causal and self.window is None:
@@ -62,7 +68,7 @@ class AttentionMask:
 EVERYTHING, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 
 
-class Kernel(ABC):
+class AttentionKernel(ABC):
     """A way to compute attention. `scale` multiplies the products of queries and keys.
 
     Attributes:
@@ -71,8 +77,14 @@ class Kernel(ABC):
 
     averages = False
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says."""
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says.
+
+        Args:
+            q: queries, [batch, heads, queries, head_dim].
+            k: keys, [batch, groups, keys, head_dim].
+            seen: which keys queries attend to.
+        """
         return True
 
     @abstractmethod
@@ -113,7 +125,7 @@ class Kernel(ABC):
         """
 
 
-class Exact(Kernel):
+class Exact(AttentionKernel):
     """Written out, in fp32: the reference, and what serves where nothing else does. Needs room for all products.
 
     Args:
@@ -170,7 +182,7 @@ class Exact(Kernel):
         return (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
 
 
-class Fused(Kernel):
+class Fused(AttentionKernel):
     """A kernel of torch that writes out no products, behind one face: sizes and heads as it wants them, and back.
 
     Attributes:
@@ -230,7 +242,7 @@ class Fused(Kernel):
 class TorchCpu(Fused):
     """The kernel behind `scaled_dot_product_attention` on CPU."""
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return seen.is_plain
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -254,10 +266,10 @@ class TorchCpu(Fused):
         return dq, dk, dv
 
 
-class FirstOf(Kernel):
+class FirstOf(AttentionKernel):
     """The first of some kernels that takes what there is; `Exact`, the last, takes everything."""
 
-    def __init__(self, *kernels: Kernel) -> None:
+    def __init__(self, *kernels: AttentionKernel) -> None:
         self.kernels = (*kernels, Exact())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -276,15 +288,22 @@ class FirstOf(Kernel):
     ) -> Tensors:
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
-    def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Kernel:
-        found = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
-        if isinstance(found, Exact) and q.device.type != "cpu":
+    def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> AttentionKernel:
+        chosen = next(kernel for kernel in self.kernels if kernel.supports(q, k, seen))
+        if isinstance(chosen, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)
-        return found
+        return chosen
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each; o in fp32."""
+    """Attention over two sets of keys from that over each; o in fp32.
+
+    Args:
+        o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
+        lse: the log-sum-exp of its scores, [batch, heads, queries].
+        further: attention over the further keys.
+        further_lse: the log-sum-exp of its scores.
+    """
     both = torch.logaddexp(lse, further_lse)
     floor = both.clamp(min=torch.finfo(both.dtype).min)  # a query that has seen nothing yet
     return (lse - floor).exp().unsqueeze(-1) * o + (further_lse - floor).exp().unsqueeze(-1) * further, both

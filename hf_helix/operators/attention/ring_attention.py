@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Kernel, merge
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
@@ -65,9 +65,11 @@ class RingBlock(Computation):
         window: how many tokens a query looks back on, itself included; None for all.
     """
 
-    saves = False
+    has_saved_state = False
 
-    def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float, window: int | None = None) -> None:
+    def __init__(
+        self, kernel: AttentionKernel, axis: Axis, distance: int, scale: float, window: int | None = None
+    ) -> None:
         self.kernel = kernel
         self.axis = axis
         self.distance = distance
@@ -121,7 +123,7 @@ class JoinBlocks(Computation):
         sinks: [heads], or None.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, value_dim: int | None = None, sinks: Tensor | None = None
@@ -164,9 +166,9 @@ class GatheredBlocks(Computation):
     Values as of `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
     """
 
-    saves = False
+    has_saved_state = False
 
-    def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
+    def __init__(self, kernel: AttentionKernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis
         self._blocks = [RingBlock(kernel, axis, distance, scale, window) for distance in range(axis.size)]
 
@@ -182,11 +184,11 @@ class GatheredBlocks(Computation):
         gradient, q, gathered, out, lse = gradients
         parts = gathered.chunk(self.axis.size)
         whole = torch.empty_like(gathered)
-        found = whole.chunk(self.axis.size)
+        of_blocks = whole.chunk(self.axis.size)
         total: Tensor | None = None
         for block in reversed(self._blocks):
             dq, dkv, *_ = block.backward(call, gradient, q, parts[block.source], out, lse)
-            found[block.source].copy_(dkv)
+            of_blocks[block.source].copy_(dkv)
             total = dq if total is None else total + dq
         assert total is not None
         return total, whole
@@ -262,7 +264,14 @@ def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int |
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """The places in the whole sequence of the `n` tokens that a rank holds."""
+    """The places in the whole sequence of the `n` tokens that a rank holds.
+
+    Args:
+        n: tokens that a rank holds.
+        size: context-parallel ranks.
+        rank: which of them.
+        device: that the result lies on.
+    """
     half = n // 2
     places = torch.arange(half, device=device)
     return torch.cat([places + part * half for part in parts_of(size, rank)])

@@ -19,9 +19,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """`apply_rotary_pos_emb(q, k, cos, sin)`."""
-    found: Pair = _Rotation.apply(q, k, cos, sin)
-    return found
+    """`apply_rotary_pos_emb(q, k, cos, sin)`.
+
+    Args:
+        q: queries, [batch, heads, tokens, head_dim].
+        k: keys, likewise.
+        cos: cosines, [batch, tokens, head_dim]; they have no gradient.
+        sin: sines, likewise.
+    """
+    result: Pair = _Rotation.apply(q, k, cos, sin)
+    return result
 
 
 class _Rotation(torch.autograd.Function):
@@ -44,8 +51,8 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         of_q, of_k = map(_tokens_first, gradients)
-        found, heads = _rotate_back(torch.cat((of_q, of_k), 2), cos, sin, ctx.dtype), of_q.shape[2]
-        return _heads_first(found[:, :, :heads]), _heads_first(found[:, :, heads:]), None, None
+        gradient, heads = _rotate_back(torch.cat((of_q, of_k), 2), cos, sin, ctx.dtype), of_q.shape[2]
+        return _heads_first(gradient[:, :, :heads]), _heads_first(gradient[:, :, heads:]), None, None
 
 
 def _rotate(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -39,14 +39,20 @@ class Direction:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, seconds: float, now: float) -> float:
-        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed."""
+        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed.
+
+        Args:
+            count: bytes.
+            seconds: that they occupy this way.
+            now: the time at which they may begin, in seconds.
+        """
         with self._lock:
             self.bytes += count
             self._free = max(self._free, now) + seconds
             return self._free
 
 
-class Link:
+class EmulatedLink:
     """What connects a rank with all others.
 
     Args:
@@ -103,8 +109,8 @@ class Link:
         return replace(self.speed, rate=self.rate)
 
     def __str__(self) -> str:
-        found = self.rate is not None and self.speed.rate is None
-        return f"{self.speed_now}{' (even)' if found else ''}"
+        is_measured = self.rate is not None and self.speed.rate is None
+        return f"{self.speed_now}{' (even)' if is_measured else ''}"
 
     def seconds(self, count: int) -> float:
         """How long so many bytes occupy one way."""
@@ -121,7 +127,7 @@ class Link:
 class LinkedTransport(TransportWrapper):
     """A transport whose bytes go over an emulated link."""
 
-    def __init__(self, inner: Transport, link: Link) -> None:
+    def __init__(self, inner: Transport, link: EmulatedLink) -> None:
         super().__init__(inner)
         self.group = inner.group
         self._link = link
@@ -134,7 +140,7 @@ class LinkedTransport(TransportWrapper):
 class LinkedChannel(P2PChannel):
     """A way between two ranks of a pipeline over an emulated link."""
 
-    def __init__(self, inner: P2PChannel, link: Link) -> None:
+    def __init__(self, inner: P2PChannel, link: EmulatedLink) -> None:
         self.inner = inner
         self._link = link
 
@@ -146,7 +152,7 @@ class LinkedChannel(P2PChannel):
 
 
 @contextmanager
-def bare(link: Link | None) -> Iterator[None]:
+def bare(link: EmulatedLink | None) -> Iterator[None]:
     """Within it, transfers go as they are."""
     if link is None:
         yield
@@ -158,8 +164,14 @@ def bare(link: Link | None) -> Iterator[None]:
         link.rate = rate
 
 
-def all_reduce(value: Tensor, group: dist.ProcessGroup, link: Link | None) -> None:
-    """Sums a value over a group, in place; over a link as the ring that moves least."""
+def all_reduce(value: Tensor, group: dist.ProcessGroup, link: EmulatedLink | None) -> None:
+    """Sums a value over a group, in place; over a link as the ring that moves least.
+
+    Args:
+        value: is overwritten with the sum.
+        group: the ranks that sum.
+        link: the emulated link that the sum goes over; None where there is none.
+    """
     if link is None:
         dist.all_reduce(value, group=group)
         return

@@ -77,7 +77,7 @@ class LaneChannel(P2PChannel):
         dist.broadcast(out, self._peer, group=self._groups[forward])
 
 
-class Transfer(Communication):
+class PipelineTransfer(Communication):
     """One end of a channel.
 
     Args:
@@ -120,6 +120,6 @@ def transfer_unit(name: str, channel: P2PChannel, boundary: int, make_buffers: M
         values: how many pass.
     """
     assert name in (SEND, RECEIVE)
-    transfer = Transfer(channel, boundary, make_buffers)
+    transfer = PipelineTransfer(channel, boundary, make_buffers)
     label = f"{name}.{boundary}"
     return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})

@@ -127,8 +127,8 @@ class Linear(SplitComputation):
 
     def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
         """The products of a type that forward makes of its value, which stay the same in a window."""
-        found: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
-        return found
+        gemms: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
+        return gemms
 
     def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
         """One for all linears where their weights are copied to that type anyway, which puts them in one piece."""
@@ -159,7 +159,9 @@ class Linear(SplitComputation):
 
     def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
         """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
-        pairs = [(value, adapter) for value, found in zip(values, self._beside(), strict=True) for adapter in found]
+        pairs = [
+            (value, adapter) for value, adapters in zip(values, self._beside(), strict=True) for adapter in adapters
+        ]
         tokens = values[0].numel() // values[0].shape[-1]
         drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))

@@ -73,10 +73,10 @@ class CastWeights:
         """What follows from the weights as they are: made once in a window for a key, elsewhere at every call."""
         if self._kept is None:
             return make()
-        found = self._kept.get(key)
-        if found is None:
-            found = self._kept[key] = make()
-        return found
+        value = self._kept.get(key)
+        if value is None:
+            value = self._kept[key] = make()
+        return value
 
 
 def joined_copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

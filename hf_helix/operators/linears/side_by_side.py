@@ -23,7 +23,7 @@ def in_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The same with all dimensions but the first as they are in every part."""
+    """The view of parts that follow one another in memory, joined along the first dimension; None if they do not."""
     if len(parts) == 1:
         return parts[0]
     whole = in_one(parts)
@@ -57,8 +57,8 @@ def heads_in_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
     """Matrices [n, columns] beside one another, copied only where they do not lie so."""
-    found = columns_in_one(parts)
-    return torch.cat(list(parts), 1) if found is None else found
+    joined = columns_in_one(parts)
+    return torch.cat(list(parts), 1) if joined is None else joined
 
 
 def _lies_by(part: Tensor, strides: Sequence[int]) -> bool:

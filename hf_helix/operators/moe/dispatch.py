@@ -198,7 +198,7 @@ class SortByExpert(Computation):
         return rows.unflatten(0, (*first, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
     def _order(self, counts: Tensor, length: int) -> Tensor:
-        """Of every row by expert, its place by rank."""
+        """Returns for every row in the order of experts its place in the order of ranks."""
         experts = torch.arange(self.experts, device=counts.device).repeat(self.ranks)
         return experts.repeat_interleave(counts.flatten(), output_size=length).argsort(stable=True)
 

@@ -24,6 +24,10 @@ from hf_helix.planning.graph.pair import GraphPair
 COST = 8.0  # of gathering a unit in the types of its parameters, by that of a norm: roughly, until it is measured
 LEAST_COST = 0.1
 
+UNITS_AHEAD = 2
+"""How many units before its own a gather is issued: the next unit of each of two strands, or two of one. Each more
+keeps the weights of another unit whole at the same time; docs/data_parallelism.md says what it gains."""
+
 
 class GatherWeights(Communication):
     """The all-gather of a flat. Forward and recomputation are the same; there is no backward."""
@@ -67,7 +71,7 @@ def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
             writes=(flat.name,),
             non_differentiable=(flat.name,),
             recomputed=flat.name in again and not keeps,
-            ahead=True,
+            ahead=UNITS_AHEAD,
             relative_cost=max(LEAST_COST, round(COST * _bytes(flat, flat.cast_to) / whole, 1)),
         )
         for flat in flats

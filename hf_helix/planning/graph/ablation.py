@@ -36,7 +36,7 @@ def ablate(pair: GraphPair, names: Collection[str]) -> GraphPair:
 
 
 def ablate_profile(profile: Profile, names: Collection[str]) -> Profile:
-    """The same times for graphs with less freedom, see `ablate`."""
+    """Returns the profile with graphs that have less freedom, see `ablate`; times stay."""
     graphs = {unit: ablate(pair, names) for unit, pair in profile.layout.graphs.items()}
     return replace(profile, layout=replace(profile.layout, graphs=graphs)) if names else profile
 

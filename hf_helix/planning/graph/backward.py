@@ -175,22 +175,22 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
     writers = {value: op for op in repeats for value in op.writes}
     named = {op.name: op for op in repeats}
     reads = {op.forward_name: op.reads for op in operators if op.part is Part.W}
-    found: dict[str, Operator] = {}
+    placed: dict[str, Operator] = {}
 
     def put(op: Operator) -> None:
         values = (*op.reads, *op.weights, *(reads[op.forward_name] if op.part is Part.I else ()))
         needed = [writers[value] for value in values if value in writers]
         for other in (*needed, *(named[name] for name in op.ordered_after if name in named)):
-            if other.name not in found:
+            if other.name not in placed:
                 put(other)
-        found[op.name] = op
+        placed[op.name] = op
 
     for op in repeats:
-        if op.kind.communicates and all(value not in writers or writers[value].name in found for value in op.reads):
+        if op.kind.communicates and all(value not in writers or writers[value].name in placed for value in op.reads):
             put(op)
     for op in operators:
         put(op)
-    return list(found.values())
+    return list(placed.values())
 
 
 def _repeated_values(graph: Graph) -> set[str]:
@@ -232,18 +232,18 @@ def _needs_sum(readers: Sequence[Operator]) -> bool:
 
 def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Operator]:
     """The operators with those of these names moved to directly after what they need."""
-    found: list[Operator] = []
+    result: list[Operator] = []
     for op in operators:
-        place = len(found)
+        place = len(result)
         while (
             op.name in names
             and place > 0
-            and found[place - 1].name not in op.ordered_after
-            and not set(found[place - 1].writes) & set(op.depends_on)
+            and result[place - 1].name not in op.ordered_after
+            and not set(result[place - 1].writes) & set(op.depends_on)
         ):
             place -= 1
-        found.insert(place, op)
-    return found
+        result.insert(place, op)
+    return result
 
 
 def place_weights(
@@ -256,19 +256,19 @@ def place_weights(
         weights: the W of every I, by the I's name.
         keep_waiting: whether W's wait further, given an operator, the one that follows it, and the W's; None for never.
     """
-    found: list[Operator] = []
+    result: list[Operator] = []
     waiting: list[Operator] = []
     for op, following in zip_longest(operators, operators[1:]):
-        found.append(op)
+        result.append(op)
         if op.name in weights:
             waiting.append(weights[op.name])
             if feeds(op, following):
                 continue
         if keep_waiting is not None and keep_waiting(op, following, waiting):
             continue
-        found += waiting
+        result += waiting
         waiting = []
-    return found
+    return result
 
 
 def feeds(op: Operator, following: Operator | None) -> bool:

@@ -17,6 +17,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator
 FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "str": (str, str),
     "bool": (bool, bool),
+    "int": (int, int),
     "float": (float, float),
     "tuple[str, ...]": (" ".join, lambda text: tuple(text.split())),
     "Kind": (lambda kind: kind.value, Kind),

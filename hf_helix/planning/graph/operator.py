@@ -79,8 +79,8 @@ class Operator:
             executor lends them to the modules of the model; they are no arguments of the operator.
         dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
         wgrad_weights: those of `weights` that its weight gradient reads as well.
-        ahead: whether it is issued where a micro-batch enters the unit before, so that what it brings is there in time:
-            forward the unit in front of its own, in backward the one behind it. It reads nothing.
+        ahead: how many units before its own it is issued, so that what it brings is there in time; 0 for none. Units
+            count as a rank comes to them, of whatever micro-batch, see `hf_helix.planning.prefetch`. It reads nothing.
         relative_cost: a rough relative time.
     """
 
@@ -105,7 +105,7 @@ class Operator:
     weights: tuple[str, ...] = ()
     dgrad_weights: tuple[str, ...] = ()
     wgrad_weights: tuple[str, ...] = ()
-    ahead: bool = False
+    ahead: int = 0
     relative_cost: float = 1.0
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class Graph:
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.accumulates) if name
             )
             traits = op.kind.value + " split" * op.splits_dgrad_wgrad + " recomputed" * op.recomputed
-            traits += " ahead" * op.ahead
+            traits += f" ahead {op.ahead}" if op.ahead else ""
             if op.wgrad_fraction != 1:
                 traits += f" wgrad_fraction {op.wgrad_fraction:g}"
             lists = {

@@ -51,15 +51,15 @@ def choose_schedule(
     def run(label: str, schedule: Schedule) -> tuple[str, Simulated]:
         return label, simulate_schedule(schedule, ranks, costs)
 
-    found = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
+    candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
     if max_live is None:
-        max_live = max(max(simulated.live) for _, simulated in found)
-    found = [(label, simulated) for label, simulated in found if max(simulated.live) <= max_live]
+        max_live = max(max(simulated.live) for _, simulated in candidates)
+    candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
     policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
-    found.append(run(SEARCHED, _listed(clock, policies)))
-    for _, start in sorted(found, key=_merit)[: STARTS if search else 0]:
-        found.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
-    label, best = min(found, key=_merit)
+    candidates.append(run(SEARCHED, _listed(clock, policies)))
+    for _, start in sorted(candidates, key=_merit)[: STARTS if search else 0]:
+        candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
+    label, best = min(candidates, key=_merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
 
@@ -81,9 +81,9 @@ def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> lis
     return [list_schedule(clock, policy)[0] for policy in policies]
 
 
-def _merit(found: tuple[str, Simulated]) -> tuple[float, int]:
+def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
     """Returns time, then memory."""
-    return found[1].seconds, max(found[1].live)
+    return candidate[1].seconds, max(candidate[1].live)
 
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:

@@ -135,12 +135,12 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule
     Raises:
         ValueError: an unknown name, or fewer than one rank or micro-batch.
     """
-    found = NAMED_SCHEDULES.get(schedule_name(name))
-    if found is None or num_ranks < 1 or num_microbatches < 1:
+    named = NAMED_SCHEDULES.get(schedule_name(name))
+    if named is None or num_ranks < 1 or num_microbatches < 1:
         raise ValueError(
             f"no schedule {name!r} for {num_ranks} ranks and {num_microbatches} micro-batches; "
             f"schedules: {', '.join(NAMED_SCHEDULES)}, with at least one of each"
         )
-    schedule = found.build(num_ranks, num_microbatches)
-    validate(schedule, num_microbatches, stage_ranks(found.placement, num_ranks))
+    schedule = named.build(num_ranks, num_microbatches)
+    validate(schedule, num_microbatches, stage_ranks(named.placement, num_ranks))
     return schedule

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
 
 Gates = Sequence[Sequence[int]]
-"""Of each rank, slots at which its order of issue is cut; nothing for no cuts."""
+"""The slots of each rank at which its order of issue is cut; empty where nothing is cut."""
 
 
 class Periodic:
@@ -31,9 +31,9 @@ class Periodic:
         self.schedule = schedule
         self.shift, self.regions = 0, list[tuple[int, int, int]]()
         for shift in range(1, 5):
-            found = [_region(slots, shift) for slots in schedule]
-            if all(found):
-                self.shift, self.regions = shift, [each for each in found if each]
+            regions = [_region(slots, shift) for slots in schedule]
+            if all(regions):
+                self.shift, self.regions = shift, [each for each in regions if each]
                 break
         self.periods = min(((end - begin) // length for begin, end, length in self.regions), default=0)
 
@@ -94,7 +94,7 @@ def _numbers(slot: Slot) -> Numbers:
 
 
 def _later(key: Numbers, shift: int) -> Numbers:
-    """The same for micro-batches `shift` later."""
+    """Returns the numbers of a slot with micro-batches that come `shift` later."""
     forward, backward = (None if one is None else (one[0], one[1], one[2] + shift) for one in key)
     return forward, backward
 
@@ -119,7 +119,7 @@ def _without(slots: Sequence[Slot], place: int, count: int, microbatches: int) -
 
 
 def _closed(schedule: Schedule, ends: Sequence[int]) -> list[int]:
-    """Of each rank, so many slots, or as many more as the slots of all of them need."""
+    """Returns how many slots of each rank are taken: `ends`, or as many more as the slots of all of them need."""
     made = {
         (action.stage, part, action.microbatch): (rank, place)
         for rank, slots in enumerate(schedule)

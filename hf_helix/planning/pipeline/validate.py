@@ -121,9 +121,9 @@ class _DryRun:
 
     def missing(self) -> list[Action]:
         """Returns the actions that never ran; an input and a weight gradient that are both missing as one backward."""
-        found = []
+        actions = []
         for stage in range(len(self.ranks)):
             for microbatch in range(self.num_microbatches):
                 parts = "".join(part for part in "FIW" if self.count[stage, part] <= microbatch)
-                found += [Action(stage, kind, microbatch) for kind in parts.replace("IW", "B")]
-        return found
+                actions += [Action(stage, kind, microbatch) for kind in parts.replace("IW", "B")]
+        return actions

@@ -68,13 +68,13 @@ def activation_memory(
     """
     alloc, free = [0.0] * len(program), [0.0] * len(program)
     for place, instruction in enumerate(program):
-        op, found = instruction.operator, shares.get(layout.units[instruction.unit], {})
+        op, held = instruction.operator, shares.get(layout.units[instruction.unit], {})
         assert op is not None
-        if op.kind is not Kind.COMPUTE or op.forward_name not in found:  # such as a sum of gradients
+        if op.kind is not Kind.COMPUTE or op.forward_name not in held:  # such as a sum of gradients
             continue
-        share, source = found[op.forward_name]
+        share, source = held[op.forward_name]
         if op.part is Part.R:
-            alloc[place] = sum(each for each, name in found.values() if name == op.forward_name) if recomputed else 0.0
+            alloc[place] = sum(each for each, name in held.values() if name == op.forward_name) if recomputed else 0.0
         elif bool(source) is not recomputed:
             continue
         elif op.part is Part.F:

@@ -47,7 +47,14 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
 
 
 def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """A plan from its text form. Arguments and errors as of `load_plan`."""
+    """A plan from its text form; errors are those of `load_plan`, without the name of the file.
+
+    Args:
+        text: what a plan file holds.
+        pairs: the graphs of this run, by the name of a unit.
+        model: the class of the model.
+        mesh: the sizes of the mesh by the names of their options.
+    """
     try:
         data = json.loads(text)
     except ValueError as error:

@@ -38,6 +38,7 @@ from hf_helix.planning.cost import simulate
 from hf_helix.planning.gradient_sums import add_sums, order_with_sums
 from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.plans.list_scheduler import SLACK, ListScheduler, Priorities
+from hf_helix.planning.prefetch import prefetched
 from hf_helix.planning.profile import Profile
 
 MICROBATCHES = 2
@@ -97,7 +98,7 @@ class _Trial:
         order = self._scheduler.order(self._priority, held_units=held_units)
         if self._exceeds(order):
             return float("inf")
-        order = order_with_sums(self._scheduler.window, order, self._first)
+        order = order_with_sums(self._scheduler.window, prefetched(self._scheduler.window, order), self._first)
         return simulate(self._work, self._slowdown, order).seconds
 
     def _exceeds(self, order: Sequence[int]) -> bool:

@@ -96,7 +96,13 @@ class ListScheduler:
                 self.readers[need].append(place)
 
     def issue(self, priority: Priority, gates: Gates = (), held_units: int | None = None) -> Issued:
-        """The window in the order of issue, rank by rank; arguments as of `order`."""
+        """The window in the order of issue, rank by rank.
+
+        Args:
+            priority: see `Priority`.
+            gates: of each rank, slots that it begins only once it has issued all that comes before them.
+            held_units: as of `Priorities`.
+        """
         ends = [0.0] * len(self.work)
         orders: list[list[int]] = [[] for _ in self.limits]
         for place in self.order(priority, ends, gates, held_units):
@@ -118,17 +124,10 @@ class ListScheduler:
             gates: of each rank, slots that it begins only once it has issued all that comes before them.
             held_units: as of `Priorities`.
         """
-        known = [priority.get(name, 0.0) for name in self.work.names]
-        weight = [known[entry] for entry in self.work.entries]
-        if held_units is not None:
-            for place, each in last_backward_weights(self.window, self.work, held_units):
-                weight[place] = each
+        weight, ranks = self._weights(priority, held_units), self._ranks(gates)
         waits = [len(needs) for needs in self.needs]
         arrives = [0.0] * len(self.work)
         free = [0.0] * (max(self._queues, default=0) + 1)
-        ranks = [_Rank(limit) for limit in self.limits]
-        for rank, slots, closed in zip(ranks, self.window.slots, gates or [()] * len(ranks), strict=True):
-            rank.close([(slots[slot], slots[slot] - slots[0]) for slot in closed])
         # What every forward action has still to allocate; the last stands for no action.
         left = [*self._after.layers, 0.0]
         of, streams, seconds = self.work.ranks, self.work.streams, self.work.seconds
@@ -139,6 +138,7 @@ class ListScheduler:
         order: list[int] = []
         begins: list[tuple[float, int]] = []  # of what the ranks issue next; those that have changed stay until found
         changed = list(range(len(ranks)))
+        # One long loop: annealing runs it for every order that it tries, and calls inside of it would cost time.
         for _ in range(len(self.work)):
             for number in changed:
                 self._choose(ranks[number], arrives, weight, left)
@@ -183,12 +183,28 @@ class ListScheduler:
 
     def peaks(self, order: Sequence[int]) -> list[float]:
         """The most layers whose activations are alive on each rank under an order."""
-        alive, found = [0.0] * len(self.limits), [0.0] * len(self.limits)
+        alive, most = [0.0] * len(self.limits), [0.0] * len(self.limits)
         for place in order:
             rank = self.work.ranks[place]
             alive[rank] += self.kept.alloc[place] - self.kept.free[place]
-            found[rank] = max(found[rank], alive[rank])
-        return found
+            most[rank] = max(most[rank], alive[rank])
+        return most
+
+    def _weights(self, priority: Priority, held_units: int | None) -> list[float]:
+        """The priority of every instruction; under `held_units`, another one for those of the last backward passes."""
+        known = [priority.get(name, 0.0) for name in self.work.names]
+        weight = [known[entry] for entry in self.work.entries]
+        if held_units is not None:
+            for place, each in last_backward_weights(self.window, self.work, held_units):
+                weight[place] = each
+        return weight
+
+    def _ranks(self, gates: Gates) -> list[_Rank]:
+        """The ranks before their first instruction, with their gates closed."""
+        ranks = [_Rank(limit) for limit in self.limits]
+        for rank, slots, closed in zip(ranks, self.window.slots, gates or [()] * len(ranks), strict=True):
+            rank.close([(slots[slot], slots[slot] - slots[0]) for slot in closed])
+        return ranks
 
     def _choose(self, rank: _Rank, arrives: list[float], weight: list[float], left: list[float]) -> None:
         """Notes what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""

@@ -5,7 +5,8 @@ Out:  `Plan`, the base of every kind of plan: `BlockPlan` lists orders, `Priorit
 Must hold: what an order means is the same on every device. Compute operators run in this order on one stream; a
 communication operator starts once everything issued before it on the compute stream is done and its own stream is free;
 a compute operator waits for the communication whose result it reads. At a barrier the compute stream waits for all
-communication.
+communication but what is issued ahead. That is issued where the plan has it, or earlier, see
+`hf_helix.planning.prefetch`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,13 @@ class Plan(ABC):
         """
 
     def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The instructions of a window in the order of issue, rank by rank; arguments as of `issue`."""
+        """The instructions of a window in the order of issue, rank by rank.
+
+        Args:
+            schedule: the slots of every rank.
+            layout: what the ranks hold.
+            slots_ahead: see `issue`.
+        """
         issued = self.issue(schedule, layout, slots_ahead)
         return [issued.program(rank) for rank in range(len(schedule))]
 
@@ -120,14 +127,14 @@ def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
     return digest(graph for pair in pairs.values() for graph in (pair.forward, pair.backward))
 
 
-def check_known(found: Iterable[str], known: Iterable[str], what: str) -> None:
+def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     """Raises ValueError for the first name that a model does not have.
 
     Args:
-        found: what a file names.
+        names: what a file names.
         known: what there is.
         what: the sort of thing, for the error.
     """
-    strange = sorted(set(found) - set(known))
+    strange = sorted(set(names) - set(known))
     if strange:
         raise ValueError(f"this model has no {what} {strange[0]!r}")

@@ -174,18 +174,18 @@ class _Chain:
 def _turns(pattern: Pattern, layout: Layout) -> dict[int, list[tuple[tuple[str, int], bool, bool]]]:
     """For every call of backward that takes turns with others: the row, whether it waits for the one before it there,
     and whether the next one waits for it."""
-    found: dict[int, list[tuple[tuple[str, int], bool, bool]]] = {}
+    turns: dict[int, list[tuple[tuple[str, int], bool, bool]]] = {}
     rows = {each: row for row, members in enumerate(layout.shared) for each in members}
     for call, instruction in enumerate(pattern.calls):
         op, unit = instruction.operator, instruction.unit
         if op is None or op.part is Part.F:
             continue
         if (unit, op.name) in rows:
-            found.setdefault(call, []).append((("shared", rows[unit, op.name]), True, True))
+            turns.setdefault(call, []).append((("shared", rows[unit, op.name]), True, True))
         if not layout.graphs[layout.units[unit]].forward.repeats and op.part in (Part.I, Part.W):
             # Logits are large and no part of a layer: they are freed before the next micro-batch's are made.
-            found.setdefault(call, []).append((("unit", unit), op.part is Part.I, op.part is Part.W))
-    return found
+            turns.setdefault(call, []).append((("unit", unit), op.part is Part.I, op.part is Part.W))
+    return turns
 
 
 def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
@@ -199,14 +199,14 @@ def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
 
 def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
     """The actions of a direction; two in a row run beside each other where the other strand has none."""
-    found = []
+    actions = []
     alone = False
     for slot in slots:
         action, other = (slot.forward, slot.backward) if forward else (slot.backward, slot.forward)
         if action is not None:
-            found.append((action, alone and other is None))
+            actions.append((action, alone and other is None))
         alone = action is not None and other is None
-    return found
+    return actions
 
 
 def _unit_passes(action: Action, layout: Layout) -> list[UnitPass]:

@@ -49,9 +49,9 @@ class PriorityPlan(Plan):
     ) -> Issued:
         """The window as the list scheduler orders it, all ranks together. A receive is issued when, by the times of the
         plan, the other rank has sent, so `slots_ahead` means nothing here."""
-        found = self.priorities
-        scheduler = ListScheduler(schedule, layout, found.times, found.extra_live_layers)
-        return scheduler.issue(found.priority, gates, found.held_units if layout.sums else None)
+        values = self.priorities
+        scheduler = ListScheduler(schedule, layout, values.times, values.extra_live_layers)
+        return scheduler.issue(values.priority, gates, values.held_units if layout.sums else None)
 
     def data(self) -> Any:
         """Milliseconds of every operator, the layers that may be alive, and the units that hold weight gradients back
@@ -88,10 +88,10 @@ def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
     return Priorities(times, priority, extra, held)
 
 
-def _check_entries(unit: str, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_entries(unit: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raises ValueError where a unit's operators are not those of its graphs."""
-    strange = sorted(found.keys() - known.keys())
-    missing = [entry for entry in known if entry not in found]
+    strange = sorted(given.keys() - known.keys())
+    missing = [entry for entry in known if entry not in given]
     if strange:
         raise ValueError(f"unit {unit!r} has no operator {strange[0]!r}")
     if missing:

@@ -158,6 +158,6 @@ def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list
         schedule: of the window.
     """
     profile = plan.profile_for(profile)
-    program = [made for found in build_programs(schedule, profile.layout, plan) for made in found]
+    program = [made for of_rank in build_programs(schedule, profile.layout, plan) for made in of_rank]
     work = work_of(program, profile.layout, profile.times)
     return program, simulate(work, profile.slowdown if profile.pairs else None)

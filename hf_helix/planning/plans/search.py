@@ -33,6 +33,7 @@ from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.pipeline.periodic import Periodic
 from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
+from hf_helix.planning.prefetch import prefetched
 from hf_helix.planning.profile import (
     EMULATED_LINK,
     SUMS_OVER,
@@ -162,7 +163,7 @@ def _improve(
         priority = _changed(current.priority, names, scale, rng)
         return _Candidate(priority, cost(priority))
 
-    found = anneal(
+    best = anneal(
         _Candidate(start.priority, cost(start.priority)),
         propose,
         steps=int(effort * min(MAX_STEPS, EFFORT // cost.effort)),
@@ -171,7 +172,7 @@ def _improve(
         target=1 + 1e-4,
         progress=progress,
     )
-    return replace(start, priority=found.priority)
+    return replace(start, priority=best.priority)
 
 
 class _Cost:
@@ -198,9 +199,9 @@ class _Cost:
     def by_factor(self, priority: Priority, held_units: int | None = None) -> list[float]:
         """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, sums of gradients included."""
         order = self.window.order(priority, held_units=held_units)
-        order = order_with_sums(self.window.window, order, self._first_sum)
-        found = (simulate(work, self._slowdown, order).seconds for work in self._works)
-        return [seconds / limit for seconds, limit in zip(found, self._bounds, strict=True)]
+        order = order_with_sums(self.window.window, prefetched(self.window.window, order), self._first_sum)
+        seconds_by_factor = (simulate(work, self._slowdown, order).seconds for work in self._works)
+        return [seconds / limit for seconds, limit in zip(seconds_by_factor, self._bounds, strict=True)]
 
 
 def _tell(progress: Progress, number: int, count: int, share: float) -> None:
@@ -260,12 +261,12 @@ def bound(work: Work, layout: Layout) -> float:
     Where two micro-batches of one direction run beside each other (warm-up and cool-down on several ranks, evaluation),
     half of the sum of both strands' critical paths.
     """
-    found = [max(work.loads().values())]
+    limits = [max(work.loads().values())]
     for rank in range(layout.num_ranks):
         forward, backward = (_critical_path(work, layout, letter, rank) for letter in "FB")
         single = layout.num_ranks == 1 and forward and backward
-        found.append(max(forward, backward) if single else (forward + backward) / 2)
-    return max(found)
+        limits.append(max(forward, backward) if single else (forward + backward) / 2)
+    return max(limits)
 
 
 def _critical_path(work: Work, layout: Layout, strand: str, rank: int) -> float:

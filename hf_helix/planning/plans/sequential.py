@@ -16,6 +16,12 @@ from hf_helix.planning.profile import Profile
 
 
 def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order."""
+    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order.
+
+    Args:
+        forward: the graph of the forward pass; None where the block has none.
+        backward: the graph of backward, likewise.
+        profile: is not needed for it.
+    """
     strands = (entries(forward, None), entries(None, backward))
     return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))

@@ -33,9 +33,9 @@ def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
         return [mine]
     if ranks is not None:
         return [broadcast_object(mine, source, ranks) for source in ranks]
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=control_group())
-    return found
+    gathered = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine, group=control_group())
+    return gathered
 
 
 def check_same_on_all_ranks(text: str, what: str) -> None:
@@ -76,14 +76,14 @@ def on_all_ranks(step: Callable[[], T]) -> T:
     Raises:
         Exception: see `agree_on_success`.
     """
-    found: list[T] = []
+    result: list[T] = []
     error: Exception | None = None
     try:
-        found.append(step())
+        result.append(step())
     except Exception as raised:
         error = raised
     agree_on_success(error)
-    return found[0]
+    return result[0]
 
 
 def decide_on_rank_0(decide: Callable[[], T]) -> T:
@@ -95,20 +95,20 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
-    found: list[Any] = [None, None]
+    decision: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = decide()
+            decision[0] = decide()
         except Exception as raised:
             error = raised
             is_for_users = isinstance(error, ValueError)
             again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
-            found[1] = told_by(again, describe(error, 0))
-    dist.broadcast_object_list(found, src=0, group=control_group())
-    if found[1] is not None:
-        raise error or found[1]
-    return found[0]
+            decision[1] = told_by(again, describe(error, 0))
+    dist.broadcast_object_list(decision, src=0, group=control_group())
+    if decision[1] is not None:
+        raise error or decision[1]
+    return decision[0]
 
 
 def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -124,9 +124,9 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
     )
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    found = torch.stack(gathered).tolist()  # one wait for the device, however many ranks there are
-    if any(other != found[0] for other in found):
-        lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
+    sums = torch.stack(gathered).tolist()  # one wait for the device, however many ranks there are
+    if any(other != sums[0] for other in sums):
+        lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in sums)
         raise ValueError(
             f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "
             "batch. Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
@@ -148,12 +148,12 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     mine = torch.tensor([count], device=device)
     if states is not None:
         mine = torch.cat((mine, states))
-    found = mine[None]
+    table = mine[None]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        found = torch.stack(gathered)
-    rows = found.tolist()
+        table = torch.stack(gathered)
+    rows = table.tolist()
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         raise ValueError(

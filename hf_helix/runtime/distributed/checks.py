@@ -26,7 +26,13 @@ def check_joined(world: int) -> None:
 
 
 def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raises ValueError where there is nothing that a link could be emulated for."""
+    """Raises ValueError where there is nothing that a link could be emulated for.
+
+    Args:
+        link: as the option was given.
+        device: that the run is on.
+        world: processes of the run.
+    """
     if device.type == "cuda":
         raise ValueError(
             f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "

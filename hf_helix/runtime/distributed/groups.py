@@ -48,11 +48,11 @@ def backend_of(device: torch.device) -> str:
     Raises:
         ValueError: there is none, or it is gloo for CUDA tensors, most of whose operations it lacks.
     """
-    found = backends()
-    name = found.get(device.type)
+    by_device = backends()
+    name = by_device.get(device.type)
     if name is not None and (name, device.type) != (GLOO, "cuda"):
         return name
-    given = ", ".join(f"{backend} for {kind}" for kind, backend in found.items())
+    given = ", ".join(f"{backend} for {kind}" for kind, backend in by_device.items())
     needed = {
         "cuda": 'NCCL: init_process_group("cuda:nccl,cpu:gloo"), or train on CPU with TrainingArguments(use_cpu=True)',
         "cpu": 'gloo: init_process_group("gloo")',
@@ -103,9 +103,9 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
         source, ranks: in the launcher's group.
     """
     if dist.get_rank() != source:
-        found = [mine]
-        dist.recv_object_list(found, source, group=control_group())
-        return found[0]
+        received = [mine]
+        dist.recv_object_list(received, source, group=control_group())
+        return received[0]
     for other in ranks:
         if other != source:
             dist.send_object_list([mine], other, group=control_group())
@@ -123,16 +123,22 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
         backend: None for that of the launcher's group.
         use: a key of `MAX_CTAS`, or empty.
     """
-    found = []
+    groups = []
     for row in places.reshape(-1, places.shape[-1]).tolist():
         group = dist.new_group(row, backend=backend, pg_options=options_of(use) if backend is None else None)
         if dist.get_rank() in row:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
 def group_of(places: torch.Tensor, backend: str | None = None, use: str = "") -> dist.ProcessGroup:
-    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`."""
+    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`.
+
+    Args:
+        places: as of `make_groups`.
+        backend: as of `make_groups`.
+        use: as of `make_groups`.
+    """
     (group,) = make_groups(places, backend, use)
     return group
 
@@ -159,10 +165,10 @@ def order_launches(pp_size: int) -> None:
     """
     if torch.version.hip is not None:  # RCCL 2.27 crashes with it
         return
-    found = os.environ.setdefault(LAUNCH_ORDER, "0" if pp_size > 1 else "1")
-    if pp_size > 1 and found != "0":
+    value = os.environ.setdefault(LAUNCH_ORDER, "0" if pp_size > 1 else "1")
+    if pp_size > 1 and value != "0":
         raise ValueError(
-            f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {found!r}, with which NCCL starts "
+            f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {value!r}, with which NCCL starts "
             "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once "
             "in a process: train the pipeline in a process of its own, without that variable or with the value 0"
         )

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.config import OPTIMIZER, HelixConfig
 from hf_helix.link_speed import parse_link
-from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
+from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
 from hf_helix.operators.communication.transport import Axis, Copies, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
@@ -63,12 +63,12 @@ class Mesh:
     copies_group: dist.ProcessGroup | None
     expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
-    link: Link | None = None
+    link: EmulatedLink | None = None
     copies: Copies | None = None
     expert_copies: Copies | None = None
     sums_kind: Kind = Kind.INTRA_NODE
 
-    def over(self, link: Link) -> Mesh:
+    def over(self, link: EmulatedLink) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
 
         def linked(axis: Axis) -> Axis:
@@ -95,8 +95,8 @@ class Mesh:
     @property
     def option_sizes(self) -> dict[str, int]:
         """By the names of the options, without data parallelism; context and expert parallelism where there is any."""
-        found = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
-        return found | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
+        options = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
+        return options | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
 
     @property
     def axes(self) -> list[Axis]:
@@ -177,7 +177,7 @@ def build_mesh(
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
-    return _meshes[key].over(Link(parse_link(link)))
+    return _meshes[key].over(EmulatedLink(parse_link(link)))
 
 
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
@@ -244,9 +244,9 @@ def _new_mesh(
         expert_copies_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
         expert_copies = spread_over("expert_copies", expert_copies_group)
     pipe = make_pipe(rows["pp"], backend)
-    found = dp_group, copies_group, expert_copies_group, batch_group
+    further_groups = dp_group, copies_group, expert_copies_group, batch_group
     axes = tp, cp, experts, pipe
-    mesh = Mesh(sizes, device, device_mesh, *axes, *found, None, copies, expert_copies, sums_kind)
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, copies, expert_copies, sums_kind)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
@@ -305,12 +305,12 @@ def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     """The axes of which some ranks are on different hosts."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, groups.host_name(), group=groups.control_group())
-    found = set()
+    names = set()
     for name, places in axes.items():
         rows = places.reshape(-1, places.shape[-1]).tolist()
         if any(len({hosts[member] for member in row}) > 1 for row in rows):
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> Transport:

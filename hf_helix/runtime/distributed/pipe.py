@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_helix.operators.communication.emulated_link import Link, LinkedChannel
+from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedChannel
 from hf_helix.operators.communication.pipeline_p2p import GroupChannel, LaneChannel, P2PChannel
 from hf_helix.runtime.distributed import groups
 
@@ -43,7 +43,7 @@ class Pipe:
         ranks: Sequence[int],
         group: dist.ProcessGroup | None = None,
         lanes: Mapping[int, dist.ProcessGroup] | Mapping[Lane, dist.ProcessGroup] | None = None,
-        link: Link | None = None,
+        link: EmulatedLink | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
@@ -52,8 +52,8 @@ class Pipe:
         self.lanes = lanes or {}
         self._link = link
 
-    def over(self, link: Link) -> Pipe:
-        """The same ranks and groups, with everything going over a link."""
+    def over(self, link: EmulatedLink) -> Pipe:
+        """Returns a pipe of these ranks and groups in which everything goes over a link."""
         return Pipe(self.ranks, self.group, self.lanes, link)
 
     def channel(self, boundary: int, peer: int, outward: bool) -> P2PChannel:

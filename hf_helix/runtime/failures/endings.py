@@ -159,9 +159,9 @@ def _short(trace: TracebackType) -> TracebackType:
     """The frames of the user's own code, and the last one."""
     *others, last = _frames(trace)
     short = TracebackType(None, last.tb_frame, last.tb_lasti, last.tb_lineno)
-    for found in reversed(others):
-        if _is_the_users(found.tb_frame.f_code.co_filename):
-            short = TracebackType(short, found.tb_frame, found.tb_lasti, found.tb_lineno)
+    for other in reversed(others):
+        if _is_the_users(other.tb_frame.f_code.co_filename):
+            short = TracebackType(short, other.tb_frame, other.tb_lasti, other.tb_lineno)
     return short
 
 
@@ -170,7 +170,7 @@ def _is_the_users(file: str) -> bool:
 
 
 def _frames(trace: TracebackType) -> list[TracebackType]:
-    found = [trace]
-    while (following := found[-1].tb_next) is not None:
-        found.append(following)
-    return found
+    frames = [trace]
+    while (following := frames[-1].tb_next) is not None:
+        frames.append(following)
+    return frames

@@ -33,12 +33,12 @@ class Health:
 
     def state(self) -> Tensor:
         """What this rank has found, as a number on the device."""
-        found = torch.zeros((), dtype=torch.long, device=self._device)
+        state = torch.zeros((), dtype=torch.long, device=self._device)
         if self._norm is not None:
-            found = torch.where(torch.isfinite(self._norm), found, GRADIENT)
+            state = torch.where(torch.isfinite(self._norm), state, GRADIENT)
         if self._losses is not None:
-            found = torch.where(torch.isfinite(self._losses).all(), found, LOSS)
-        return found
+            state = torch.where(torch.isfinite(self._losses).all(), state, LOSS)
+        return state
 
     def check(self) -> None:
         """Compares over all ranks, now. Collective.
@@ -47,11 +47,11 @@ class Health:
             FloatingPointError: on every rank, see `judge`.
         """
         mine = self.state().reshape(1)
-        found = [mine]
+        states = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(found, mine)
-        self.judge([int(state) for state in found])
+            states = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(states, mine)
+        self.judge([int(state) for state in states])
 
     def judge(self, states: list[int]) -> None:
         """Raises if a rank has found something.

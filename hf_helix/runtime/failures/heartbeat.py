@@ -177,7 +177,7 @@ class Watch:
             endings.say_line(self.rank, failure)
 
     def _silent(self, beats: dict[int, bytes], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
-        """Of the ranks without a new heartbeat for so long, the one that has been silent longest."""
+        """Returns the rank that has been silent longest, among those without a new heartbeat for `limit` seconds."""
         now, silent = time.monotonic(), []
         for other, beat in beats.items():
             if other == self.rank or beat == LEFT:
@@ -199,9 +199,9 @@ class Watch:
         seen: dict[int, tuple[bytes, float]] = {}
         try:
             while time.monotonic() < deadline:
-                found = self._look(range(self.world), limit, seen)
-                if found:
-                    return found
+                culprit = self._look(range(self.world), limit, seen)
+                if culprit:
+                    return culprit
                 time.sleep(self.interval)
             gone = [other for other, beat in self._beats() if beat == LEFT]
         except Exception:

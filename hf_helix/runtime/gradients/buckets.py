@@ -76,16 +76,16 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         units: what it holds, by index in the layout.
         mesh: which ranks share what.
     """
-    found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
+    summed = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
     sizes = {
-        made.parameter: made.parameter.element_size() * most_elements(made.parameter, made.placement, mesh)
-        for made in found
+        made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
+        for made in summed
     }
     flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
     whole = [parameter for parameter in sizes if parameter not in flats]
     numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
     groups: dict[int | Flat, list[Completed]] = {}
-    for made in found:
+    for made in summed:
         bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
         groups[bucket] = [*groups.pop(bucket, ()), made]  # behind those that are complete before
     return [
@@ -121,23 +121,23 @@ def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
     Args:
         units: by index in the layout.
     """
-    found: dict[Tensor, list[Adder]] = {}
+    adders: dict[Tensor, list[Adder]] = {}
     for index in sorted(units, reverse=True):
         for op in units[index].graphs.backward.operators:
             if op.part not in (Part.I, Part.R) and not (op.splits_dgrad_wgrad and op.wgrad_fraction == 0):
                 for parameter in units[index].operators[op.forward_name].parameters:
-                    found.setdefault(parameter, []).append((index, op.name))
-    return found
+                    adders.setdefault(parameter, []).append((index, op.name))
+    return adders
 
 
 def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
     """Returns `adders_of`; of a parameter that no operator names, every computation of its unit."""
-    found = adders_of(units)
+    adders = adders_of(units)
     for index in sorted(units, reverse=True):
         computing = [op.name for op in units[index].graphs.backward.operators if not op.kind.communicates]
         for parameter in units[index].placements:
-            found.setdefault(parameter, [(index, name) for name in computing])
-    return found
+            adders.setdefault(parameter, [(index, name) for name in computing])
+    return adders
 
 
 def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
@@ -148,16 +148,16 @@ def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
     """
     adders = _all_adders(units)
     order: dict[Adder, int] = {}
-    found: dict[nn.Parameter, tuple[int, Placement]] = {}
+    places: dict[nn.Parameter, tuple[int, Placement]] = {}
     for index in sorted(units, reverse=True):
         for op in units[index].graphs.backward.operators:
             order[index, op.name] = len(order)
         for parameter, placement in units[index].placements.items():
             last = max((order[adder] for adder in adders[parameter] if adder in order), default=len(order))
-            found[parameter] = last, placement
-    for parameter in sorted(found, key=lambda parameter: found[parameter][0]):
+            places[parameter] = last, placement
+    for parameter in sorted(places, key=lambda parameter: places[parameter][0]):
         if parameter.requires_grad:
-            yield Completed(parameter, found[parameter][1], tuple(adders[parameter]))
+            yield Completed(parameter, places[parameter][1], tuple(adders[parameter]))
 
 
 def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
@@ -166,7 +166,7 @@ def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> boo
     return shards or mesh.copies_of(placement) is not None or mesh.dp_size > 1
 
 
-def most_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
+def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
     """Returns the elements of a parameter on the first rank of its axis, which has most; the same once it is cut.
 
     Args:

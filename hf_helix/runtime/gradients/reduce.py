@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_helix.operators.communication.emulated_link import Link, all_reduce
+from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
 from hf_helix.operators.linears.side_by_side import in_one
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.operators.weights.flat import Flat
@@ -109,8 +109,8 @@ class Reduction:
         if group is None and divisor == 1:
             return []
         self._limit_copies(parameters)
-        found = _by_type(parameters).values()
-        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found]
+        by_type = _by_type(parameters).values()
+        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in by_type]
         events = [self._streams.issue(kind, work, after, label) for work in works]
         self._events += events
         return events
@@ -124,7 +124,13 @@ class Reduction:
 
 
 def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
-    """Reduces all gradients now, without overlap."""
+    """Reduces all gradients now, without overlap.
+
+    Args:
+        units: of this rank.
+        mesh: which ranks share what.
+        streams: that the sums run on.
+    """
     Reduction(gradient_buckets(units, mesh), mesh, streams).finish()
 
 
@@ -144,11 +150,11 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
     """Returns the parameters that have a gradient, by its type."""
-    found: dict[torch.dtype, list[Any]] = {}
+    by_type: dict[torch.dtype, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault(parameter.grad.dtype, []).append(parameter)
-    return found
+            by_type.setdefault(parameter.grad.dtype, []).append(parameter)
+    return by_type
 
 
 def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
@@ -167,7 +173,7 @@ def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _summing(
-    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: EmulatedLink | None
 ) -> Callable[[], object]:
     """Returns the work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
@@ -187,7 +193,7 @@ def _summing(
     return work
 
 
-def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: Link | None) -> None:
+def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: EmulatedLink | None) -> None:
     """Sums over a group and divides, in place."""
     if total.is_cuda and divisor == dist.get_world_size(group):
         dist.all_reduce(total, dist.ReduceOp.AVG, group=group)

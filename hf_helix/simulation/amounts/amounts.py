@@ -25,7 +25,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
 from hf_helix.simulation.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
 from hf_helix.simulation.amounts.kernels import Kernel, Transfer
-from hf_helix.simulation.amounts.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
+from hf_helix.simulation.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.simulation.amounts.meter import FusedKernels, Meter, Metered
 
 Adders = tuple[tuple[int, str], ...]
@@ -61,12 +61,14 @@ class Weights:
         experts: likewise, of experts, which fewer ranks have copies of.
         frozen: elements that get none, where every data-parallel rank holds a copy.
         frozen_experts: likewise, of experts.
+        frozen_itemsize: bytes of an element that gets none: the type in which the model was loaded.
     """
 
     trained: int = 0
     experts: int = 0
     frozen: int = 0
     frozen_experts: int = 0
+    frozen_itemsize: int = 4
 
     @property
     def all_trained(self) -> int:
@@ -159,10 +161,10 @@ class Amounts:
         if spread == self.spread:
             return self
         operators = dict(self.operators)
-        for name, found in self.operators.items():
-            if any(each.axis in spread for each in found.transfers):
-                sent = [_over(each, self.spread, spread) for each in found.transfers]
-                operators[name] = replace(found, transfers=sent)
+        for name, counted in self.operators.items():
+            if any(each.axis in spread for each in counted.transfers):
+                sent = [_over(each, self.spread, spread) for each in counted.transfers]
+                operators[name] = replace(counted, transfers=sent)
         return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
@@ -242,19 +244,8 @@ def count_amounts(
     """
     streams = runner.executor.streams
     assert isinstance(streams, PaperStreams)
-    side = batch.prepare()
-    batch = replace(batch, prepare=lambda: dict(side))
-    stage = runner.stage
-    with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        # The first window makes gradients and copies of weights, which are there in every further one.
-        first = Meter([*stage.placements, *stage.stepped], counts=False)
-        _run(runner, batch, streams, first)
-        streams.sent.clear()
-        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
-        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
-        second = Meter(held, first)
-        watch = _run(runner, batch, streams, second)
-    layout = runner.layout
+    first, second, watch = _counted(runner, batch, streams)
+    stage, layout = runner.stage, runner.layout
     labels = {
         (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
         for index in layout.units_of(0)
@@ -264,17 +255,17 @@ def count_amounts(
     places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
     lent = {(index, name) for index, unit in stage.model.items() for name in unit.flats}
     lifetimes = lifetimes_of(second, watch, places, layout, lent)
-    ran = [names[label] for label in second.found]  # in the order in which they ran, which memory depends on
+    ran = [names[label] for label in second.counted]  # in the order in which they ran, which memory depends on
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
     operators = {
-        name: _operator(second.found[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
+        name: _operator(second.counted[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
         for name in ran
     }
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):
-            copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
+            copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(stage.model.values())
     if not spread:
         units = with_kept_flats(units, runner.precision.autocast_dtype)
@@ -292,8 +283,25 @@ def count_amounts(
     )
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Watch:
-    streams.trace = watch = Watch(meter)
+def _counted(runner: Runner, batch: MicroBatch, streams: PaperStreams) -> tuple[Meter, Meter, LifetimeTrace]:
+    """What was counted in a first window and in a further one, and what lived how long in the latter."""
+    side = batch.prepare()
+    batch = replace(batch, prepare=lambda: dict(side))
+    stage = runner.stage
+    with runner.precision.weights.kept():  # as in a window, in which they are cast once
+        # The first window makes gradients and copies of weights, which are there in every further one.
+        first = Meter([*stage.placements, *stage.stepped], counts=False)
+        _run(runner, batch, streams, first)
+        streams.sent.clear()
+        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
+        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
+        second = Meter(held, first)
+        watch = _run(runner, batch, streams, second)
+    return first, second, watch
+
+
+def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> LifetimeTrace:
+    streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):
         executor.run(runner.program(1), [batch], runner.sources(), training=True)
@@ -306,30 +314,34 @@ def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> Opera
 
 
 def _weights(runner: Runner) -> dict[str, Weights]:
-    found = {}
+    weights = {}
     seen: set[nn.Parameter] = set()
     for _, unit in sorted(runner.stage.model.items()):
         elements: Counter[tuple[bool, bool]] = Counter()
+        itemsize = 0
         for parameter, placement in unit.placements.items():
             if parameter in seen:
                 continue
             seen.add(parameter)
             elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
-        found[unit.name] = Weights(
+            if not parameter.requires_grad:
+                itemsize = max(itemsize, parameter.itemsize)
+        weights[unit.name] = Weights(
             trained=elements[True, False],
             experts=elements[True, True],
             frozen=elements[False, False],
             frozen_experts=elements[False, True],
+            frozen_itemsize=itemsize or Weights.frozen_itemsize,
         )
-    return found
+    return weights
 
 
 def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
     model = runner.stage.model
-    found: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
+    gradients: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
     for made in by_completion(model):
         adders = tuple((model[index].name, name) for index, name in made.adders)
         last = model[min(index for index, _ in made.adders)].name
         is_experts = made.placement.over == EXPERTS
-        found[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
-    return found
+        gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
+    return gradients

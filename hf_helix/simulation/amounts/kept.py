@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from hf_helix.operators.unit import EXPERTS, Unit
-from hf_helix.operators.weights.kept import KeptFlat, keep_units, kept_flats
+from hf_helix.operators.weights.kept import KeptFlat, keep_units
+from hf_helix.runtime.kept_weights import readers_of
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
 from hf_helix.simulation.amounts.mesh import paper_mesh
 
@@ -62,11 +63,7 @@ def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
     Args:
         units: of `with_kept_flats`, in forward order.
     """
-    users: dict[KeptFlat, list[str]] = {}
-    for unit in units:
-        for flat in kept_flats(unit.flats.values()):
-            users.setdefault(flat, []).append(unit.name)
-    return [_kept(flat, names) for flat, names in users.items()]
+    return [_kept(flat, names) for flat, names in readers_of((unit.name, unit) for unit in units).items()]
 
 
 def flat_names(units: Iterable[Unit]) -> Mapping[nn.Parameter, str]:

@@ -65,16 +65,16 @@ class Lifetimes:
     def weights(self) -> dict[Name, int]:
         """Returns, by operator, the bytes of gathered weights that are alive after it and were not before, where one
         strand runs."""
-        found: dict[Name, int] = {}
+        changes: dict[Name, int] = {}
         for (unit, entry), storages in self.left.items():
             for storage in storages:
                 for name, change in (((unit, entry), 1), ((unit, storage.last), -1)):
                     if storage.is_weight and name[1]:
-                        found[name] = found.get(name, 0) + change * storage.bytes
-        return found
+                        changes[name] = changes.get(name, 0) + change * storage.bytes
+        return changes
 
 
-class Watch(Trace):
+class LifetimeTrace(Trace):
     """Tells a meter which operator is about to run, and notes which values lie in the memory that it counts.
 
     Args:
@@ -108,14 +108,14 @@ class Watch(Trace):
         for key, value in ((key, value) for strand in self._strands for key, value in strand.values.items()):
             copies = [copy for copy in vars(value).get("copies", {}).values() if isinstance(copy, Tensor)]
             for tensor in (*copies, *([] if key in self._seen else [value])):
-                found = self._meter.allocation_of(tensor)
-                if found is not None and key not in self.values[found]:
-                    self.values[found].append(key)
+                allocated = self._meter.allocation_of(tensor)
+                if allocated is not None and key not in self.values[allocated]:
+                    self.values[allocated].append(key)
             self._seen.add(key)
 
 
 class WatchedExecutor(Executor):
-    """An executor whose strands a `Watch` follows.
+    """An executor whose strands a `LifetimeTrace` follows.
 
     Args:
         watch: follows them.
@@ -123,19 +123,19 @@ class WatchedExecutor(Executor):
     """
 
     def __init__(
-        self, watch: Watch, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
+        self, watch: LifetimeTrace, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
     ) -> None:
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
-        found = super().strand(batch, sources, training)
-        self._watch.follow(found)
-        return found
+        strand = super().strand(batch, sources, training)
+        self._watch.follow(strand)
+        return strand
 
 
 def lifetimes_of(
-    meter: Meter, watch: Watch, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
+    meter: Meter, watch: LifetimeTrace, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
 ) -> Lifetimes:
     """Returns how long the memory lives that was counted.
 
@@ -160,8 +160,8 @@ def lifetimes_of(
                 if where == unit + (1 if forward else -1):
                     entering[layout.units[where], forward, position] = behind
             behind = ""
-        found = Storage(memory.bytes, values, behind, any(key in weights for key in keys))
-        left[layout.units[unit], entry].append(found)
+        storage = Storage(memory.bytes, values, behind, any(key in weights for key in keys))
+        left[layout.units[unit], entry].append(storage)
     return Lifetimes(dict(left), entering)
 
 

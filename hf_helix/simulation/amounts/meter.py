@@ -68,14 +68,14 @@ class Meter(TorchDispatchMode):
         counts: whether kernels and peaks are counted, too, and not only what stays alive.
 
     Attributes:
-        found: what was counted, by label.
+        counted: what was counted, by label.
         allocated: all memory that was allocated, in that order.
     """
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
         super().__init__()
         self._counts = counts
-        self.found: dict[str, Metered] = defaultdict(Metered)
+        self.counted: dict[str, Metered] = defaultdict(Metered)
         self.allocated: list[Allocated] = []
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._held = list(existing)  # so that no new storage takes the address of one of these
@@ -92,7 +92,7 @@ class Meter(TorchDispatchMode):
         live = self.live()
         if self._now is not None:
             self._now.delta += live - self._start
-        self._now, self._start, self._label = None if label is None else self.found[label], live, label
+        self._now, self._start, self._label = None if label is None else self.counted[label], live, label
 
     def note(self, kernel: Kernel) -> None:
         """Counts a kernel that torch is not called for."""
@@ -103,12 +103,12 @@ class Meter(TorchDispatchMode):
         """Returns the bytes of all storages that were made and are still alive."""
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self._live.pop(key)[1].last = self._label
-        return sum(found.bytes for _, found in self._live.values())
+        return sum(allocated.bytes for _, allocated in self._live.values())
 
     def allocation_of(self, tensor: Tensor) -> Allocated | None:
         """Returns the memory that a tensor lies in; None if it was there before."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[1]
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -135,7 +135,15 @@ class Meter(TorchDispatchMode):
 def kernel_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Kernel | None:
-    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view."""
+    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view.
+
+    Args:
+        function: an overload, such as `aten.mm.default`.
+        args: what it was called with.
+        kwargs: what it was called with by keyword.
+        inputs: the tensors among them.
+        outputs: the tensors that it returned.
+    """
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:
         return None

@@ -36,7 +36,7 @@ Points = list[tuple[float, float]]
 """(size, rate), sizes growing."""
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Of products that are as long in all three dimensions."""
+"""The lengths of products that are as long in all three dimensions."""
 
 SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
 """Rows, columns and depth of products, by a side."""
@@ -48,7 +48,7 @@ CPU_BLOCK, GPU_BLOCK = 512, 128
 """Keys that the fused attention of torch goes through at once."""
 
 ELEMENTS = tuple(2**power for power in range(12, 28))
-"""Of tensors that element-wise kernels read."""
+"""The elements of tensors that element-wise kernels read."""
 
 OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the operands that kernels take in turn, since those of a step are not in the nearest cache."""
@@ -73,14 +73,14 @@ class Activations:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._most, self._bytes = KEPT[device.type], 0
+        self._max_bytes, self._bytes = KEPT[device.type], 0
         self._kept: deque[Tensor] = deque()
 
     def keep(self, *results: Tensor) -> None:
         """Keeps results alive."""
         self._kept += results
         self._bytes += sum(result.nbytes for result in results)
-        while self._bytes > self._most:
+        while self._bytes > self._max_bytes:
             self._bytes -= self._kept.popleft().nbytes
 
 
@@ -106,15 +106,15 @@ class Calls:
 
 def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
     """Returns operations a second by the operations of a product."""
-    found = []
+    points = []
     for side in SIDES:
         shapes = [tuple(max(8, int(side * factor)) for factor in factors) for factors in SHAPES]
         works = [(2.0 * m * n * k, work) for m, n, k in shapes for work in _linear(watch.device, dtype, m, n, k)]
         seconds = sum(watch.seconds(work) for _, work in works)
-        found.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
+        points.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
         if seconds > len(works) * LONGEST / 8:
             break
-    return found
+    return points
 
 
 def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
@@ -144,14 +144,14 @@ def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) ->
 
 def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
     """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
-    found = []
+    points = []
     for keys in KEYS:
         with torch.enable_grad():
             seconds = watch.seconds(_attention(watch.device, dtype, keys))
-        found.append((float(keys), seconds))
+        points.append((float(keys), seconds))
         if seconds > LONGEST:
             break
-    return found
+    return points
 
 
 def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
@@ -186,15 +186,15 @@ def attention_work(keys: float, block: int) -> tuple[float, float]:
 def measure_memory(watch: Stopwatch) -> Points:
     """Returns bytes a second by the bytes that an element-wise kernel reads and writes."""
     empty = watch.seconds(_elementwise(watch.device, 8)) / 3
-    found = []
+    points = []
     for elements in ELEMENTS:
         seconds = watch.seconds(_elementwise(watch.device, elements)) / 3
         moved = 4.0 * elements * 8 / 3
         if seconds > 1.3 * empty:
-            found.append((moved, moved / (seconds - empty)))
+            points.append((moved, moved / (seconds - empty)))
         if seconds > LONGEST / 4:
             break
-    return found
+    return points
 
 
 def _elementwise(device: torch.device, elements: int) -> Work:

@@ -34,7 +34,7 @@ LONGEST = 0.1
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCollective:
     """A collective that was timed.
 
     Attributes:
@@ -65,7 +65,7 @@ class Fit:
     efficiency: Sequence[tuple[float, float]]
 
 
-def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[Timed]:
+def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[TimedCollective]:
     """Returns what collectives over an axis take, by method and size. Collective.
 
     Args:
@@ -73,16 +73,16 @@ def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[Tim
         streams: that they run on.
         device: that the values are on.
     """
-    found = []
+    rows = []
     for method in METHODS:
         for size in SIZES:
             work, sent = collective(axis, method, size, device)
             seconds = train_seconds(streams, axis.kind, work)
             messages = 1 if method == "shift" else axis.size - 1
-            found.append(Timed(method, sent, messages, seconds))
+            rows.append(TimedCollective(method, sent, messages, seconds))
             if seconds > LONGEST:
                 break
-    return found
+    return rows
 
 
 def collective(axis: Axis, method: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
@@ -109,18 +109,18 @@ def train_seconds(streams: Streams, kind: Kind, work: Callable[[], object]) -> f
         kind: the stream.
         work: the collective.
     """
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(ROUNDS):
         all_gather_object(None)  # so that all ranks start together
         with streams.tracing() as trace:
             hold(streams, TRAIN * ISSUING_SLOWEST)
             for event in [streams.issue(kind, work, (), "collective") for _ in range(TRAIN)]:
                 streams.wait(event)
-        found += [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)[1:]]
-    return min(all_gather_object(statistics.median(found)))
+        seconds += [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)[1:]]
+    return min(all_gather_object(statistics.median(seconds)))
 
 
-def fit(timed: Sequence[Timed], sharing: int = 1) -> Fit:
+def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
     """Returns the latency and the bandwidth that times of collectives fit.
 
     Args:
@@ -136,7 +136,7 @@ def fit(timed: Sequence[Timed], sharing: int = 1) -> Fit:
         if carrying > 0.3 * each.seconds or size == most:  # else nearly all of it is latency, and noise
             carrying = max(carrying, 0.3 * each.seconds)
             rates.setdefault(sharing * size, []).append(sharing * each.bytes / carrying)
-    points = sorted((size, statistics.fmean(found)) for size, found in rates.items())
+    points = sorted((size, statistics.fmean(values)) for size, values in rates.items())
     # The largest messages tell most of the bandwidth; the latency hardly counts in them.
     bandwidth = max(points[-1][1], max(rate for _, rate in points) / MOST_EFFICIENT)
     return Fit(bandwidth, latency, [(size, rate / bandwidth) for size, rate in points])

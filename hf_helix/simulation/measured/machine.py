@@ -36,7 +36,7 @@ from hf_helix.simulation.measured.device import (
     measure_memory,
     measure_products,
 )
-from hf_helix.simulation.measured.links import Fit, Timed, fit, measure_link
+from hf_helix.simulation.measured.links import Fit, TimedCollective, fit, measure_link
 from hf_helix.simulation.measured.stopwatch import Stopwatch
 from hf_helix.simulation.measured.together import measure_contention, measure_waiting
 from hf_helix.tuning.measure.machine import describe_device, device_in_clusters
@@ -70,20 +70,20 @@ def measure_cluster(
     started = time.perf_counter()
     nodes, per_node = count_nodes(all_gather_object(host_name()))
     show = progress or (lambda stage, share: None)
-    found: dict[str, Any] = {"name": "", "nodes": nodes, "devices_per_node": per_node}
-    found["backend"] = backend_of(device) if dist.is_initialized() else ("nccl" if device.type == "cuda" else "gloo")
-    found["device"] = measure_device(device, per_node, show)
+    data: dict[str, Any] = {"name": "", "nodes": nodes, "devices_per_node": per_node}
+    data["backend"] = backend_of(device) if dist.is_initialized() else ("nccl" if device.type == "cuda" else "gloo")
+    data["device"] = measure_device(device, per_node, show)
     notes = {}
     if world_size() > 1:
         mesh = build_mesh(per_node, device, cp_size=nodes, link=link)
-        notes = measure_links(found, mesh, show)
-    found["name"] = f"{nodes * per_node} x {found['device']['name']}, measured"
+        notes = measure_links(data, mesh, show)
+    data["name"] = f"{nodes * per_node} x {data['device']['name']}, measured"
     about = f"on {datetime.date.today()} with `hf-helix cluster`, hf_helix {__version__}, torch {torch.__version__}, "
     about += f"{torch.get_num_threads()} threads a rank, in {time.perf_counter() - started:.0f} s"
-    found["sources"] = {"measured": about, "device": describe_device(device), **notes}
+    data["sources"] = {"measured": about, "device": describe_device(device), **notes}
     if link is not None:
-        found["sources"]["node"] = f"an emulated link of {link}"
-    return all_gather_object(found)[0]
+        data["sources"]["node"] = f"an emulated link of {link}"
+    return all_gather_object(data)[0]
 
 
 def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
     bandwidth = max(rate for _, rate in memory)
     block = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": name,
         "memory_gb": _short((total or psutil.virtual_memory().total / per_node) / 1e9),
         "reserved_gb": _short(reserved / 1e9),
@@ -149,15 +149,15 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
         "host_runs_ahead": device.type == "cuda",
     }
     if exponentials is not None:
-        found["exponentials_per_ns"] = _short(exponentials / 1e9)
-    return found
+        data["exponentials_per_ns"] = _short(exponentials / 1e9)
+    return data
 
 
-def measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
+def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
     """Adds the links of a mesh to what a cluster file holds, and what they and computation cost each other. Collective.
 
     Args:
-        found: what the file holds so far.
+        data: what the file holds so far.
         mesh: with the ranks of a node on `tp`, and the nodes on `cp`.
         show: called with what is being measured.
 
@@ -171,15 +171,15 @@ def measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dic
         if axis.size > 1:
             show(f"links ({name})", 0.75)
             timed = measure_link(axis, streams, device)
-            found[name] = link_entry(fit(timed, sharing))
+            data[name] = link_entry(fit(timed, sharing))
             notes[f"{name}.gb_per_s"] = _rates(timed)
             axes[Kind.INTRA_NODE if name == "node" else Kind.INTER_NODE] = axis
-    if "network" in found:
-        found["network"]["devices_per_link"] = mesh.tp.size
+    if "network" in data:
+        data["network"]["devices_per_link"] = mesh.tp.size
     show("computation beside communication", 0.9)
     slow = measure_contention(axes, streams, device)
-    found["contention"] = {key: _short(max(1.0, factor)) for key, factor in slow.items()}
-    found["waiting"] = _short(measure_waiting(next(iter(axes.values())), streams, device))
+    data["contention"] = {key: _short(max(1.0, factor)) for key, factor in slow.items()}
+    data["waiting"] = _short(measure_waiting(next(iter(axes.values())), streams, device))
     streams.close()
     return notes
 
@@ -223,16 +223,16 @@ def attention_curve(points: Points, peak: float, block: int, exponentials: float
     return efficiency_curve(rates, peak)
 
 
-def link_entry(found: Fit) -> dict[str, Any]:
+def link_entry(link: Fit) -> dict[str, Any]:
     """Returns the entry of a cluster file for a measured link."""
     return {
-        "gb_per_s": _short(found.bandwidth / 1e9),
-        "latency_us": _short(found.latency * 1e6),
-        "efficiency": [[_short(size), _short(share)] for size, share in found.efficiency],
+        "gb_per_s": _short(link.bandwidth / 1e9),
+        "latency_us": _short(link.latency * 1e6),
+        "efficiency": [[_short(size), _short(share)] for size, share in link.efficiency],
     }
 
 
-def _rates(timed: Sequence[Timed]) -> str:
+def _rates(timed: Sequence[TimedCollective]) -> str:
     """What the largest collective of each method sent."""
     largest = {each.method: each for each in timed}
     return "measured; " + ", ".join(

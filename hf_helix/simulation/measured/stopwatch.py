@@ -50,12 +50,12 @@ class Stopwatch:
     def _repeat(self, work: Work, repeats: int) -> list[float]:
         if self.device.type == "cuda":
             return self._repeat_on_gpu(work, repeats)
-        found = []
+        seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
             work()
-            found.append(time.perf_counter() - start)
-        return found
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     def _repeat_on_gpu(self, work: Work, repeats: int) -> list[float]:
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

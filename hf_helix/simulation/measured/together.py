@@ -29,7 +29,7 @@ Work = Callable[[], object]
 Pair = tuple[Kind, Kind]
 
 BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""Of what a rank sends in a collective."""
+"""What a rank sends in a collective, by the type of device."""
 
 SECONDS = {"cpu": 0.1, "cuda": 0.02}
 """That each of two kinds runs beside the other."""
@@ -51,13 +51,13 @@ def measure_contention(axes: Mapping[Kind, Axis], streams: Streams, device: torc
     works: dict[Kind, Work] = {Kind.COMPUTE: decoder_work(device)}
     works |= {kind: collective(axis, "all_gather", BYTES[device.type], device)[0] for kind, axis in axes.items()}
     counts = {kind: _count(streams, kind, work, device) for kind, work in works.items()}
-    found = {}
+    factors = {}
     for first, second in itertools.combinations(works, 2):
         both = {kind: works[kind] for kind in (first, second)}
         slow = _slowdowns(streams, both, counts)
-        found[contention_key(first, second)] = slow[0]
-        found[contention_key(second, first)] = slow[1]
-    return found
+        factors[contention_key(first, second)] = slow[0]
+        factors[contention_key(second, first)] = slow[1]
+    return factors
 
 
 def measure_waiting(axis: Axis, streams: Streams, device: torch.device) -> float:
@@ -118,8 +118,8 @@ def _slowdowns(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kin
 
 
 def _agreed(kind: Kind, mine: float) -> float:
-    found = all_gather_object(mine)
-    return min(found) if kind.communicates else statistics.fmean(found)
+    values = all_gather_object(mine)
+    return min(values) if kind.communicates else statistics.fmean(values)
 
 
 def _run(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int]) -> list[float]:

@@ -16,7 +16,6 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.pipeline.costs import Costs, part_of, stage_costs
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import runs_one_strand
 from hf_helix.planning.predict import predict_timeline
 from hf_helix.planning.profile import Profile
 from hf_helix.runtime.trace import Interval, common, merge
@@ -34,24 +33,24 @@ class Layers:
         backward: likewise, of its backward.
         fused: likewise, of the forward of one micro-batch beside the backward of another.
         exposed: of each kind of communication, the part that runs beside no computation.
-        two_strands: whether forward and backward run beside each other.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     fused: Mapping[str, float]
     exposed: Mapping[Kind, float]
-    two_strands: bool = True
 
 
 def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
-    """Returns what a plan makes of the layers of these names."""
+    """Returns what a plan makes of the layers of these names.
+
+    Args:
+        plan: the order in which operators are issued.
+        profile: the times of the operators.
+        names: of units that are layers.
+    """
     forward, backward = Action(0, "F", 1), Action(0, "B", 0)
-    slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward)}
-    seen = list(slots)  # the parts in which communication is as exposed as it will be
-    if not runs_one_strand(plan.rule):
-        slots["fused"] = Slot(forward, backward)
-        seen = ["fused"]
+    slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward), "fused": Slot(forward, backward)}
     found: dict[str, dict[str, float]] = {part: {} for part in slots}
     totals: dict[Kind, tuple[float, float]] = {}
     for name in dict.fromkeys(names):
@@ -59,13 +58,11 @@ def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
         for part, slot in slots.items():
             short, long = (predict_timeline(plan, chain, [[slot]]) for chain in chains)
             found[part][name] = (long.seconds - short.seconds) / (CHAIN[1] - CHAIN[0])
-            for kind, (alone, exposed) in exposed_seconds(long).items() if part in seen else ():
+            for kind, (alone, exposed) in exposed_seconds(long).items() if part == "fused" else ():
                 before = totals.get(kind, (0.0, 0.0))
                 totals[kind] = before[0] + alone, before[1] + exposed
-    one_after_the_other = {name: found["forward"][name] + found["backward"][name] for name in found["forward"]}
     shares = {kind: exposed / alone for kind, (alone, exposed) in totals.items() if alone}
-    fused = found.get("fused", one_after_the_other)
-    return Layers(found["forward"], found["backward"], fused, shares, "fused" in found)
+    return Layers(found["forward"], found["backward"], found["fused"], shares)
 
 
 def _chain(profile: Profile, name: str, length: int) -> Profile:
@@ -121,30 +118,33 @@ def costs_under(profile: Profile, layers: Layers) -> Costs:
             inputs[stage] += (ratio - 1) * parts["I"] + behind
             weights[stage] += (ratio - 1) * parts["W"]
     # Below 1 where two strands lose by their plan: barriers keep each waiting for the other's communication.
-    return Costs(forward, inputs, weights, plain.transfer, alone / fused if layers.two_strands else 1.0)
+    return Costs(forward, inputs, weights, plain.transfer, alone / fused)
 
 
 def _ahead_seconds(profile: Profile, layers: Layers, unit: int, forward: bool) -> float:
-    """Returns for how many seconds more a pass waits for what is issued ahead for a unit than its layers' times say.
+    """Returns for how many seconds more a pass waits for what is issued ahead than its layers' times say.
 
-    With two strands, as much of it shows as of layers'. One strand has nothing to run beside it but the unit before.
+    What is issued ahead for a unit between layers goes beside the unit itself, and beside a layer of each direction
+    that comes before (`hf_helix.planning.prefetch`), as far as these leave the link free. And where layers wait for the
+    link, a unit that needs it for less time than it computes lets it go ahead.
     """
-    layout = profile.layout
-    name, before = layout.units[unit], layout.neighbours(unit, forward)[0]
-    ops = [(entry, op) for entry, op in layout.graphs[name].entries() if op.ahead and (op.part is Part.F) is forward]
-    if not ops:
+    name = profile.layout.units[unit]
+    passes = [(each, passing) for each in layers.fused for passing in (True, False)]
+    if name in layers.forward or not any(_gather_seconds(profile, *each) for each in passes):
         return 0.0
-    seconds = sum(profile.times[name, entry] for entry, _ in ops)
-    if layers.two_strands:
-        shown = sum(profile.times[name, entry] * layers.exposed.get(op.kind, 0.0) for entry, op in ops)
-        return 0.0 if name in layers.forward else shown
-    if before is not None and name in layers.forward and layout.units[before] in layers.forward:
-        return 0.0
-    waiting = max(0.0, seconds - (_own_seconds(profile, layout.units[before], forward) if before is not None else 0.0))
-    if name not in layers.forward:
-        return waiting
-    among_layers = (layers.forward if forward else layers.backward)[name] - _own_seconds(profile, name, forward)
-    return waiting - min(seconds, max(0.0, among_layers))
+    taken = sum(layers.fused.values())
+    left, lacking = (
+        max(0.0, taken - sum(found(profile, *each) for each in passes)) / len(layers.fused)
+        for found in (_gather_seconds, _own_seconds)
+    )
+    more = _gather_seconds(profile, name, forward) - _own_seconds(profile, name, forward)
+    return max(0.0, more - left) if more > 0 else -min(lacking, -more)
+
+
+def _gather_seconds(profile: Profile, name: str, forward: bool) -> float:
+    """Returns the seconds of what is issued ahead for a unit, forward or backward."""
+    entries = profile.layout.graphs[name].entries()
+    return sum(profile.times[name, entry] for entry, op in entries if op.ahead and (op.part is Part.F) is forward)
 
 
 def _own_seconds(profile: Profile, name: str, forward: bool) -> float:

@@ -21,16 +21,16 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
 from hf_helix.planning.layout import Key
 from hf_helix.planning.profile import Name, named_operators
+from hf_helix.runtime.bound_instruction import BoundInstruction
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.step import Step
 from hf_helix.runtime.trace import Span
 from hf_helix.tuning.measure.overlap import forget_gradients, transports
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold, meet, traced
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedOperator:
     """An operator that is timed.
 
     Attributes:
@@ -59,18 +59,20 @@ class Bench:
         self.batch = batch
         self.values = _capture(runner, batch)
         first = _first_units(runner)
-        every = [Timed(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first]
+        every = [
+            TimedOperator(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first
+        ]
         self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
         self.moving = [timed for timed in every if timed.op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE)]
 
-    def repeats(self, timed: Timed) -> bool:
+    def repeats(self, timed: TimedOperator) -> bool:
         """Whether it belongs to a decoder layer."""
         return self.runner.layout.graphs[timed.name[0]].forward.repeats
 
     def alike(self) -> dict[Name, Name]:
         """Returns, for collectives that move tensors of the same shapes and types as an earlier one, its name."""
         first: dict[object, Name] = {}
-        found = {}
+        others = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             step = self._step(self._instruction(0, timed))
             inputs = [self.values[source] for source in step.reads]
@@ -78,10 +80,10 @@ class Bench:
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
-                found[timed.name] = other
-        return found
+                others[timed.name] = other
+        return others
 
-    def time_repeats(self, timed: Timed) -> list[float]:
+    def time_repeats(self, timed: TimedOperator) -> list[float]:
         """Returns the seconds of an operator that runs `length` times in a row, without the first. Collective."""
         program: list[Instruction] = []
         for repeat in range(self.length):
@@ -89,7 +91,7 @@ class Bench:
         label = self._label(timed)
         return [span.seconds for span in self._run(program) if span.label == label][1:]
 
-    def bytes_sent(self, timed: Timed) -> int:
+    def bytes_sent(self, timed: TimedOperator) -> int:
         """Returns the bytes that this rank sends in an operator. Collective."""
         axes = self.runner.mesh.axes
         recorders = [Recorder(axis.transport) for axis in axes]
@@ -97,7 +99,9 @@ class Bench:
             self._work(timed)()
         return sum(recorder.bytes_sent for recorder in recorders)
 
-    def together(self, first: Timed, second: Timed, counts: tuple[int, int]) -> list[tuple[float, float]]:
+    def together(
+        self, first: TimedOperator, second: TimedOperator, counts: tuple[int, int]
+    ) -> list[tuple[float, float]]:
         """Returns the seconds of two operators that start together on every rank, for each repeat. Collective.
 
         Args:
@@ -129,7 +133,7 @@ class Bench:
             rows.append((sum(ran[0][-counts[0] :]), sum(ran[1][-counts[1] :])))
         return rows[1:]
 
-    def _on_two_streams(self, first: Timed, second: Timed) -> list[tuple[float, float]]:
+    def _on_two_streams(self, first: TimedOperator, second: TimedOperator) -> list[tuple[float, float]]:
         """Times two operators of one kind; the second runs on the stream of another kind."""
         streams = self.runner.executor.streams
         rows = []
@@ -149,7 +153,7 @@ class Bench:
             rows.append((by_label["first"], by_label["second"]))
         return rows[1:]
 
-    def _work(self, timed: Timed) -> Callable[[], object]:
+    def _work(self, timed: TimedOperator) -> Callable[[], object]:
         step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
         call = self._call(timed)
@@ -161,35 +165,35 @@ class Bench:
         run = step.method(self.values)
         return lambda: run(call, *inputs)
 
-    def _step(self, instruction: Instruction) -> Step:
-        return Step(instruction, self.runner.executor.units)
+    def _step(self, instruction: Instruction) -> BoundInstruction:
+        return BoundInstruction(instruction, self.runner.executor.units)
 
-    def _call(self, timed: Timed) -> Call:
+    def _call(self, timed: TimedOperator) -> Call:
         unit = self.runner.executor.units[timed.unit]
         return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.forward_name, unit)
 
-    def _before(self, repeat: int, timed: Timed) -> list[Instruction]:
+    def _before(self, repeat: int, timed: TimedOperator) -> list[Instruction]:
         """The forward operators that a backward operator needs, those of recompute where there are any."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
-        found = [
+        before = [
             i
             for i in made
             if i.operator and i.operator.forward_name == timed.op.forward_name and not i.operator.kind.communicates
         ]
-        return [i for i in found if i.operator and i.operator.part in (Part.F, Part.R)]
+        return [i for i in before if i.operator and i.operator.part in (Part.F, Part.R)]
 
-    def _instruction(self, repeat: int, timed: Timed, ends: bool = False) -> Instruction:
+    def _instruction(self, repeat: int, timed: TimedOperator, ends: bool = False) -> Instruction:
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
-        found = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
-        return replace(found, ends=ends)
+        instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
+        return replace(instruction, ends=ends)
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
         meet(self.runner)
         return traced(self.runner, program, [self.batch] * 2 * self.length, self.values)
 
-    def _label(self, timed: Timed) -> str:
+    def _label(self, timed: TimedOperator) -> str:
         return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
 
 

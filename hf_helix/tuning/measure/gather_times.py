@@ -22,7 +22,7 @@ def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]],
     """
     layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
     known: dict[tuple[object, int], list[float]] = {}
-    found: dict[Name, list[float]] = {}
+    seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
     for number in layout.gathers_of(runner.stage.rank):
         gather = layout.gathers[number]
@@ -31,9 +31,9 @@ def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]],
         length = flat.axis, flat.piece.nbytes
         if length not in known:
             known[length] = _time(runner, flat, repeats)
-        found[names[number]] = known[length]
+        seconds[names[number]] = known[length]
         sent[names[number]] = flat.piece.nbytes // flat.axis.size * (flat.axis.size - 1)
-    return found, sent
+    return seconds, sent
 
 
 def _time(runner: Runner, flat: KeptFlat, repeats: int) -> list[float]:

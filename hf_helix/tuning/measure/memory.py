@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 0  # bytes of these, also of those that have been freed since somebody looked
+        self._upper_bound = 0  # bytes of these, also of those that have been freed since somebody looked
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,16 +47,16 @@ class LiveBytes(TorchDispatchMode):
                 reference, size = StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes()
                 _, before = self._live.get(reference.cdata, (None, 0))  # no other has the address while this is kept
                 self._live[reference.cdata] = reference, size
-                self._most += size - before
-        if self._most > self.peak:  # looking at all of them for every operator would take most of the time
+                self._upper_bound += size - before
+        if self._upper_bound > self.peak:  # looking at all of them for every operator would take most of the time
             self.peak = max(self.peak, self.now())
         return result
 
     def now(self) -> int:
         """Returns the bytes that are alive."""
         self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
-        self._most = sum(size for _, size in self._live.values())
-        return self._most
+        self._upper_bound = sum(size for _, size in self._live.values())
+        return self._upper_bound
 
 
 def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.distributed.mesh import world_size
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -113,71 +113,105 @@ def measure_overlap(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
-    mesh = first.mesh
     recorded = record_moves(first, window)
-
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
     for runner in runners.values():
         schedules.setdefault(runner.scheduler.name, runner)
+    parts = _time_parts(runners, schedules, recorded, window, repeats, progress)
 
-    def computation(runner: Runner) -> None:
-        with _silenced(mesh.axes):
-            runner.train_window(window, complete=False)
-
-    kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
-    buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
-    outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
-
-    def collectives(axis: Axis, moved: Sequence[Move]) -> None:
-        for move in moved:
-            getattr(axis.transport, move.name)(outputs[move.out], buffers[move.value], *move.rows)
-
-    def sums() -> None:
-        complete_gradients(first.stage.units, mesh, first.executor.streams)
-
-    # The sums come after a `computation`, so there are gradients to sum.
-    works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
-    moving = [
-        functools.partial(collectives, axis, transport.moved)
-        for axis, transport in zip(mesh.axes, recorded, strict=True)
-    ]
-    works += [sums, *moving]
-    works += [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times = time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
-    medians = [statistics.median(found) for found in times]
-    alone = dict(zip(schedules, medians, strict=False))
-    summing, *rest = medians[len(schedules) :]
-    summing = summing if world_size() > mesh.pipe.size else 0.0
-    moved, steps = rest[: len(moving)], rest[len(moving) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
     spanning = bool(first.layout.sums)  # if not, only tensor parallelism sums parts of a few gradients
     beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
-    link, sent = mesh.link, sum(transport.bytes_sent for transport in recorded)
+    mesh, sent = first.mesh, sum(transport.bytes_sent for transport in recorded)
     over = {flat.axis for flat in first.stage.flats}
     gathered = sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over)
     forget_gradients(first)
     return {
         name: Overlap(
             step=step,
-            computation=alone[runner.scheduler.name],
-            communication=sum(moved) + summing,
-            busiest=busiest_link(link_loads(mesh, moved, summing, sent)),
+            computation=parts.computations[runner.scheduler.name],
+            communication=sum(parts.moving) + parts.sums,
+            busiest=busiest_link(link_loads(mesh, parts.moving, parts.sums, sent)),
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
             bytes_moved=sent,
             overlapped_by_kind=overlapped[name],
             bubble_fraction=bubbles[runner.scheduler.name],
-            link=str(link or ""),
-            sums=summing if spanning else 0.0,
+            link=str(mesh.link or ""),
+            sums=parts.sums if spanning else 0.0,
             sums_overlapped=beside_sums[name],
             bytes_summed=bytes_summed(first),
             bytes_gathered=gathered,
             bytes_spared=sum(map(bytes_spared, first.stage.flats)),
         )
-        for (name, runner), step in zip(runners.items(), steps, strict=True)
+        for (name, runner), step in zip(runners.items(), parts.steps, strict=True)
     }
+
+
+class _Parts(NamedTuple):
+    """Median seconds of a window and of what it is made of.
+
+    Attributes:
+        computations: without collectives, by schedule.
+        sums: of the sums of gradients alone.
+        moving: of the other collectives alone, by axis.
+        steps: of the whole window, by runner.
+    """
+
+    computations: dict[str, float]
+    sums: float
+    moving: list[float]
+    steps: list[float]
+
+
+def _time_parts(
+    runners: Mapping[str, Runner],
+    schedules: Mapping[str, Runner],
+    recorded: Sequence[Recorder],
+    window: Sequence[MicroBatch],
+    repeats: int,
+    progress: Progress | None,
+) -> _Parts:
+    first = next(iter(runners.values()))
+    mesh = first.mesh
+
+    def compute(runner: Runner) -> None:
+        with _silenced(mesh.axes):
+            runner.train_window(window, complete=False)
+
+    def sum_gradients() -> None:
+        complete_gradients(first.stage.units, mesh, first.executor.streams)
+
+    moving = _collectives_alone(mesh, recorded)
+    works: list[Callable[[], Any]] = [
+        *(functools.partial(compute, runner) for runner in schedules.values()),
+        sum_gradients,  # comes after a computation, so there are gradients to sum
+        *moving,
+        *(functools.partial(runner.train_window, window) for runner in runners.values()),
+    ]
+    times = time_in_turn(works, first, repeats, keep_gradients=(sum_gradients,), progress=progress)
+    medians = [statistics.median(of_work) for of_work in times]
+    computing, (summing, *rest) = medians[: len(schedules)], medians[len(schedules) :]
+    sums = summing if world_size() > mesh.pipe.size else 0.0
+    computations = dict(zip(schedules, computing, strict=True))
+    return _Parts(computations, sums, rest[: len(moving)], rest[len(moving) :])
+
+
+def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callable[[], None]]:
+    """For each axis, what moves as much as its collectives of a window did."""
+    kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
+    buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
+    outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
+
+    def move_all(axis: Axis, moved: Sequence[Move]) -> None:
+        for move in moved:
+            getattr(axis.transport, move.name)(outputs[move.out], buffers[move.value], *move.rows)
+
+    return [
+        functools.partial(move_all, axis, transport.moved) for axis, transport in zip(mesh.axes, recorded, strict=True)
+    ]
 
 
 def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
@@ -221,11 +255,11 @@ def time_in_turn(
     for round_ in range(repeats + 1):
         if progress is not None:
             progress(round_ / (repeats + 1))
-        for work, found in zip(works, times, strict=True):
+        for work, of_work in zip(works, times, strict=True):
             if work not in keep_gradients:
                 forget_gradients(first)
-            found.append(_timed(work, first))
-    return [_maxima(found[1:]) for found in times]
+            of_work.append(_timed(work, first))
+    return [_maxima(of_work[1:]) for of_work in times]
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
@@ -284,8 +318,10 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
         busy = trace.busy(compute=False, stream=stream)
         mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
     ranks = all_gather_object(mine)
-    streams = sorted({stream for found in ranks for stream in found})
-    return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
+    streams = sorted({stream for fractions in ranks for stream in fractions})
+    return {
+        stream: statistics.fmean(fractions[stream] for fractions in ranks if stream in fractions) for stream in streams
+    }
 
 
 def _sums_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:

@@ -23,7 +23,7 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
-from hf_helix.tuning.measure.bench import Bench, Timed
+from hf_helix.tuning.measure.bench import Bench, TimedOperator
 from hf_helix.tuning.measure.gather_times import time_gathers
 from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import forget_gradients
@@ -66,29 +66,31 @@ def _measure(
     bench = Bench(runner, window[0], TRAIN)
     moving, sent = _measure_communication(bench)
     mine = _measure_computation(runner, window) | moving
-    medians = {name: statistics.median(found) for name, found in mine.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in mine.items()}
     kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_of_window(runner.layout))}
     names = list(kinds)
     # Ranks of a pipeline hold different units.
-    ranks = all_gather_object((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
-    times = {name: _agreed(kinds[name], [found[name] for found, *_ in ranks if name in found]) for name in names}
-    spread = {name: max(found[name] for _, found, *_ in ranks if name in found) for name in names}
-    like = {name: other for _, _, found, _ in ranks for name, other in found.items()}
-    moved = {name: max(found[name] for *_, found in ranks if name in found) for *_, each in ranks for name in each}
+    ranks = all_gather_object(
+        (medians, {name: _spread(seconds) for name, seconds in mine.items()}, bench.alike(), sent)
+    )
+    times = {name: _agreed(kinds[name], [theirs[name] for theirs, *_ in ranks if name in theirs]) for name in names}
+    spread = {name: max(theirs[name] for _, theirs, *_ in ranks if name in theirs) for name in names}
+    like = {name: other for _, _, theirs, _ in ranks for name, other in theirs.items()}
+    moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
-    found = _measure_pairs(bench, times, like, progress) if pairs else {}
-    return Profile({**machine(runner), **about}, runner.layout, times, spread, found, like, moved, without)
+    measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
+    return Profile({**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, without)
 
 
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
     """Seconds of every operator that communicates, and the bytes that this rank sends in it."""
-    found, sent = time_transfers(bench.runner, bench.batch, bench.length)
+    seconds, sent = time_transfers(bench.runner, bench.batch, bench.length)
     summing, summed = time_sums(bench.runner, bench.length)
     gathering, gathered = time_gathers(bench.runner, bench.length)
-    found, sent = found | summing | gathering, sent | summed | gathered
+    seconds, sent = seconds | summing | gathering, sent | summed | gathered
     for timed in bench.moving:
-        found[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
-    return found, sent
+        seconds[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
+    return seconds, sent
 
 
 def _without_link(bench: Bench) -> dict[Name, float]:
@@ -97,8 +99,8 @@ def _without_link(bench: Bench) -> dict[Name, float]:
     if link is None:
         return {}
     with bare(link):
-        found, _ = _measure_communication(bench)
-    ranks = all_gather_object({name: statistics.median(seconds) for name, seconds in found.items()})
+        seconds_by_name, _ = _measure_communication(bench)
+    ranks = all_gather_object({name: statistics.median(seconds) for name, seconds in seconds_by_name.items()})
     return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
@@ -108,13 +110,13 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
     names = {unit.label: unit.name for unit in runner.stage.model.values()}
-    found: dict[Name, list[float]] = {}
+    seconds: dict[Name, list[float]] = {}
     for is_warm in (False, True):
         for span in traced(runner, program, window, runner.sources(), ISSUING):
             if is_warm and span.stream == Kind.COMPUTE.value:
-                found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+                seconds.setdefault(_split_label(span.label, names), []).append(span.seconds)
         forget_gradients(runner)
-    return found
+    return seconds
 
 
 def _measure_pairs(
@@ -134,7 +136,7 @@ def _measure_pairs(
         # On a GPU two computations on two streams would write the same gradients and saved activations at once.
         longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
         couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
-    found = {}
+    pairs = {}
     for place, (a, b) in enumerate(couples):
         counts = _counts(a, b, times)
         mine = [statistics.median(column) for column in zip(*bench.together(a, b, counts), strict=True)]
@@ -143,13 +145,13 @@ def _measure_pairs(
         trains = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
         beside = _agreed(a.op.kind, first), _agreed(b.op.kind, second)
         slow = slowdown_of(trains[0], *beside), slowdown_of(trains[1], *reversed(beside))
-        found[a.name, b.name] = Pair.of(*alone, *slow)
+        pairs[a.name, b.name] = Pair.of(*alone, *slow)
         if progress is not None:
             progress((place + 1) / len(couples))
-    return found
+    return pairs
 
 
-def _counts(a: Timed, b: Timed, times: Mapping[Name, float]) -> tuple[int, int]:
+def _counts(a: TimedOperator, b: TimedOperator, times: Mapping[Name, float]) -> tuple[int, int]:
     """How often each of two operators runs, so that the shorter one fills the longer."""
     if a.op.kind is b.op.kind:
         return 1, 1
@@ -161,11 +163,11 @@ def _agreed(kind: Kind, ranks: Sequence[float]) -> float:
     return (max if kind is Kind.COMPUTE else min)(ranks)
 
 
-def _spread(found: Sequence[float]) -> float:
+def _spread(seconds: Sequence[float]) -> float:
     """The distance between the quartiles, as a share of the median."""
-    if len(found) < 2:
+    if len(seconds) < 2:
         return 0.0
-    first, middle, third = statistics.quantiles(found, n=4)
+    first, middle, third = statistics.quantiles(seconds, n=4)
     return (third - first) / middle
 
 

@@ -38,14 +38,14 @@ def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], di
         return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
     small, large = (pick(planned, key=lambda bucket: bucket.bytes) for pick in (min, max))
     least, most = (_time(runner, bucket, repeats) for bucket in (small, large))
-    found = {}
+    times = {}
     for name, count in held.items():
         share = (count - small.bytes) / max(1, large.bytes - small.bytes)
         seconds = ((1 - share) * first + share * second for first, second in zip(least, most, strict=True))
-        found[name] = [max(LEAST, each) for each in seconds]
+        times[name] = [max(LEAST, each) for each in seconds]
     size = max(_most_copies(bucket, runner.mesh) for bucket in planned)  # of a ring
     ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # spread gradients do not come back
-    return found, {name: ways * count * (size - 1) // size for name, count in held.items()}
+    return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
 
 
 def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:

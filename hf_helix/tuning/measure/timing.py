@@ -59,12 +59,12 @@ def traced(
 
 def apart(program: Iterable[Instruction]) -> list[Instruction]:
     """Returns the program with a barrier before every computation, at which a GPU can be held."""
-    found: list[Instruction] = []
+    result: list[Instruction] = []
     for instruction in program:
         if instruction.operator is not None and not instruction.operator.kind.communicates:
-            found.append(BARRIER_INSTRUCTION)
-        found.append(instruction)
-    return found
+            result.append(BARRIER_INSTRUCTION)
+        result.append(instruction)
+    return result
 
 
 def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:

@@ -30,7 +30,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> tuple[dic
         batch: the micro-batch whose shapes the values have.
         repeats: how often each transfer runs in a row; the first run warms up.
     """
-    found: dict[Name, list[float]] = {}
+    seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
     ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
     side = batch.prepare() if ends else {}
@@ -45,10 +45,10 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> tuple[dic
             move = functools.partial(operator.send if sends else operator.receive, values, forward)
             times = time_train(runner, move, operator.lane(Part.F if forward else Part.B), repeats)
             name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
-            found.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
+            seconds.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
             if sends:
                 sent[name] = sum(value.nbytes for value in values)
-    return found, sent
+    return seconds, sent
 
 
 def time_train(runner: Runner, move: Callable[[], object], lane: str, repeats: int) -> list[float]:

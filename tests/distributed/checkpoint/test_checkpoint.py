@@ -61,8 +61,8 @@ def test_config_is_the_one_that_the_stock_trainer_saves(cluster_of: Any, tmp_pat
     cluster_of(2).run(save_untrained, folder=str(tmp_path), tp_size=2, model={})
     Trainer(model=llama(), args=arguments(str(tmp_path / "stock"))).save_model()
     for name in ("config.json", "generation_config.json"):
-        found, expected = (json.loads((folder / name).read_text()) for folder in (tmp_path, tmp_path / "stock"))
-        assert found == expected
+        result, expected = (json.loads((folder / name).read_text()) for folder in (tmp_path, tmp_path / "stock"))
+        assert result == expected
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])

@@ -29,7 +29,7 @@ def test_a_folder_gives_what_from_pretrained_gives(cluster_of: Any, tmp_path: Pa
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(source), **MODEL, "changes": {}}
     for rank in cluster_of(2).run(f"{JOB}start_in_every_way", train=True, **job):
         assert rank["differences"] == {"named": [], "meta": [], "again": []}
-        assert all(found == rank["losses"][0] for found in rank["losses"])
+        assert all(result == rank["losses"][0] for result in rank["losses"])
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_another_layout_goes_on(before: str, after: str, cluster_of: Any, tmp_pa
     options = {"model": MODEL}
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
     expected = cluster_of(2).run(f"{JOB}run", folder=whole, helix=first, **options)
-    found = cluster_of(2).run(f"{JOB}run", folder=rest, helix=second, resume=f"{whole}/checkpoint-2", **options)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(f"{JOB}run", folder=rest, helix=second, resume=f"{whole}/checkpoint-2", **options)
+    for mine, theirs in zip(result, expected, strict=True):
         given = [[*run["losses"].values(), run["eval"]] for run in (mine, theirs)]
         np.testing.assert_allclose(*given, rtol=0, atol=1e-5)
 

@@ -77,7 +77,7 @@ def test_a_folder_gives_what_from_pretrained_gives(
     for rank in cluster_of(ranks_of(layout)).run(f"{JOB}start_in_every_way", train=True, **job):
         assert rank["differences"] == {"named": [], "meta": [], "again": []}
         assert len(rank["losses"][0]) == 2
-        assert all(found == rank["losses"][0] for found in rank["losses"])
+        assert all(result == rank["losses"][0] for result in rank["losses"])
         assert rank["configurations"][0] == rank["configurations"][1]
         assert rank["bytes"] > 0
 
@@ -296,15 +296,15 @@ DRAWN: list[Any] = [
 def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
     family: str, changes: dict[str, Any], layouts: Any, cluster_of: Any, tmp_path: Path
 ) -> None:
-    found = []
+    result = []
     for number, layout in enumerate(layouts):
         folder = str(tmp_path / str(number))
         job = {"folder": folder, "helix": layout, "family": family, "changes": changes}
         assert not any(cluster_of(ranks_of(layout)).run(f"{JOB}draw", **job))
-        found.append(stored(Path(folder)))
+        result.append(stored(Path(folder)))
     cluster_of(2).run(f"{JOB}draw", folder=str(tmp_path / "dp"), helix={}, family=family, changes=changes)
     expected = stored(tmp_path / "dp")
-    for other in found:
+    for other in result:
         assert other.keys() == expected.keys()
         assert all(torch.equal(other[name], value) for name, value in expected.items())
     AutoModelForCausalLM.from_config(tiny(family, **changes).config).save_pretrained(tmp_path / "stock")
@@ -357,12 +357,12 @@ def test_a_rank_takes_its_share_and_one_tensor(axis: str, tmp_path: Path) -> Non
     sizes = ["--layers", "8", "--hidden", "768", "--vocabulary", "16000", "--shards", "60MB"]
     command = [sys.executable, str(BENCHMARK), f"--{axis}", "4", *sizes, "--json", str(tmp_path / "found.json")]
     subprocess.run(command, check=True, timeout=290, cwd=tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
-    stored, largest, other = found["stored"], found["largest"], 40e6
+    result = json.loads((tmp_path / "found.json").read_text())
+    stored, largest, other = result["stored"], result["largest"], 40e6
     for way in ("folder", "random"):
-        assert sum(rank["held"] for rank in found[way]) <= 1.01 * stored
-        for rank in found[way]:
+        assert sum(rank["held"] for rank in result[way]) <= 1.01 * stored
+        for rank in result[way]:
             assert rank["anonymous"] <= rank["resident"] + other
             assert rank["resident"] <= rank["held"] + largest + other
-    assert all(rank["resident"] <= 2 * largest + other for rank in found["save"])
-    assert all(rank["resident"] >= stored for rank in found["whole"]), "what it is measured against"
+    assert all(rank["resident"] <= 2 * largest + other for rank in result["save"])
+    assert all(rank["resident"] >= stored for rank in result["whole"]), "what it is measured against"

@@ -39,17 +39,17 @@ def whole(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), helix=TP2)
 
 
-def goes_on(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False, rounding: float = 1e-5) -> None:
+def goes_on(result: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False, rounding: float = 1e-5) -> None:
     """All steps are there, the first of them from the checkpoint; losses differ by `rounding`, or by nothing."""
     error = 0 if exactly else rounding
-    assert found["losses"].keys() == expected["losses"].keys()
-    assert found["rates"] == expected["rates"]
-    assert found["tokens"] == expected["tokens"]
-    assert found["flos"] == pytest.approx(expected["flos"], rel=1e-6)
-    np.testing.assert_allclose(list(found["losses"].values()), list(expected["losses"].values()), rtol=0, atol=error)
-    assert found["eval"] == pytest.approx(expected["eval"], abs=error)
+    assert result["losses"].keys() == expected["losses"].keys()
+    assert result["rates"] == expected["rates"]
+    assert result["tokens"] == expected["tokens"]
+    assert result["flos"] == pytest.approx(expected["flos"], rel=1e-6)
+    np.testing.assert_allclose(list(result["losses"].values()), list(expected["losses"].values()), rtol=0, atol=error)
+    assert result["eval"] == pytest.approx(expected["eval"], abs=error)
     if exactly:
-        assert found["weights"] == expected["weights"]
+        assert result["weights"] == expected["weights"]
 
 
 # -- going on ------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp
 
 def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path) -> None:
     saved, expected = whole
-    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, resume=str(saved))
-    for mine, theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, resume=str(saved))
+    for mine, theirs in zip(result, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
         assert mine["checkpoints"] == ["checkpoint-4"]
 
@@ -120,8 +120,8 @@ def test_spread_parameters_go_on_bit_for_bit(
     """With their optimizer's states, which lie on several ranks; the run is that of whole parameters."""
     saved, expected = spread
     goes_on(expected[0], whole[1][0])
-    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **SPREAD)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **SPREAD)
+    for mine, theirs in zip(result, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
 
 
@@ -151,8 +151,8 @@ def test_shards_of_the_optimizer_go_on_bit_for_bit(
 ) -> None:
     saved, expected = kept
     goes_on(expected[0], whole[1][0])
-    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **KEPT)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **KEPT)
+    for mine, theirs in zip(result, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
 
 
@@ -270,8 +270,8 @@ def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], clust
     steps = options["training"].get("save_steps", 2)
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
     expected = cluster_of(2).run(f"{JOB}run", folder=whole, **options)
-    found = cluster_of(2).run(f"{JOB}run", folder=rest, resume=f"{whole}/checkpoint-{steps}", **options)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(f"{JOB}run", folder=rest, resume=f"{whole}/checkpoint-{steps}", **options)
+    for mine, theirs in zip(result, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
 
 
@@ -478,12 +478,12 @@ def test_the_best_model_at_the_end(helix: dict[str, Any], cluster_of: Any, tmp_p
     expected = run(str(tmp_path / "stock"), None, training=BEST)
     assert expected["best"] != "checkpoint-6"  # or loading it would change nothing
     training = {**BEST, "gradient_accumulation_steps": 2 if helix is TP2 else 1}
-    for found in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "helix"), helix=helix, training=training):
-        assert found["best"] == expected["best"]
-        assert found["checkpoints"] == expected["checkpoints"]
-        assert found["eval"] == pytest.approx(expected["eval"], abs=1e-5)
+    for result in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "helix"), helix=helix, training=training):
+        assert result["best"] == expected["best"]
+        assert result["checkpoints"] == expected["checkpoints"]
+        assert result["eval"] == pytest.approx(expected["eval"], abs=1e-5)
     last = state_of(tmp_path / "helix" / "checkpoint-6")
-    assert last["best_model_checkpoint"] == str(tmp_path / "helix" / found["best"])
+    assert last["best_model_checkpoint"] == str(tmp_path / "helix" / result["best"])
 
 
 def others(files: list[str]) -> list[str]:
@@ -494,11 +494,11 @@ def others(files: list[str]) -> list[str]:
 @pytest.mark.parametrize("strategy", ["every_save", pytest.param("all_checkpoints", marks=pytest.mark.slow)])
 def test_uploads_are_the_stock_trainers(strategy: str, tmp_path: Path) -> None:
     expected = push(str(tmp_path / "stock"), None, strategy)
-    found = push(str(tmp_path / "helix"), {"plan": "greedy"}, strategy)
-    assert [(upload["message"], upload["path"]) for upload in found] == [
+    result = push(str(tmp_path / "helix"), {"plan": "greedy"}, strategy)
+    assert [(upload["message"], upload["path"]) for upload in result] == [
         (upload["message"], upload["path"]) for upload in expected
     ]
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         if mine["path"] is None:
             assert others(mine["files"]) == others(theirs["files"])
             assert "model.safetensors" in mine["files"]
@@ -615,8 +615,8 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_other_samples_with_ignore_data_skip(saved: Path, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 3, "ignore_data_skip": True, "max_steps": 3}
-    found = run(str(tmp_path), {"plan": "greedy"}, resume=str(saved), training=training)
-    assert list(found["losses"]) == [1, 2, 3]
+    result = run(str(tmp_path), {"plan": "greedy"}, resume=str(saved), training=training)
+    assert list(result["losses"]) == [1, 2, 3]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -38,7 +38,7 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
         cases: by folder: the model's `family` and `changes`, the layout `helix`, and `size`, that of a file.
         apart: the folder of each rank is another one of the same name, as on hosts that share none.
     """
-    found = {}
+    result = {}
     with own_folder(folder, apart):
         for name, case in cases.items():
             model = tiny(case["family"], **case.get("changes", {}))
@@ -47,9 +47,9 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
             counter = LiveBytes([*model.parameters(), *pieces])
             with counted() as written, counter:
                 trainer.helix.save_pretrained(name, case.get("size"))
-            found[name] = {"written": sum(written), "peak": counter.peak}
+            result[name] = {"written": sum(written), "peak": counter.peak}
             trainer.helix.close()
-    return found
+    return result
 
 
 @contextlib.contextmanager
@@ -188,7 +188,7 @@ def test_files_are_those_of_transformers(name: str, written: tuple[Path, list[An
     """The same names, index, tensors in each file and bytes; and each rank has written about half of them."""
     folder, ranks = written
     size = assert_stock(folder / name, CASES[name], tmp_path / "stock")
-    shares = [found[name]["written"] for found in ranks]
+    shares = [result[name]["written"] for result in ranks]
     tensors = sum(
         tensor.nbytes for path in (folder / name).glob("*.safetensors") for tensor in load_file(path).values()
     )
@@ -211,8 +211,8 @@ def test_nothing_is_gathered(name: str, written: tuple[Path, list[Any]]) -> None
     """Tensors that a save makes: none, but where experts lie otherwise on disk one slice of one layer's, and where
     weights are spread four layers."""
     converted = largest(CASES[name]) // 2 if "experts" in name else 0
-    for found in written[1]:
-        assert found[name]["peak"] <= converted + gathered(name) + TOLD
+    for result in written[1]:
+        assert result[name]["peak"] <= converted + gathered(name) + TOLD
 
 
 def test_hosts_that_share_no_folder(cluster_of: Any, tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def change(folder: str, before: str, after: str, optimizer: str) -> float:
                 second.flat.shards[parameter].copy_(second.flat.part_of(start[name], parameter))
     for stepped in (alone, second):
         stepped.step(values(2))
-    expected, found = alone.whole(), second.whole()
-    assert all(found[name].shape == value.shape for name, value in expected.items())
-    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+    expected, result = alone.whole(), second.whole()
+    assert all(result[name].shape == value.shape for name, value in expected.items())
+    return max(float((result[name] - value).abs().max()) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "NAdam"])

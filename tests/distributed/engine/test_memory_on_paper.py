@@ -49,7 +49,7 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
         whole = type(work.model)(model_config).train()
     dp_size = work.mesh.dp_size
     amounts = amounts_of(whole, config, BATCH, LENGTH, backend="gloo", dp_size=dp_size)
-    found = {}
+    result = {}
     for name in plans:
         layout = work.runner.layout
         plan = make_plan(name, rough_profile(layout), model="m", mesh=work.mesh.option_sizes)
@@ -57,9 +57,9 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
         program = runner.program(MICROBATCHES)
         with collectives_at_once(runner.executor.streams):
             counted = [peak_bytes(runner, window) for _ in range(TRIES if config.pp_size > 1 else 1)]
-        found[name] = peak_of_program(amounts, runner.layout, program).total, counted
+        result[name] = peak_of_program(amounts, runner.layout, program).total, counted
     dist.barrier()
-    return found
+    return result
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def test_memory_of_experts_on_paper_is_what_ranks_count(recompute: str, cluster_
 
 def assert_near(cluster_of: Any, helix: dict[str, Any], model: dict[str, Any] | None = None) -> None:
     job = {"helix": helix, "plans": ("sequential", "greedy"), "model": model or {}}
-    for rank, found in enumerate(cluster_of(2).run(peaks, **job)):
-        for plan, (expected, counted) in found.items():
+    for rank, result in enumerate(cluster_of(2).run(peaks, **job)):
+        for plan, (expected, counted) in result.items():
             ratios = [expected / each for each in counted]
             assert any(abs(ratio - 1) <= EXACT for ratio in ratios), (rank, plan, ratios)

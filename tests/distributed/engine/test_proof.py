@@ -183,11 +183,11 @@ class CappedForCausalLM(LlamaForCausalLM):
 
     def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         items = kwargs.pop("num_items_in_batch", None)
-        found = super().forward(input_ids, **kwargs)
-        found.logits = capped(found.logits)
+        result = super().forward(input_ids, **kwargs)
+        result.logits = capped(result.logits)
         if labels is not None:
-            found.loss = self.loss_function(found.logits, labels, self.config.vocab_size, num_items_in_batch=items)
-        return found
+            result.loss = self.loss_function(result.logits, labels, self.config.vocab_size, num_items_in_batch=items)
+        return result
 
 
 class PlusOne(nn.Module):

@@ -71,15 +71,15 @@ def test_nccl_checks_every_layout(cluster_of: Any) -> None:
 
 def test_a_mesh_that_cannot_be_made_is_one_failed_layout(cluster_of: Any) -> None:
     """Kernels start in the order of issue already, so that a pipeline is refused; what comes after it is checked."""
-    for found, order in cluster_of(2).run(check_on_nccl, calls=[TP, [{"pp_size": 2}, {"tp_size": 3}, *TP]]):
-        assert [(layout, verdict) for layout, verdict, _ in found] == [
+    for result, order in cluster_of(2).run(check_on_nccl, calls=[TP, [{"pp_size": 2}, {"tp_size": 3}, *TP]]):
+        assert [(layout, verdict) for layout, verdict, _ in result] == [
             ("tp_size=2", "equal"),
             ("pp_size=2", "failed"),
             ("tp_size=3", "failed"),
             ("tp_size=2", "equal"),
         ]
-        assert found[1][2].startswith("pp_size=2 could hang in this process")
-        assert found[2][2].startswith("tp_size=3 must divide the world size, 2 processes")
+        assert result[1][2].startswith("pp_size=2 could hang in this process")
+        assert result[2][2].startswith("tp_size=3 must divide the world size, 2 processes")
         assert order == "1"
 
 

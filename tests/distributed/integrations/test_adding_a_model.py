@@ -30,8 +30,8 @@ DERIVED = ROOT / "hf_helix" / "models" / "derived"
 
 def blocks() -> dict[str, str]:
     """The Python of the page, by the file names that its docstrings begin with."""
-    found = re.findall(r'```python\n("""(\w+\.py): .*?)```', PAGE.read_text(), re.DOTALL)
-    return {name: code for code, name in found}
+    result = re.findall(r'```python\n("""(\w+\.py): .*?)```', PAGE.read_text(), re.DOTALL)
+    return {name: code for code, name in result}
 
 
 def register() -> None:

@@ -31,8 +31,8 @@ def test_patches_are_honoured(patch: str, cluster_of: Any, tmp_path: Path) -> No
 def test_patches_are_honoured_on_one_rank(tmp_path: Path) -> None:
     model = {**MODEL, "patch": "number"}
     cases = [("greedy", "folded_1f1b", 3)]
-    found = windows(str(tmp_path), {}, model=model, cases=cases, lengths=(33, 16, 21))
-    compare_window([found[0]], unsplit(model, 3, "dense"), 1)
+    result = windows(str(tmp_path), {}, model=model, cases=cases, lengths=(33, 16, 21))
+    compare_window([result[0]], unsplit(model, 3, "dense"), 1)
 
 
 def hook(*_: Any) -> None:

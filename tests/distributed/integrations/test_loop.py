@@ -56,14 +56,14 @@ def test_as_the_stock_loop(
     wanted, folder = stock(count, accumulate, dp_size)
     options = {"folder": str(tmp_path), "helix": helix, "count": count, "accumulate": accumulate}
     every = cluster_of(ranks).run(JOBS + "follow", **options)
-    for found in every:
-        assert found["rates"] == wanted["rates"]
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
-        assert len(found["logits"]) == 5
-        np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-4)
+    for result in every:
+        assert result["rates"] == wanted["rates"]
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
+        assert len(result["logits"]) == 5
+        np.testing.assert_allclose(result["logits"], wanted["logits"], rtol=0, atol=1e-4)
         if dp_size == 1:  # a rank's own batches otherwise
-            np.testing.assert_allclose(found["eval"], wanted["eval"], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(result["eval"], wanted["eval"], rtol=0, atol=1e-5)
     saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
     assert saved.keys() == whole.keys()
     for name, value in whole.items():
@@ -87,8 +87,8 @@ def test_an_optimizer_that_starts_with_states(
     """They are cut with the parameters."""
     options = {"count": 12, "accumulate": 4 // dp_size, "kind": "Adagrad"}
     wanted, _ = stock(12, 4 // dp_size, dp_size, "Adagrad")
-    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -99,18 +99,18 @@ def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tm
     options = {"count": 12, "accumulate": 2, "later": "lm_head"}
     wanted, _ = stock(12, 2, 2, later="lm_head")
     helix = {option: True} if option else {}
-    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
 def test_gradients_of_two_windows_add_up(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     options = {"count": 16, "accumulate": 1, "windows_of_step": 2}
     wanted, _ = stock(16, 1, 2, windows_of_step=2)
-    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix={option: True}, **options):
-        assert len(found["losses"]) == 2 * len(found["norms"]) > 4
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
+    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix={option: True}, **options):
+        assert len(result["losses"]) == 2 * len(result["norms"]) > 4
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -124,12 +124,12 @@ def test_from_a_folder(helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp
     llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
     options = {"count": 12, "accumulate": 4 // dp_size, "weights": str(tmp_path / "start")}
     wanted, _ = stock(12, 4 // dp_size, dp_size)
-    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path / "end"), helix=helix, **options):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path / "end"), helix=helix, **options):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
-    for found in cluster_of(2).run(JOBS + "misuse", helix={"tp_size": 2}):
+    for result in cluster_of(2).run(JOBS + "misuse", helix={"tp_size": 2}):
         for name, words in {
             "backward": "has run backward already; leave it out",
             "accumulate": "use `for window in model.windows(dataloader):`",
@@ -146,7 +146,7 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
             "no labels": "no labels",
             "cut twice": "cut by an earlier HelixTrainer or HelixPlugin.prepare",
         }.items():
-            assert words in found[name], name
+            assert words in result[name], name
 
 
 @pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])

@@ -145,12 +145,12 @@ def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> N
 
 def test_frozen_weights_have_no_weight_gradients(tmp_path: Path) -> None:
     model = {"num_hidden_layers": 3, "lora": {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]}}
-    found = peft_jobs.parts(str(tmp_path), {}, model)
+    result = peft_jobs.parts(str(tmp_path), {}, model)
     labels = ("layers.0", "layers.1", "layers.2")
-    assert [found["weights"][label] for label in labels] == [["attn.qkv"], [], ["attn.qkv"]]
-    assert [found["names"][label] for label in labels] == ["layer", "layer.2", "layer"]
-    assert found["weights"]["head"] == []
-    assert found["gradients"] == found["trained"] < 0.02 * found["held"]
+    assert [result["weights"][label] for label in labels] == [["attn.qkv"], [], ["attn.qkv"]]
+    assert [result["names"][label] for label in labels] == ["layer", "layer.2", "layer"]
+    assert result["weights"]["head"] == []
+    assert result["gradients"] == result["trained"] < 0.02 * result["held"]
 
     without = peft_jobs.parts(str(tmp_path), {}, {"num_hidden_layers": 3})
     assert without["weights"]["layers.1"] == ["mlp.down", "mlp.up", "attn.out", "attn.qkv"]
@@ -165,8 +165,8 @@ def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path:
     )
     model = {"family": "mixtral", "num_hidden_layers": 3}
     helix = {"tp_size": 2, **GREEDY}
-    found = cluster_of(2).run(f"{JOB}parts", folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
-    for rank in found:
+    result = cluster_of(2).run(f"{JOB}parts", folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
+    for rank in result:
         kinds = [rank["weights"][f"layers.{index}"] for index in range(3)]
         assert kinds == [[], [], ["experts.down", "experts.up", "attn.out", "attn.qkv"]]
         assert rank["gradients"] == rank["trained"]
@@ -245,13 +245,13 @@ NOT_BUILT = [("gemma2", "cp2"), ("deepseek_v3", "cp2")]
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The stock Trainer on one process, run once a case, and what it saved."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def get(case: str) -> Any:
-        if case not in found:
+        if case not in result:
             folder = str(tmp_path_factory.mktemp("stock"))
-            found[case] = jobs.train(folder, None, **TRAINED[case]), folder
-        return found[case]
+            result[case] = jobs.train(folder, None, **TRAINED[case]), folder
+        return result[case]
 
     return get
 
@@ -307,9 +307,9 @@ def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(
     job = {"helix": {**helix, **GREEDY}, "model": {"lora": lora}}
     cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", folder=str(tmp_path / "ours"), **job)
     tiny(num_hidden_layers=5, lora=lora).save_pretrained(str(tmp_path / "theirs"))
-    found = sorted((tmp_path / "theirs").rglob("*.safetensors"))
-    assert len(found) == (2 if "idle" in lora else 1)
-    for file in found:
+    result = sorted((tmp_path / "theirs").rglob("*.safetensors"))
+    assert len(result) == (2 if "idle" in lora else 1)
+    for file in result:
         theirs = load_file(file)
         ours = load_file(tmp_path / "ours" / file.relative_to(tmp_path / "theirs"))
         assert ours.keys() == theirs.keys()
@@ -371,9 +371,9 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
     model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
-    found, expected = (peft_jobs.evaluations(str(tmp_path), helix, model) for helix in ({}, None))
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert found["trained"] == found["again"] != found["none"]
+    result, expected = (peft_jobs.evaluations(str(tmp_path), helix, model) for helix in ({}, None))
+    assert result == pytest.approx(expected, abs=1e-5)
+    assert result["trained"] == result["again"] != result["none"]
 
 
 CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idle": "other"}}
@@ -389,8 +389,8 @@ def test_evaluation_with_what_was_idle_when_it_was_spread(
     job = {"folder": str(tmp_path), "model": CHOICES, **training}
     expected = peft_jobs.evaluations(helix=None, **job)
     assert len({*expected.values()}) == 3
-    for found in cluster_of(2).run(f"{JOB}evaluations", helix={option: True, **GREEDY}, **job):
-        assert found == pytest.approx(expected, abs=1e-2 if training else 1e-5)
+    for result in cluster_of(2).run(f"{JOB}evaluations", helix={option: True, **GREEDY}, **job):
+        assert result == pytest.approx(expected, abs=1e-2 if training else 1e-5)
 
 
 @pytest.mark.slow
@@ -427,10 +427,10 @@ def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_pat
     sft_jobs.save_tokenizer(tmp_path / "tokenizer")
     job = {"tokenizer": str(tmp_path / "tokenizer"), **training}
     wanted = peft_jobs.fine_tune(str(tmp_path / "theirs"), helix=None, **job)
-    for found in cluster_of(2).run(f"{JOB}fine_tune", folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
-        assert found["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
+    for result in cluster_of(2).run(f"{JOB}fine_tune", folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
+        assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
     compare_adapters(tmp_path / "ours", tmp_path / "theirs")
 
 

@@ -68,15 +68,15 @@ def test_as_the_stock_trainer(
     wanted, folder = stock(name)
     assert (wanted["documents"] > wanted["rows"] == 1) == (name in IN_ONE_ROW)
     assert (wanted["trained"] < 0.65) == (name in ("completions", "packed", "assistant"))
-    for found in cluster_of(2).run(
+    for result in cluster_of(2).run(
         JOBS + "train", folder=str(tmp_path), tokenizer=tokenizer, helix=helix, **KINDS[name]
     ):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
-        assert found["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
+        assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
     # What needs whole logits is not there; docs/trl.md says so.
     missing = {"entropy", "mean_token_accuracy", "num_tokens"}
-    assert {entry for entry in found["logged"] if not entry.startswith("helix/")} == set(wanted["logged"]) - missing
+    assert {entry for entry in result["logged"] if not entry.startswith("helix/")} == set(wanted["logged"]) - missing
     saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
     assert saved.keys() == whole.keys()
     for key, value in whole.items():
@@ -124,8 +124,8 @@ def test_experts_without_the_loss_of_routers(cluster_of: Any, tmp_path: Path, to
     options = {"kind": "text", "training": {"router_aux_loss_coef": 0.0}, "family": "mixtral"}
     wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
     given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
-    for found in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+    for result in cluster_of(2).run(JOBS + "train", **given):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_from_the_name_of_a_folder(dtype: str | None, cluster_of: Any, tmp_path:
     options = {"kind": "completions", "training": training, "model": str(tmp_path / "model")}
     wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
     given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
-    for found in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-2 if dtype else 1e-5)
+    for result in cluster_of(2).run(JOBS + "train", **given):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-2 if dtype else 1e-5)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "helix")
     assert saved.dtype is (torch.bfloat16 if dtype else torch.float32)
 
@@ -152,9 +152,9 @@ def test_adapters(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, tokeni
     options = {"kind": "completions", "training": {"packing": True}, "peft_config": lora}
     wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
     given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": helix, **options}
-    for found in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
+    for result in cluster_of(2).run(JOBS + "train", **given):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
     saved, whole = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("helix", "stock"))
     assert saved.keys() == whole.keys()
     for key, value in whole.items():

@@ -86,8 +86,8 @@ def check_sharing(option: str, way: str, case: str, tp: int, cluster_of: Any, st
     found = cluster_of(2 * tp).run("train", folder=str(folder), helix=helix, **SHARED[case])
     if SHARED[case]["training"].get("bf16"):
         exact, exactly, _ = stock_on_two(IN_FP32, way)
-        errors = np.subtract([expected["losses"], *(result["losses"] for result in found)], exact["losses"])
-        assert np.abs(errors[1:]).max() <= 2 * np.abs(errors[0]).max()
+        first = np.array([run["losses"][0] for run in (expected, *found)]) - exact["losses"][0]
+        assert np.abs(first[1:]).max() <= 2 * abs(first[0]), "later losses depend on how rounding has moved the weights"
         wanted, stocks, ours = (movements(start, path) for path in (exactly, theirs, folder))
         assert distance(ours, wanted) <= 2 * distance(stocks, wanted)
         return

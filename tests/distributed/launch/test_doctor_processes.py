@@ -18,9 +18,9 @@ def search(workers: int, dtype: str = "bf16") -> Ranking:
 
 
 def test_several_processes_find_the_same() -> None:
-    found = [search(workers) for workers in (1, 2)]
-    assert found[0] == found[1]
-    assert len(found[0].steps) > 1
+    result = [search(workers) for workers in (1, 2)]
+    assert result[0] == result[1]
+    assert len(result[0].steps) > 1
 
 
 def test_an_error_in_another_process_is_raised() -> None:

@@ -75,15 +75,15 @@ def test_a_reader_that_has_gone() -> None:
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "32"), ({CONNECTIONS: "8"}, "8")])
+@pytest.mark.parametrize(("given", "connections"), [({}, "32"), ({CONNECTIONS: "8"}, "8")])
 def test_the_import_alone_sets_the_connections(
-    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], connections: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (CONNECTIONS, LOADING):
         monkeypatch.delenv(name, raising=False)
     script = "import os, sys, hf_helix; "
     script += f"print(os.environ[{CONNECTIONS!r}], {LOADING!r} in os.environ, 'torch' in sys.modules)"
-    assert output_of(script, **given).split() == [found, "False", "False"]
+    assert output_of(script, **given).split() == [connections, "False", "False"]
 
 
 ORDER = """

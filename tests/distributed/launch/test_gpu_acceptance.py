@@ -18,14 +18,14 @@ def test_every_piece_passes_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
     (file,) = tmp_path.glob("*-gpu-dry.json")
-    found = json.loads(file.read_text())
-    assert found["environment"]["gpu"]
-    assert found["environment"]["torch"]
-    for piece in found["pieces"]:
+    result = json.loads(file.read_text())
+    assert result["environment"]["gpu"]
+    assert result["environment"]["torch"]
+    for piece in result["pieces"]:
         assert piece["ending"] == "done", piece["name"]
         assert any(entry["outcome"] == "PASS" for entry in piece["entries"]), piece["name"]
     page = file.with_suffix(".md").read_text()
-    assert all(f"## {piece['name']}: PASS" in page for piece in found["pieces"])
+    assert all(f"## {piece['name']}: PASS" in page for piece in result["pieces"])
 
 
 @pytest.mark.slow

@@ -192,6 +192,6 @@ def test_the_recipe_on_two_pipeline_ranks(tmp_path: Path) -> None:
     for said in ("loss on held-out text: ", "pipeline bubbles", "loaded back, it writes: "):
         assert output.count(said) == 1, output
     assert output.count("hf_helix: plan `greedy`, not measured: ") == 1
-    found = tracks(tmp_path / "trace.json")
-    assert found.keys() == {0, 1}
-    assert all(any(track.startswith("pipeline") for track in tracks) for tracks in found.values())
+    result = tracks(tmp_path / "trace.json")
+    assert result.keys() == {0, 1}
+    assert all(any(track.startswith("pipeline") for track in tracks) for tracks in result.values())

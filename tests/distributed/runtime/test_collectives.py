@@ -70,8 +70,8 @@ def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
         work()
         sums.append(reduced)
     assert {t.dtype for t in (gathered, exchanged, *sums)} == {shard.dtype}
-    found = {"gathered": gathered, "exchanged": exchanged, "reduced": sums[0], "again": sums[1]}
-    return {name: value.float().numpy().copy() for name, value in found.items()}
+    result = {"gathered": gathered, "exchanged": exchanged, "reduced": sums[0], "again": sums[1]}
+    return {name: value.float().numpy().copy() for name, value in result.items()}
 
 
 def inner_products(operator: str, seed: int) -> tuple[float, float]:
@@ -116,7 +116,7 @@ def group_ranks(tp_size: int, pp_size: int = 1, ep_size: int = 1) -> dict[str, A
 def pass_on(pp_size: int) -> list[list[float]]:
     """Every rank of a fold sends down and up the pipe and back, all ways at once; what arrived."""
     mesh = mesh_of(world() // pp_size, pp_size)
-    pipe, found, threads = mesh.pipe, {}, []
+    pipe, result, threads = mesh.pipe, {}, []
     ranks = stage_ranks(FOLD, pp_size)
 
     def both(boundary: int, peer: int, outward: bool) -> None:
@@ -128,7 +128,7 @@ def pass_on(pp_size: int) -> list[list[float]]:
                     channel.send(value, forward=outward)
                 else:
                     channel.receive(arrived, forward=not outward)
-            found.setdefault((boundary, outward), []).append(arrived.item())
+            result.setdefault((boundary, outward), []).append(arrived.item())
 
     for boundary, (source, target) in enumerate(pairwise(ranks)):
         if source != target and pipe.rank in (source, target):
@@ -138,7 +138,7 @@ def pass_on(pp_size: int) -> list[list[float]]:
         thread.start()
     for thread in threads:
         thread.join()
-    return sorted([*key, *arrived] for key, arrived in found.items())
+    return sorted([*key, *arrived] for key, arrived in result.items())
 
 
 PLACED = {
@@ -176,9 +176,9 @@ def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
     finally:
         buckets.BUCKET_BYTES = usual
         streams.close()
-    found = [parameter.grad.numpy().copy() for parameter in placements if parameter.grad is not None]
+    result = [parameter.grad.numpy().copy() for parameter in placements if parameter.grad is not None]
     norm = gradients.gradient_norm(placements, mesh)
-    return {**dict(zip(PLACED, found, strict=True)), "norm of all": norm.item()}
+    return {**dict(zip(PLACED, result, strict=True)), "norm of all": norm.item()}
 
 
 # Tests
@@ -194,8 +194,8 @@ def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None
     kind = getattr(torch, dtype)
     shards = [contribution(rank, shape, kind, seed).float() for rank in range(ranks)]
     brought = [contribution(rank, whole, kind, seed).float() for rank in range(ranks)]
-    found = cluster_of(ranks).run(move, shape=shape, dtype=dtype, seed=seed)
-    for rank, result in enumerate(found):
+    results = cluster_of(ranks).run(move, shape=shape, dtype=dtype, seed=seed)
+    for rank, result in enumerate(results):
         blocks = [value.chunk(ranks)[rank] for value in brought]
         assert np.array_equal(result["gathered"], torch.cat(shards))
         assert np.array_equal(result["exchanged"], torch.cat(blocks))
@@ -211,46 +211,46 @@ def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None
 @pytest.mark.parametrize("operator", ["AllGather", "ReduceScatter", "AllGatherReplicated"])
 def test_backward_is_the_transpose(ranks: int, operator: str, cluster_of: Any) -> None:
     """<G x, y> == <x, G^T y>, with both sides summed over the ranks."""
-    found = cluster_of(ranks).run(inner_products, operator=operator, seed=5)
-    forward, backward = (sum(side) for side in zip(*found, strict=True))
+    result = cluster_of(ranks).run(inner_products, operator=operator, seed=5)
+    forward, backward = (sum(side) for side in zip(*result, strict=True))
     assert abs(forward) > 0.1
     assert forward == pytest.approx(backward, rel=1e-12)
 
 
 def test_groups_of_a_mesh(cluster_of: Any) -> None:
     """Data parallelism is the outermost dimension."""
-    found = cluster_of(4).run(group_ranks, tp_size=2)
-    assert [result["tp"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["dp"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["places"] for result in found] == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
+    results = cluster_of(4).run(group_ranks, tp_size=2)
+    assert [result["tp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["dp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["places"] for result in results] == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
 
 
 def test_groups_of_a_mesh_with_a_pipeline(cluster_of: Any) -> None:
     """Tensor parallelism is innermost; whoever shares a pipeline or a tensor-parallel group shares every batch."""
-    found = cluster_of(4).run(group_ranks, tp_size=1, pp_size=2)
-    assert [result["pp"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["dp"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["batch"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["tp"] for result in found] == [None] * 4
-    found = cluster_of(4).run(group_ranks, tp_size=2, pp_size=2)
-    assert [result["tp"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["pp"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["batch"] for result in found] == [[0, 1, 2, 3]] * 4
-    assert [result["dp"] for result in found] == [None] * 4
+    results = cluster_of(4).run(group_ranks, tp_size=1, pp_size=2)
+    assert [result["pp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["dp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["batch"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["tp"] for result in results] == [None] * 4
+    results = cluster_of(4).run(group_ranks, tp_size=2, pp_size=2)
+    assert [result["tp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["pp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["batch"] for result in results] == [[0, 1, 2, 3]] * 4
+    assert [result["dp"] for result in results] == [None] * 4
 
 
 def test_groups_that_share_experts(cluster_of: Any) -> None:
     """Tensor-parallel ranks hold experts, too; the rest of data parallelism has copies."""
-    found = cluster_of(4).run(group_ranks, tp_size=1, ep_size=2)
-    assert [result["experts"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["expert copies"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["dp"] for result in found] == [[0, 1, 2, 3]] * 4
-    found = cluster_of(4).run(group_ranks, tp_size=2, ep_size=2)
-    assert [result["experts"] for result in found] == [[0, 1, 2, 3]] * 4
-    assert [result["expert copies"] for result in found] == [None] * 4
-    found = cluster_of(4).run(group_ranks, tp_size=2)
-    assert [result["experts"] for result in found] == [result["tp"] for result in found]
-    assert [result["expert copies"] for result in found] == [result["dp"] for result in found]
+    results = cluster_of(4).run(group_ranks, tp_size=1, ep_size=2)
+    assert [result["experts"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["expert copies"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["dp"] for result in results] == [[0, 1, 2, 3]] * 4
+    results = cluster_of(4).run(group_ranks, tp_size=2, ep_size=2)
+    assert [result["experts"] for result in results] == [[0, 1, 2, 3]] * 4
+    assert [result["expert copies"] for result in results] == [None] * 4
+    results = cluster_of(4).run(group_ranks, tp_size=2)
+    assert [result["experts"] for result in results] == [result["tp"] for result in results]
+    assert [result["expert copies"] for result in results] == [result["dp"] for result in results]
 
 
 @pytest.mark.parametrize(("ranks", "pp_size"), [(2, 2), (3, 3), (4, 2)])
@@ -277,14 +277,14 @@ def test_gradients_are_completed_and_their_norm_is_that_of_the_whole(
     ranks: int, tp_size: int, bucket_bytes: int, cluster_of: Any
 ) -> None:
     """Cut, copied, and copied with a part of the sum on every rank: one norm, in which copies count once."""
-    found = cluster_of(ranks).run(finish_gradients, tp_size=tp_size, bucket_bytes=bucket_bytes)
+    results = cluster_of(ranks).run(finish_gradients, tp_size=tp_size, bucket_bytes=bucket_bytes)
     dp_size = ranks // tp_size
     expected = {name: sum(whole_gradient(name, dp) for dp in range(dp_size)) / dp_size for name in PLACED}
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in expected.values()]
     for parameter, gradient in zip(parameters, expected.values(), strict=True):
         parameter.grad = gradient.clone()
     norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0).item()
-    for rank, result in enumerate(found):
+    for rank, result in enumerate(results):
         for name, (_, placement) in PLACED.items():
             whole = expected[name]
             if placement.dim is not None:
@@ -292,6 +292,6 @@ def test_gradients_are_completed_and_their_norm_is_that_of_the_whole(
                 whole = whole.narrow(placement.dim, first, last - first)
             np.testing.assert_allclose(result[name], whole, rtol=1e-6, atol=1e-7)
         assert result["norm of all"] == pytest.approx(norm, rel=1e-6)
-        assert result["norm of all"] == found[0]["norm of all"]
+        assert result["norm of all"] == results[0]["norm of all"]
     for name in ("copied", "norm"):  # copies stay copies, bit for bit
-        assert all(np.array_equal(result[name], found[0][name]) for result in found)
+        assert all(np.array_equal(result[name], results[0][name]) for result in results)

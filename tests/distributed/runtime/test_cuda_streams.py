@@ -201,32 +201,32 @@ def test_the_watch_sees_what_nothing_orders() -> None:
     mine = CudaStreams(CPU, cuda)
     value, other = torch.zeros(4), torch.zeros(4)
 
-    def found() -> list[str]:
+    def kinds_of_mistakes() -> list[str]:
         return [mistake.kind for mistake in cuda.mistakes]
 
     with cuda.watch():
         event = mine.issue(Kind.INTRA_NODE, lambda: value.add_(1), (), "add")
         view = value[1:]  # reads nothing
-        assert found() == []
+        assert kinds_of_mistakes() == []
         torch.neg(view)
-        assert found() == ["READ"]
+        assert kinds_of_mistakes() == ["READ"]
         assert "test_cuda_streams.py" in str(cuda.mistakes[0])
         mine.wait(event)
         torch.neg(view)
-        assert found() == ["READ"]
+        assert kinds_of_mistakes() == ["READ"]
         mine.issue(Kind.INTRA_NODE, lambda: torch.neg(value), (), "read")
         value.zero_()
-        assert found() == ["READ", "WRITE"]
+        assert kinds_of_mistakes() == ["READ", "WRITE"]
         made = [torch.zeros(4)]
         late: Any = mine.issue(Kind.INTRA_NODE, lambda: made[0].add_(1), (), "add")
         made.clear()
-        assert found() == ["READ", "WRITE", "FREED"]
+        assert kinds_of_mistakes() == ["READ", "WRITE", "FREED"]
         mine.wait(late)
         made.append(other)
         mine.wait(mine.issue(Kind.INTRA_NODE, lambda: made[0].add_(1), (), "add"))
         made.clear()
         del other
-        assert len(found()) == 3
+        assert len(kinds_of_mistakes()) == 3
 
 
 def test_streams_of_a_device_are_cudas() -> None:

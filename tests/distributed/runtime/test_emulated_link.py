@@ -28,7 +28,7 @@ def model_of(helix: dict[str, Any]) -> dict[str, int]:
 
 def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     """The same window without a link and with one: losses, gradients, and what a recorder and the link count."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in (None, link):
         trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=model_of(helix))
         trainer.model.train()
@@ -38,14 +38,14 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         gradients = [parameter.grad.clone() for parameter in runner.stage.placements if parameter.grad is not None]
         forget_gradients(runner)
-        found[str(name)] = {"losses": torch.stack(losses), "gradients": gradients, "seconds": seconds}
+        result[str(name)] = {"losses": torch.stack(losses), "gradients": gradients, "seconds": seconds}
         if mesh.link is not None:
             with_sums = mesh.link.out.bytes
             recorders = [Recorder(axis.transport) for axis in mesh.axes]
             with transports(mesh.axes, recorders):
                 runner.train_window(window, complete=False)
             forget_gradients(runner)
-            found |= {
+            result |= {
                 "link": mesh.link.out.bytes - with_sums,
                 "sums": 2 * with_sums - mesh.link.out.bytes,
                 "recorded": sum(recorder.bytes_sent for recorder in recorders),
@@ -54,10 +54,10 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
                 "hidden": trainer.model.config.hidden_size,
             }
         trainer.helix.close()
-    bare, linked = found.pop("None"), found.pop(link)
-    found["same_losses"] = torch.equal(bare["losses"], linked["losses"])
-    found["same_gradients"] = all(map(torch.equal, bare["gradients"], linked["gradients"]))
-    return {**found, "seconds": linked["seconds"], "num_gradients": len(linked["gradients"])}
+    bare, linked = result.pop("None"), result.pop(link)
+    result["same_losses"] = torch.equal(bare["losses"], linked["losses"])
+    result["same_gradients"] = all(map(torch.equal, bare["gradients"], linked["gradients"]))
+    return {**result, "seconds": linked["seconds"], "num_gradients": len(linked["gradients"])}
 
 
 CASE: dict[str, Any] = {
@@ -99,19 +99,19 @@ LINK = "20mbit,0.1ms"
 
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {}], ids=["tp2", "pp2", "dp2"])
 def test_a_window_has_the_same_bits_and_every_byte_takes_its_time(cluster_of: Any, tmp_path: Path, helix: Any):
-    for found in cluster_of(2).run(windows, folder=str(tmp_path), helix=helix, link=LINK):
-        assert found["same_losses"]
-        assert found["same_gradients"]
-        assert found["num_gradients"] > 10
+    for result in cluster_of(2).run(windows, folder=str(tmp_path), helix=helix, link=LINK):
+        assert result["same_losses"]
+        assert result["same_gradients"]
+        assert result["num_gradients"] > 10
         if "pp_size" in helix:  # every micro-batch goes out once and its gradient comes back once, in fp32
-            assert (found["link"], found["recorded"]) == (2 * 4 * found["tokens"] * found["hidden"], 0)
+            assert (result["link"], result["recorded"]) == (2 * 4 * result["tokens"] * result["hidden"], 0)
         else:
-            assert found["link"] == found["recorded"]
+            assert result["link"] == result["recorded"]
         if not helix:  # all of it is the sum of gradients: a ring of two sends each once
-            assert (found["link"], found["sums"]) == (0, found["parameters"])
-        sent = found["link"] + found["sums"]
+            assert (result["link"], result["sums"]) == (0, result["parameters"])
+        sent = result["link"] + result["sums"]
         assert sent > 0
-        assert found["seconds"] >= 8 * sent / parse_link(LINK).rate
+        assert result["seconds"] >= 8 * sent / parse_link(LINK).rate
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_everything_that_is_printed_says_that_the_link_is_emulated(even: Any):
 
 def test_losses_are_those_without_the_link(even: Any, cluster_of: Any, tmp_path: Path):
     without = cluster_of(2).run("train", folder=str(tmp_path), helix={"tp_size": 2, "plan": "greedy"}, **CASE)
-    assert [found["losses"] for found in without] == [found["losses"] for found in even]
+    assert [result["losses"] for result in without] == [result["losses"] for result in even]
 
 
 def str_of(rate: float) -> str:

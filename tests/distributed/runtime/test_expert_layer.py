@@ -55,13 +55,13 @@ def spread(family: str, axis: str, capacity: float | None, recompute: str = "non
     side = side_of(given, mesh.tp.size) | {SHARD_TOKENS: ROWS[axis][0] * BATCH}
     inputs = {name: given[name] for name in ("x", "weights")}
     outputs, gradients = run_unit(unit.recomputed(recompute), inputs, side, {"experts.out": given["gradient"]})
-    found = {"out": outputs["experts.out"], "d.x": gradients["x"], "d.weights": gradients["weights"]}
-    found |= {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    return {name: value.numpy().copy() for name, value in found.items()}
+    result = {"out": outputs["experts.out"], "d.x": gradients["x"], "d.weights": gradients["weights"]}
+    result |= {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {name: value.numpy().copy() for name, value in result.items()}
 
 
-def distance(found: Any, expected: Tensor) -> float:
-    return float(np.linalg.norm(found - expected.numpy()) / np.linalg.norm(expected.numpy()))
+def distance(result: Any, expected: Tensor) -> float:
+    return float(np.linalg.norm(result - expected.numpy()) / np.linalg.norm(expected.numpy()))
 
 
 @pytest.mark.parametrize("family", cases_of(FORMS))
@@ -71,15 +71,15 @@ def test_two_ranks_give_what_one_gives(
     cluster_of: Callable[[int], Cluster], family: str, axis: str, capacity: float | None
 ) -> None:
     module = experts_of(family, FORMS[family])
-    found = cluster_of(2).run(spread, family=family, axis=axis, capacity=capacity)
+    result = cluster_of(2).run(spread, family=family, axis=axis, capacity=capacity)
     expected = [by_itself(module, tokens_on(axis, rank)) for rank in range(2)]
     for rank in range(2):
         for name in ("out", "d.x", "d.weights"):
-            assert distance(found[rank][name], expected[rank][name]) < 1e-5, name
+            assert distance(result[rank][name], expected[rank][name]) < 1e-5, name
     for name, parameter in module.named_parameters():
         total = expected[0][name] + expected[1][name]
-        is_cut = len(found[0][name]) < len(parameter)
-        both = [part[name] for part in found]
+        is_cut = len(result[0][name]) < len(parameter)
+        both = [part[name] for part in result]
         assert distance(np.concatenate(both) if is_cut else sum(both), total) < 1e-5, name
 
 

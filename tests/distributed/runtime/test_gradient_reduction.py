@@ -28,16 +28,16 @@ def squared(gradients: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout, what every rank saw and what it had after the sums; each layout run once."""
-    found: dict[tuple[int, int, int, bool], list[dict[str, Any]]] = {}
+    result: dict[tuple[int, int, int, bool], list[dict[str, Any]]] = {}
 
     def get(tp: int, pp: int, dp: int, tied: bool = False) -> list[dict[str, Any]]:
         key = (tp, pp, dp, tied)
-        if key not in found:
+        if key not in result:
             helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
             job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
             model = {"tie_word_embeddings": tied}
-            found[key] = cluster_of(tp * pp * dp).run(f"{JOB}reductions", model=model, **job)
-        return found[key]
+            result[key] = cluster_of(tp * pp * dp).run(f"{JOB}reductions", model=model, **job)
+        return result[key]
 
     return get
 
@@ -51,10 +51,10 @@ def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduce
     """Of what the ranks saw: parts of the sequence (tp) added up, batches (dp) averaged; in any number of buckets."""
     ranks = reduced(tp, pp, dp)
     shared = tp * pp
-    for rank, found in enumerate(ranks):
+    for rank, result in enumerate(ranks):
         place, t = rank % shared, rank % tp
-        for name, own in found["seen"].items():
-            members = range(tp) if found["sums"][name] else [t]
+        for name, own in result["seen"].items():
+            members = range(tp) if result["sums"][name] else [t]
             seen = [
                 ranks[d * shared + place - t + member]["seen"][name].astype(np.float64)
                 for d in range(dp)
@@ -62,7 +62,7 @@ def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduce
             ]
             expected = sum(seen) / dp
             assert own.shape == expected.shape
-            for size, complete in found["complete"].items():
+            for size, complete in result["complete"].items():
                 error = np.linalg.norm(complete[name] - expected)
                 assert error <= 1e-6 * np.linalg.norm(expected), (name, size)
 
@@ -71,10 +71,10 @@ def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduce
 def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduced: Any) -> None:
     """Otherwise their parameters would drift apart. With two summands, buckets do not matter to the bits either."""
     ranks, shared = reduced(tp, pp, dp), tp * pp
-    for rank, found in enumerate(ranks):
+    for rank, result in enumerate(ranks):
         first = ranks[rank % shared]["complete"]
-        for size, complete in found["complete"].items():
-            assert complete.keys() == found["seen"].keys()
+        for size, complete in result["complete"].items():
+            assert complete.keys() == result["seen"].keys()
             for name, gradient in complete.items():
                 np.testing.assert_array_equal(gradient, first[size][name], err_msg=f"{name} {size}")
                 if max(tp, dp) == 2:
@@ -93,19 +93,19 @@ def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bo
     ranks = reduced(tp, pp, dp, tied)
     model = jobs.model_of(tie_word_embeddings=tied)
     expected = np.sqrt(squared(reference(model, batches_of(3 * dp, lengths=LENGTHS))["gradients"]))
-    assert len({found["norm"] for found in ranks}) == 1
+    assert len({result["norm"] for result in ranks}) == 1
     assert ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
     assert ranks[0]["norm"] == pytest.approx(np.sqrt(squared(ranks[0]["whole"])), rel=1e-6)
 
 
 def test_sums_are_issued_while_backward_still_runs(reduced: Any) -> None:
     """With small buckets, as layers finish; of one bucket, after everything."""
-    for found in reduced(1, 2, 2):
-        to_come = found["to come"]
+    for result in reduced(1, 2, 2):
+        to_come = result["to come"]
         assert to_come[0] == [0]
         assert to_come[TINY] == sorted(to_come[TINY], reverse=True)
-        assert len(to_come[TINY]) == len(found["seen"])
-        assert sum(count > 0 for count in to_come[TINY]) >= len(found["seen"]) // 2
+        assert len(to_come[TINY]) == len(result["seen"])
+        assert sum(count > 0 for count in to_come[TINY]) >= len(result["seen"]) // 2
         assert to_come[TINY][0] > 10
         assert to_come[TINY][-1] == 0
 
@@ -126,12 +126,12 @@ def test_plans_and_schedules_give_the_same_bits(
     cases = [(rule, schedule, 4) for schedule in ("folded_1f1b", "dualpipe_v")[:pp] for rule in rules]
     helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
     job = {"folder": str(tmp_path), "helix": helix, "model": jobs.model_of(), "cases": cases, "lengths": LENGTHS}
-    for found in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
-        for case, run in zip(cases, found, strict=True):
-            assert run["losses"] == found[0]["losses"], case
+    for result in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
+        for case, run in zip(cases, result, strict=True):
+            assert run["losses"] == result[0]["losses"], case
             for name, gradient in run["gradients"].items():
                 if gradient is not None:
-                    np.testing.assert_array_equal(gradient, found[0]["gradients"][name], err_msg=f"{name} {case}")
+                    np.testing.assert_array_equal(gradient, result[0]["gradients"][name], err_msg=f"{name} {case}")
 
 
 # Shares of the optimizer
@@ -183,12 +183,12 @@ def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: 
     ranks = cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job)
     for place in range(tp * pp):
         mine = ranks[place :: tp * pp]
-        assert sum(found["states"] for found in mine) == 2 * mine[0]["parameters"]
-        assert max(found["states"] for found in mine) <= 0.6 * 2 * mine[0]["parameters"]
+        assert sum(result["states"] for result in mine) == 2 * mine[0]["parameters"]
+        assert max(result["states"] for result in mine) <= 0.6 * 2 * mine[0]["parameters"]
     helix["shard_optimizer"] = False
-    for found in cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job):
-        assert found["states"] == 2 * found["parameters"]
-        assert found["kind"] == "AdamW"
+    for result in cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job):
+        assert result["states"] == 2 * result["parameters"]
+        assert result["kind"] == "AdamW"
 
 
 # Who gets which data

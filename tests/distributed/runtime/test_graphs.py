@@ -48,21 +48,21 @@ def engine_with(
 def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 4) -> list[Any]:
     """Losses, norms and weights after some steps, each of a window of its own tokens and lengths."""
     optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-2)
-    found: list[Any] = []
+    result: list[Any] = []
     for step, each in enumerate(lengths):
         window = batches(2, lengths=each, seed=step + 1)
         scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)
         losses = engine.train_window(on(window, CPU), scale, step)
-        found += [*losses, engine.clip_gradients(1.0)]
+        result += [*losses, engine.clip_gradients(1.0)]
         optimizer.step()
         optimizer.zero_grad()
     # Read at the end, so that no later window may have overwritten them.
-    figures = [float(figure) for figure in found]
+    figures = [float(figure) for figure in result]
     return [*figures, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
 
 
-def same(found: list[Any], wanted: list[Any]) -> bool:
-    *mine, my_weights = found
+def same(result: list[Any], wanted: list[Any]) -> bool:
+    *mine, my_weights = result
     *theirs, their_weights = wanted
     return mine == theirs and all(torch.equal(value, their_weights[name]) for name, value in my_weights.items())
 
@@ -102,13 +102,13 @@ def test_routers_are_counted_on() -> None:
 def test_gradients_of_earlier_windows_are_added_to() -> None:
     window = batches(2, lengths=(12,))
     scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)
-    found = []
+    result = []
     for recorder in (None, FakeRecorder()):
         with engine_with(recorder) as engine:
             for step in range(4):
                 engine.train_window(on(window, CPU), scale, step)
-            found.append({name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()})
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+            result.append({name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()})
+    assert all(torch.equal(result[1][name], gradient) for name, gradient in result[0].items())
 
 
 def test_each_shape_has_a_graph_up_to_a_number(monkeypatch: Any, capsys: Any) -> None:
@@ -255,7 +255,7 @@ def test_a_window_that_cannot_be_captured_says_why(monkeypatch: Any) -> None:
 
 def test_weights_that_are_gathered_once_are_those_that_were_stepped() -> None:
     """One rank of two that each step a part, whose collectives move nothing: a replay casts what was stepped since."""
-    found = []
+    result = []
     recorder = FakeRecorder()
     for captured in (None, WindowGraphs(say, recorder)):
         options: dict[str, Any] = {"dp": 2, "shard_optimizer": True, "autocast_dtype": torch.bfloat16}
@@ -267,7 +267,7 @@ def test_weights_that_are_gathered_once_are_those_that_were_stepped() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append([runner.evaluate(window[:1])[0]])
-            found.append([torch.stack([loss for each in losses for loss in each]), *runner.stage.stepped])
+            result.append([torch.stack([loss for each in losses for loss in each]), *runner.stage.stepped])
     assert [graph.replays for graph in recorder.graphs] == [3]
-    assert len(found[0][0].unique()) > 8
-    assert all(torch.equal(mine, wanted) for wanted, mine in zip(*found, strict=True))
+    assert len(result[0][0].unique()) > 8
+    assert all(torch.equal(mine, wanted) for wanted, mine in zip(*result, strict=True))

@@ -151,16 +151,16 @@ def test_which_group_takes_how_many_blocks_from_computation(
         members = {tuple(row) for row in rows[name].reshape(-1, rows[name].shape[-1]).tolist()}
         assert {taken for ranks, taken in made if ranks in members} == {limit}, name
     pairs = {tuple(row) for row in rows["pp"].reshape(-1, 2).tolist()}
-    found = [taken for ranks, taken in made if ranks in pairs]
-    assert sorted(map(str, found)) == sorted(map(str, [4] * 4 * len(pairs) + [None] * len(pairs)))
+    result = [taken for ranks, taken in made if ranks in pairs]
+    assert sorted(map(str, result)) == sorted(map(str, [4] * 4 * len(pairs) + [None] * len(pairs)))
 
 
 def groups_of(built: mesh.Mesh) -> set[str]:
     """The names of all groups that a window communicates over."""
     pipe = built.pipe
-    found = [built.dp_group, built.copies_group, built.expert_copies_group, built.batch_group, pipe.group]
-    found += [*(axis.group for axis in built.axes), *pipe.lanes.values(), dist.group.WORLD]
-    return {group.group_name for group in found if group is not None}
+    result = [built.dp_group, built.copies_group, built.expert_copies_group, built.batch_group, pipe.group]
+    result += [*(axis.group for axis in built.axes), *pipe.lanes.values(), dist.group.WORLD]
+    return {group.group_name for group in result if group is not None}
 
 
 def waiting_for_ever(used: list[list[tuple[str, tuple[int, ...]]]]) -> list[Any]:

@@ -47,24 +47,24 @@ def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) ->
     assert isinstance(plan, PriorityPlan)
 
     def gradients() -> dict[str, Any]:
-        found = {names[p]: p.grad.numpy().copy() for p in first.stage.placements if p.grad is not None}
+        result = {names[p]: p.grad.numpy().copy() for p in first.stage.placements if p.grad is not None}
         trainer.model.zero_grad()
-        return found
+        return result
 
-    found: dict[str, Any] = {"gradients": {}, "ran": {}, "behind": {}, "early": {}, "sums": len(first.layout.sums)}
+    result: dict[str, Any] = {"gradients": {}, "ran": {}, "behind": {}, "early": {}, "sums": len(first.layout.sums)}
     with buckets_of(SMALL):
         first.train_window(window, complete=False)
         complete_gradients(first.stage.units, first.mesh, first.executor.streams)
-        found["expected"] = gradients()
+        result["expected"] = gradients()
         for held in WAYS:
             runner = first.with_plan(replace(plan, priorities=replace(plan.priorities, held_units=held)))
             trace = traced(runner, window)
-            found["gradients"][held] = gradients()
-            found["ran"][held] = [label for verb, label in trace.events if verb == "run"]
-            found["behind"][held] = computations_behind(trace)
-            found["early"][held] = begun_before_the_end(trace)
+            result["gradients"][held] = gradients()
+            result["ran"][held] = [label for verb, label in trace.events if verb == "run"]
+            result["behind"][held] = computations_behind(trace)
+            result["early"][held] = begun_before_the_end(trace)
     first.executor.streams.close()
-    return found
+    return result
 
 
 def traced(runner: Runner, window: Any) -> Trace:
@@ -117,7 +117,7 @@ def begun_before_the_end(trace: Trace) -> int:
 
 
 @pytest.fixture(scope="module")
-def found(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results_of(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout, what the ranks found; each layout is run once."""
     known: dict[str, list[dict[str, Any]]] = {}
 
@@ -131,18 +131,18 @@ def found(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_held_back_weight_gradients_change_no_bit(helix: dict[str, Any], found: Any) -> None:
+def test_held_back_weight_gradients_change_no_bit(helix: dict[str, Any], results_of: Any) -> None:
     """Against sums that are issued behind everything; and both ranks have the same."""
-    ranks = found(helix)
+    ranks = results_of(helix)
     for rank in ranks:
         for held in WAYS:
             assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
 
 
 @pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], found: Any) -> None:
+def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], results_of: Any) -> None:
     """In the recorded order, and by the recorded start."""
-    for rank in found(helix):
+    for rank in results_of(helix):
         assert rank["sums"] > LAYERS
         for held in WAYS:
             assert len(rank["behind"][held]) == rank["sums"]
@@ -153,10 +153,10 @@ def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], found: 
 
 
 @pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_held_back_weight_gradients_run_behind_the_embedding(helix: dict[str, Any], found: Any) -> None:
+def test_held_back_weight_gradients_run_behind_the_embedding(helix: dict[str, Any], results_of: Any) -> None:
     """Those of the units that hold them back, and of no others."""
     last = f"B{MICROBATCHES - 1}."
-    for rank in found(helix):
+    for rank in results_of(helix):
         behind = {held: weights_behind_the_embedding(ran, last) for held, ran in rank["ran"].items()}
         assert behind[0] == set()
         assert behind[2] == {"layers.0"}

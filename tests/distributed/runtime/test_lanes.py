@@ -65,8 +65,8 @@ def over_lanes(what: str, **given: Any) -> Any:
     """What the job `what` finds on such a mesh, and how many operations went point to point over groups of the mesh."""
     module, _, function = what.partition(":")
     with as_on_nccl() as noted:
-        found = getattr(importlib.import_module(module), function)(**given)
-    return found, sum(group is not groups.control_group() for _, group, _ in noted)
+        result = getattr(importlib.import_module(module), function)(**given)
+    return result, sum(group is not groups.control_group() for _, group, _ in noted)
 
 
 def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
@@ -124,8 +124,8 @@ def test_the_same_bits_as_over_gloo(
         "lengths": (9, 5, 8),
     }
     expected = cluster_of(2).run("support.pipeline_jobs:windows", **job)
-    found = cluster_of(2).run(over_lanes, what="support.pipeline_jobs:windows", **job)
-    for (ours, count), theirs in zip(found, expected, strict=True):
+    result = cluster_of(2).run(over_lanes, what="support.pipeline_jobs:windows", **job)
+    for (ours, count), theirs in zip(result, expected, strict=True):
         assert count == 0
         for mine, wanted in zip(ours, theirs, strict=True):
             assert mine["losses"] == wanted["losses"]
@@ -134,8 +134,8 @@ def test_the_same_bits_as_over_gloo(
 
 
 def test_every_way_has_a_group_of_its_two_ranks(cluster_of: Any) -> None:
-    for found in cluster_of(2).run(kinds_of_mesh, sizes={"tp_size": 1, "pp_size": 2}):
-        assert found == {"lanes": True, "plain": True, "members": [[0, 1]] * 4}
+    for result in cluster_of(2).run(kinds_of_mesh, sizes={"tp_size": 1, "pp_size": 2}):
+        assert result == {"lanes": True, "plain": True, "members": [[0, 1]] * 4}
 
 
 @pytest.mark.parametrize(("shape", "blocks"), [((6, 3), ()), ((5,), ()), ((12, 2), (4, 4, 4)), ((9, 2), (5, 1, 3))])

@@ -21,13 +21,13 @@ def traced(
 ) -> list[list[Step]]:
     """What this rank computes in a window of each (plan, schedule, number of micro-batches)."""
     trainer = trainer_of(folder, helix, model)
-    found = []
+    result = []
     for rule, schedule, count in cases:
         runner = runner_of(trainer, rule, schedule)
         trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
-        found.append(steps_of(runner, trace.events))
+        result.append(steps_of(runner, trace.events))
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def ran(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         stages = size if schedule == "1f1b" else 2 * size
         helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": [LAYERS] * stages}
         job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": [(rule, schedule, count)]}
-        return [found[0] for found in cluster_of(size).run(traced, folder=folder, **job)]
+        return [result[0] for result in cluster_of(size).run(traced, folder=folder, **job)]
 
     return of
 

@@ -35,12 +35,12 @@ def peak_bytes_of(
 ) -> list[int]:
     """The most bytes of activations and buffers on this rank, in a window of each case."""
     trainer = trainer_of(folder, helix, model)
-    found = []
+    result = []
     for rule, schedule, count in cases:
         window = window_of(trainer, count, rows=1, lengths=(length,))
-        found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
+        result.append(peak_bytes(runner_of(trainer, rule, schedule), window))
     trainer.helix.runner.executor.streams.close()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             helix = {"pp_size": 2, "schedule": schedule}
             model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
             job = {"helix": helix, "model": model, "cases": [(plan, schedule, count)], "length": LENGTH}
-            found = cluster_of(2).run(peak_bytes_of, folder=folder, **job)
-            known[key] = [rank[0] for rank in found]
+            result = cluster_of(2).run(peak_bytes_of, folder=folder, **job)
+            known[key] = [rank[0] for rank in result]
         return known[key]
 
     return of
@@ -75,9 +75,9 @@ def layer(peaks: Any, one_strand: int) -> float:
 @pytest.fixture(scope="module")
 def at_work(one_strand: int, layer: float) -> float:
     """What a strand has besides: gradients of the layer that runs backward, and what is on its way between ranks."""
-    found = one_strand - LAYERS * layer
-    assert 0 < found < layer / 2
-    return found
+    result = one_strand - LAYERS * layer
+    assert 0 < result < layer / 2
+    return result
 
 
 @pytest.mark.parametrize(("schedule", "plan"), TWO_STRANDS)

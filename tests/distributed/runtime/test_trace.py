@@ -11,16 +11,16 @@ from support import jobs  # noqa: F401  (what the cluster runs)
 @pytest.fixture(scope="module")
 def events(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What rank 0's issuing thread did, by plan."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    result: dict[str, list[tuple[str, str]]] = {}
 
     def get(plan: str) -> list[tuple[str, str]]:
-        if plan not in found:
+        if plan not in result:
             folder = str(tmp_path_factory.mktemp("trace"))
             run = cluster_of(2).run(
                 "window_gradients", folder=folder, helix={"tp_size": 2, "plan": plan}, num_microbatches=3, traced=True
             )
-            found[plan] = run[0]["events"]
-        return found[plan]
+            result[plan] = run[0]["events"]
+        return result[plan]
 
     return get
 

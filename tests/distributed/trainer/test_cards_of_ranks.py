@@ -34,14 +34,14 @@ def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
     helix = {"tp_size": 2, "cache": False, "tuning_share": 1.0}
     assert cluster_of(2).run(write_card, folder=str(tmp_path), helix=helix) == [True, False]
     card = card_in(tmp_path / "0")
-    found = cells(card)
-    assert found["layout"] == "dp=1 tp=2 pp=1 cp=1 ep=1"
-    assert found["ranks"].startswith("2 x CPU")
-    assert found["batch"] == "6 sequences: 1 data-parallel x 3 micro-batches x 2"
-    assert "timed, 20" in found["plan"]
-    assert found["sequential"].endswith(" ms")
+    result = cells(card)
+    assert result["layout"] == "dp=1 tp=2 pp=1 cp=1 ep=1"
+    assert result["ranks"].startswith("2 x CPU")
+    assert result["batch"] == "6 sequences: 1 data-parallel x 3 micro-batches x 2"
+    assert "timed, 20" in result["plan"]
+    assert result["sequential"].endswith(" ms")
     fractions = r"\d+% of it ran .* \(overlapped \d+%\), (none|\d+%) of its time was saved \(hidden -?\d+%\)"
-    assert re.fullmatch(fractions, found["communication"])
+    assert re.fullmatch(fractions, result["communication"])
     assert card.text.count("*instead:* data parallelism, if the model fits") == 1
     for said in ("  overlapped ", "  hidden ", "  no plan can beat ", "- total_train_batch_size: 6\n"):
         assert card.text.count(said) == 1, card.text

@@ -120,17 +120,17 @@ def test_with_a_capacity_experts_drop_what_a_plain_loop_drops(
         "plans": ("greedy", "sequential"),
         "lengths": LENGTHS,
     }
-    found = cluster_of(ranks).run(JOB, **job)
-    for result in found[0]:
+    results = cluster_of(ranks).run(JOB, **job)
+    for result in results[0]:
         for name, gradient in expected["gradients"].items():
             distance = np.linalg.norm(result["gradients"][name].astype(np.float64) - gradient)
             assert distance <= 1e-4 * np.linalg.norm(gradient) + 1e-12, name
         assert result["entries"]["helix/dropped_tokens"] > 0.05
     mine = dp * np.array(expected["losses"])
-    np.testing.assert_allclose(found[0][0]["losses"], mine[:3], rtol=0, atol=1e-5 * dp)
-    np.testing.assert_allclose(found[-1][0]["losses"], mine[-3:], rtol=0, atol=1e-5 * dp)
-    for name, gradient in found[0][0]["gradients"].items():
-        np.testing.assert_array_equal(gradient, found[0][1]["gradients"][name], err_msg=name)
+    np.testing.assert_allclose(results[0][0]["losses"], mine[:3], rtol=0, atol=1e-5 * dp)
+    np.testing.assert_allclose(results[-1][0]["losses"], mine[-3:], rtol=0, atol=1e-5 * dp)
+    for name, gradient in results[0][0]["gradients"].items():
+        np.testing.assert_array_equal(gradient, results[0][1]["gradients"][name], err_msg=name)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (1, 2, 1, 1)], ids=["ep", "tp"])

@@ -52,7 +52,7 @@ def said(action: Callable[[], Any]) -> str:
 def refusals(folder: str, helix: dict[str, Any] | None, kinds: list[str], evaluated: bool = True) -> dict[str, Any]:
     """What training, evaluation and prediction say of each kind of bad rows."""
     training = {"max_steps": 1, "train_sampling_strategy": "sequential"}
-    found = {}
+    result = {}
     for kind in kinds:
         rows = BAD[kind]()
         model = tiny(num_hidden_layers=2)
@@ -62,9 +62,9 @@ def refusals(folder: str, helix: dict[str, Any] | None, kinds: list[str], evalua
         if evaluated:
             actions |= {"evaluate": lambda t=trainer, r=rows: t.evaluate(r)}
             actions |= {"predict": lambda t=trainer, r=rows: t.predict(r)}
-        found[kind] = {name: said(action) for name, action in actions.items()}
-        found[kind]["untouched"] = all(torch.equal(value, held[name]) for name, value in model.named_parameters())
-    return found
+        result[kind] = {name: said(action) for name, action in actions.items()}
+        result[kind]["untouched"] = all(torch.equal(value, held[name]) for name, value in model.named_parameters())
+    return result
 
 
 def unlabelled_rows() -> list[dict[str, Any]]:
@@ -107,13 +107,13 @@ def loop(helix: dict[str, Any] | None) -> dict[str, Any]:
         optimizer.zero_grad()
     with torch.no_grad():
         losses += [float(evaluate(batch).loss) for batch in (batches[0], batches[2])]
-    found: dict[str, Any] = {"losses": losses, "norms": norms}
+    result: dict[str, Any] = {"losses": losses, "norms": norms}
     if plugin:
         for kind, make in BAD.items():
             bad = collate(make())
-            found[kind] = [said(lambda b=bad: train([b, b])), said(lambda b=bad: evaluate(b))]
+            result[kind] = [said(lambda b=bad: train([b, b])), said(lambda b=bad: evaluate(b))]
         model.engine.close()
-    return found
+    return result
 
 
 # Tests
@@ -127,8 +127,8 @@ WORDS = {
 RUNS = ("train", "evaluate", "predict")
 
 
-def check_refusals(found: dict[str, Any], runs: tuple[str, ...] = RUNS) -> None:
-    for kind, said in found.items():
+def check_refusals(result: dict[str, Any], runs: tuple[str, ...] = RUNS) -> None:
+    for kind, said in result.items():
         for run in runs:
             assert said[run].startswith("ValueError"), f"{kind}, {run}: {said[run]}"
             for word in WORDS[kind]:
@@ -153,16 +153,16 @@ def test_ids_and_labels_out_of_range_of_one_process(tmp_path: Path) -> None:
 )
 def test_ids_and_labels_out_of_range(helix: dict[str, Any], kinds: list[str], cluster_of: Any, tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "helix": {"plan": "sequential", **helix}, "kinds": kinds}
-    for found in cluster_of(2).run(refusals, **options):
-        check_refusals(found)
+    for result in cluster_of(2).run(refusals, **options):
+        check_refusals(result)
 
 
 def test_ids_of_one_data_parallel_rank(cluster_of: Any, tmp_path: Path) -> None:
     """The first has the batch; both say so."""
     options = {"folder": str(tmp_path), "helix": {"plan": "sequential"}, "kinds": ["label"], "evaluated": False}
-    for found in cluster_of(2).run(refusals, **options):
-        check_refusals(found, ("train",))
-        assert "in a batch of rank 0" in found["label"]["train"]
+    for result in cluster_of(2).run(refusals, **options):
+        check_refusals(result, ("train",))
+        assert "in a batch of rank 0" in result["label"]["train"]
 
 
 def test_long_sequences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,10 +180,10 @@ def test_long_sequences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert "64" in said[0]
 
 
-def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5, nan_ok=True)
-    assert len(found["log"]) == len(wanted["log"])
-    for mine, stock in zip(found["log"], wanted["log"], strict=True):
+def compare(result: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert result["loss"] == pytest.approx(wanted["loss"], abs=1e-5, nan_ok=True)
+    assert len(result["log"]) == len(wanted["log"])
+    for mine, stock in zip(result["log"], wanted["log"], strict=True):
         for name in ("loss", "grad_norm", "eval_loss"):
             if name in stock:
                 assert mine[name] == pytest.approx(stock[name], rel=1e-4, abs=1e-5, nan_ok=True), stock["step"]
@@ -200,8 +200,8 @@ def test_windows_without_labels(filtered: bool, cluster_of: Any, tmp_path: Path)
     compare(unlabelled(str(tmp_path), {"plan": "sequential"}, **changes), wanted)
     if filtered:
         helix = {"tp_size": 2, "plan": "sequential"}
-        for found in cluster_of(2).run(unlabelled, folder=str(tmp_path), helix=helix, **changes):
-            compare(found, wanted)
+        for result in cluster_of(2).run(unlabelled, folder=str(tmp_path), helix=helix, **changes):
+            compare(result, wanted)
 
 
 def test_windows_without_labels_log_as_often_as_they_are(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_windows_without_labels_log_as_often_as_they_are(tmp_path: Path) -> None
 def test_a_loop(cluster_of: Any) -> None:
     wanted = loop(None)
     assert np.isnan(wanted["losses"]).tolist() == [False, True, False, False, True]
-    for found in cluster_of(2).run(loop, helix={"tp_size": 2}):
-        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4, atol=1e-7)
+    for result in cluster_of(2).run(loop, helix={"tp_size": 2}):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4, atol=1e-7)
         for kind in BAD:
-            for said in found[kind]:
+            for said in result[kind]:
                 assert said.startswith("ValueError")
                 for word in WORDS[kind]:
                     assert word in said
@@ -232,6 +232,6 @@ def test_rows_that_are_joined_without_padding(family: str, cluster_of: Any, tmp_
     case |= {"train_dataset": rows, "data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=False)}
     expected = jobs.train(str(tmp_path / "stock"), None, **case)
     job = {"folder": str(tmp_path / "helix"), "helix": {"tp_size": 2, "plan": "greedy"}, **case}
-    for found in cluster_of(2).run("train", **job):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)
+    for result in cluster_of(2).run("train", **job):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)

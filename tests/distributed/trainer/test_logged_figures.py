@@ -28,9 +28,9 @@ def tuned_case(folder: Path) -> dict[str, Any]:
 
 def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
     """After tuning, in the same training; and what everything else logs is still there."""
-    found = cluster_of(2).run(JOB, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
+    result = cluster_of(2).run(JOB, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
-    for rank in found:
+    for rank in result:
         assert rank["plan"] == "search"
         assert len(rank["logs"]) == 2
         for entry in rank["logs"]:

@@ -37,8 +37,8 @@ def same_error(failures: list[Failure], kind: str = "ValueError") -> str:
 def test_layers_that_do_not_fit(
     helix: dict[str, Any], layers: int, words: list[str], cluster_of: Any, tmp_path: Path
 ) -> None:
-    found = cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix={**PIPE, **helix}, layers=layers)
-    message = same_error(found)
+    result = cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix={**PIPE, **helix}, layers=layers)
+    message = same_error(result)
     for word in words:
         assert word in message
 
@@ -109,9 +109,9 @@ def test_an_action_file_for_more_micro_batches_serves(cluster_of: Any, tmp_path:
     """What is missing is left out, the losses are the named schedule's, and evaluation makes do with it, too."""
     training = {"gradient_accumulation_steps": 2, "max_steps": 3, "per_device_eval_batch_size": 5}
     job = {"folder": str(tmp_path), "training": training}
-    found = [cluster_of(2).run(f"{JOB}train", helix=helix, **job)[0] for helix in (PIPE, with_file(tmp_path, GOOD))]
-    assert found[0]["losses"] == found[1]["losses"]
-    assert found[0]["eval"] == pytest.approx(found[1]["eval"], abs=1e-5)
+    result = [cluster_of(2).run(f"{JOB}train", helix=helix, **job)[0] for helix in (PIPE, with_file(tmp_path, GOOD))]
+    assert result[0]["losses"] == result[1]["losses"]
+    assert result[0]["eval"] == pytest.approx(result[1]["eval"], abs=1e-5)
 
 
 # Ranks that do not agree

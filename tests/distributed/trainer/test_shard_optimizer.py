@@ -100,12 +100,12 @@ def test_training_in_bf16_is_that_without_sharding(helix: dict[str, Any], cluste
 def test_gathers_are_measured(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Each has a time, and the bytes that a rank sends of its part; nothing else changes."""
     job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training}
-    for found in cluster_of(2).run(sharding_jobs.profiled, **job):
-        assert len(found["seconds"]) == len(found["sent"]) > 1
-        assert min(found["seconds"]) > 0
-        assert found["sent"] == found["expected"]
-        assert not found["changed"]
-        assert not found["left"]
+    for result in cluster_of(2).run(sharding_jobs.profiled, **job):
+        assert len(result["seconds"]) == len(result["sent"]) > 1
+        assert min(result["seconds"]) > 0
+        assert result["sent"] == result["expected"]
+        assert not result["changed"]
+        assert not result["left"]
 
 
 @pytest.mark.slow
@@ -113,15 +113,15 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
     """What `auto` does by itself: gathers are timed, plans are compared, and training and evaluation go on."""
     expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
     job = {"folder": str(tmp_path), "training": CLIPPED, "sharded": {**SHARDED, "tp_size": 2}}
-    for found in cluster_of(4).run(sharding_jobs.tuned, **job):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
-        assert found["eval"] == pytest.approx(expected["eval"], abs=1e-5)
-        assert len(found["plans"]) > 2, found["verdict"]
-        assert found["gathers"]
-        assert found["communication"] > 0
-        assert min(found["memory"]) > 0
-        assert not found["changed"]
-        assert not found["left"]
+    for result in cluster_of(4).run(sharding_jobs.tuned, **job):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        assert result["eval"] == pytest.approx(expected["eval"], abs=1e-5)
+        assert len(result["plans"]) > 2, result["verdict"]
+        assert result["gathers"]
+        assert result["communication"] > 0
+        assert min(result["memory"]) > 0
+        assert not result["changed"]
+        assert not result["left"]
 
 
 @pytest.mark.parametrize("training", [{}, BF16], ids=str)
@@ -147,16 +147,16 @@ def test_the_model_can_be_used_with_all_weights_in_it(
     ranks = cluster_of(2).run(sharding_jobs.generated, **job)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     text = saved.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
-    for found in ranks:
-        assert len(found["refused"]) == 5
-        assert "within trainer.helix.whole_weights()" in found["refused"][0]
-        assert "save_model" in found["refused"][1]
-        assert all("leave whole_weights() before" in message for message in found["refused"][2:])
-        assert found["eval"] == ranks[0]["eval"]
-        assert found["text"] == text
+    for result in ranks:
+        assert len(result["refused"]) == 5
+        assert "within trainer.helix.whole_weights()" in result["refused"][0]
+        assert "save_model" in result["refused"][1]
+        assert all("leave whole_weights() before" in message for message in result["refused"][2:])
+        assert result["eval"] == ranks[0]["eval"]
+        assert result["text"] == text
         for name, value in saved.named_parameters():
-            assert torch.equal(found["weights"][name], value), name
-        assert found["left"] == []
+            assert torch.equal(result["weights"][name], value), name
+        assert result["left"] == []
 
 
 def test_slices_are_no_whole_weights(cluster_of: Any, tmp_path: Path) -> None:
@@ -217,11 +217,11 @@ def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_p
 def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, cluster_of: Any, tmp_path: Path) -> None:
     """However many micro-batches it has: every gradient to the rank that steps it, and every weight from there."""
     job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training, "count": count}
-    for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
-        d = found["ranks"]
+    for result in cluster_of(ranks).run(sharding_jobs.sent, **job):
+        d = result["ranks"]
         assert d == ranks
-        assert found["summed"] == sum(4 * length * (d - 1) // d for _, length, _ in found["flats"])
-        assert found["sent"] == sum((4 + size) * length * (d - 1) // d for _, length, size in found["flats"])
-        assert [name for name, _ in found["moved"]] == ["all_gather"] * len(found["flats"]) + ["exchange"] * len(
-            found["flats"]
+        assert result["summed"] == sum(4 * length * (d - 1) // d for _, length, _ in result["flats"])
+        assert result["sent"] == sum((4 + size) * length * (d - 1) // d for _, length, size in result["flats"])
+        assert [name for name, _ in result["moved"]] == ["all_gather"] * len(result["flats"]) + ["exchange"] * len(
+            result["flats"]
         )

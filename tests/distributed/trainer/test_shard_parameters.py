@@ -13,7 +13,7 @@ from support import jobs, sharding_jobs
 from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.models import tiny
-from support.pipeline_jobs import make
+from support.pipeline_jobs import make, window_of
 from support.sharding_checks import (
     FEW_PLANS,
     PLANS,
@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.gather import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.pipeline.actions import Slot
 
 SHARDED = {"shard_parameters": True, "cache": False}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
@@ -52,21 +54,48 @@ def train_with_fsdp2(folder: str, weights: str, **options: Any) -> dict[str, Any
         return jobs.train(folder, None, **options)
 
 
-def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> int:
-    """The most flats that are gathered at the same time in a window under `sequential`."""
+def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> tuple[int, int]:
+    """The most flats that are gathered at the same time under `sequential`: in a window, and in one of evaluation."""
     trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model)
-    trainer.model.train()
-    program = trainer.helix.runner.program(3)
-    now = most = 0
-    for instruction in program:
-        op = instruction.operator
-        if op is not None and op.part is not Part.W:
-            now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
-        most = max(most, now)
-        now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
-    assert now == 0
+    runner, found = trainer.helix.runner, []
+    forward = [[Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in runner.scheduler(3)]
+    for program in (runner.program(3), runner.build_program(forward, ())):
+        now = most = 0
+        for instruction in program:
+            op = instruction.operator
+            if op is not None and op.part is not Part.W:
+                now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
+            most = max(most, now)
+            now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
+        assert now == 0
+        found.append(most)
     trainer.helix.close()
-    return most
+    return found[0], found[1]
+
+
+def waits(folder: str) -> list[tuple[str, str, bool]]:
+    """In a window under `sequential`, each gather of weights that computation waits for, the computation behind it, and
+    whether it is of the same unit and micro-batch."""
+    trainer = make(folder, {**SHARDED, "plan": "sequential"}, {"num_hidden_layers": 4})
+    trainer.model.train()
+    runner = trainer.helix.runner
+    window = window_of(trainer, 3, 2, (17,))
+    places = {
+        runner.executor.label(batch.key[1], unit, op): (batch.key[1], unit, bool(op.ahead))
+        for batch in window
+        for unit in runner.stage.units
+        for forward in (True, False)
+        for op in runner.layout.graph(unit, forward).operators
+    }
+    with runner.executor.streams.tracing() as trace:
+        runner.train_window(window)
+    trainer.helix.close()
+    found = []
+    for number, (verb, label) in enumerate(trace.events):
+        if verb == "wait" and label in places and places[label][2]:
+            reader = next(other for verb, other in trace.events[number:] if verb == "run")
+            found.append((label, reader, places[label][:2] == places[reader][:2]))
+    return found
 
 
 # -- in the tests --------------------------------------------------------------------------------------------------
@@ -164,13 +193,13 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
     """What `auto` does by itself: gathers are timed beside computation, plans are compared, and training goes on."""
     expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
     job = {"folder": str(tmp_path), "training": CLIPPED}
-    for found in cluster_of(2).run(sharding_jobs.tuned, sharded=SHARDED, **job):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
-        assert len(found["plans"]) > 2, found["verdict"]
-        assert found["communication"] > 0
-        assert min(found["memory"]) > 0
-        assert not found["changed"]
-        assert not found["left"]
+    for result in cluster_of(2).run(sharding_jobs.tuned, sharded=SHARDED, **job):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        assert len(result["plans"]) > 2, result["verdict"]
+        assert result["communication"] > 0
+        assert min(result["memory"]) > 0
+        assert not result["changed"]
+        assert not result["left"]
 
 
 @pytest.mark.parametrize(
@@ -223,26 +252,35 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
     """Every gradient once, in fp32; for each micro-batch weights forward and again in backward, but for those of the
     first unit, whose backward reads none, and of the last one, which keeps them: what products read in bfloat16."""
     job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training, "count": count}
-    for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
-        d = found["ranks"]
+    for result in cluster_of(ranks).run(sharding_jobs.sent, **job):
+        d = result["ranks"]
         assert d == ranks
-        layers = [size * length for places, length, size in found["flats"] if not {0, found["last"]} & set(places)]
-        everything = sum(size * length for _, length, size in found["flats"])
+        layers = [size * length for places, length, size in result["flats"] if not {0, result["last"]} & set(places)]
+        everything = sum(size * length for _, length, size in result["flats"])
         weights = count * (everything + sum(layers)) * (d - 1) // d
-        gradients = sum(4 * length for _, length, _ in found["flats"]) * (d - 1) // d
-        assert found["sent"] == weights + gradients
-        assert found["summed"] == gradients
-        assert found["gathered"] == weights
-        halved = [length for _, length, size in found["flats"] if size == 2]
+        gradients = sum(4 * length for _, length, _ in result["flats"]) * (d - 1) // d
+        assert result["sent"] == weights + gradients
+        assert result["summed"] == gradients
+        assert result["gathered"] == weights
+        halved = [length for _, length, size in result["flats"] if size == 2]
         assert bool(halved) == bool(training)
         if training:  # norms and the table of embeddings stay
-            assert sum(halved) > sum(length for _, length, _ in found["flats"]) / 2
+            assert sum(halved) > sum(length for _, length, _ in result["flats"]) / 2
 
 
-def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
-    """Under `sequential`, a unit and the next one, in each of two strands: of the head, forward's are kept."""
+def test_few_units_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
+    """Under `sequential`, the unit that computes and those that are gathered ahead; in a window also the head, which
+    keeps what forward has gathered."""
     model = {"num_hidden_layers": 6}
-    assert max(cluster_of(2).run(alive, folder=str(tmp_path), helix={}, model=model)) <= 5
+    for found in cluster_of(2).run(alive, folder=str(tmp_path), helix={}, model=model):
+        assert found == (UNITS_AHEAD + 2, UNITS_AHEAD + 1)
+
+
+def test_weights_are_waited_for_by_what_reads_them(cluster_of: Any, tmp_path: Path) -> None:
+    """And not at the barriers before."""
+    for found in cluster_of(2).run(waits, folder=str(tmp_path)):
+        assert len(found) == 3 * (6 + 4), "each once: forward, and layers again in backward"
+        assert [each for each in found if not each[2]] == []
 
 
 REFUSED = {
@@ -290,5 +328,5 @@ def test_a_flat_splits_alike_on_all_ranks() -> None:
             first, last = flat.part(parameter)
             assert seen[place][first:last].isnan().all()
             seen[place][first:last] = flat.shards[parameter].detach()
-    for value, found in zip(values, seen, strict=True):
-        assert torch.equal(found, value.reshape(-1))
+    for value, result in zip(values, seen, strict=True):
+        assert torch.equal(result, value.reshape(-1))

@@ -87,8 +87,8 @@ def names(cases: dict[str, Any]) -> list[Any]:
 def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: Any, tmp_path: Path) -> None:
     expected = follow(str(tmp_path / "stock"), None, **ON_ITS_WAY[case])
     helix = {"tp_size": 2, "plan": "sequential"}
-    for found in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
-        compare(found, expected)
+    for result in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
+        compare(result, expected)
     if case.startswith("best"):
         assert expected["checkpoints"]
         assert max(entry["step"] for entry in expected["log"]) < 40
@@ -100,8 +100,8 @@ def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: A
 def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_of: Any, tmp_path: Path) -> None:
     job, cluster = f"{JOB}follow", cluster_of(2)
     expected = cluster.run(job, folder=str(tmp_path / "stock"), helix=None, **SHARED_OUT[case])[0]
-    for found in cluster.run(job, folder=str(tmp_path / "helix"), helix={"plan": "sequential"}, **SHARED_OUT[case]):
-        compare(found, expected)
+    for result in cluster.run(job, folder=str(tmp_path / "helix"), helix={"plan": "sequential"}, **SHARED_OUT[case]):
+        compare(result, expected)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -142,8 +142,8 @@ def test_other_layouts(case: str, cluster_of: Any, tmp_path: Path) -> None:
     if "shard_optimizer" in helix:
         whole["training"] = {"max_steps": 4}
     expected = follow(str(tmp_path / "stock"), None, **whole)
-    for found in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **given):
-        compare(found, expected)
+    for result in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **given):
+        compare(result, expected)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -201,9 +201,9 @@ def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
     read.Reload()
     for tag, name in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss")):
         logged = [(entry["step"], entry[name]) for entry in log if name in entry]
-        found = [(event.step, event.value) for event in read.Scalars(tag)]
-        assert [step for step, _ in found] == [step for step, _ in logged]
-        np.testing.assert_allclose([value for _, value in found], [value for _, value in logged], rtol=1e-6)
+        result = [(event.step, event.value) for event in read.Scalars(tag)]
+        assert [step for step, _ in result] == [step for step, _ in logged]
+        np.testing.assert_allclose([value for _, value in result], [value for _, value in logged], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_neftune_adds_the_noise_of_the_stock_hook(
 ) -> None:
     """Its distribution: uniform within alpha / sqrt(length * hidden), once for every embedding, in training only."""
     alpha, drawn = 5.0, []
-    for found in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha, model=model):
-        if not found:  # a rank without the embedding
+    for result in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha, model=model):
+        if not result:  # a rank without the embedding
             continue
-        np.testing.assert_array_equal(*found[False])
-        without, with_noise = found[True]
+        np.testing.assert_array_equal(*result[False])
+        without, with_noise = result[True]
         if (with_noise != without).any():
             drawn.append(with_noise - without)
-        bound = alpha / math.sqrt(found["length"] * found["hidden"])
+        bound = alpha / math.sqrt(result["length"] * result["hidden"])
     assert len(drawn) == (2 if "cp_size" in helix else 1)
     for noise_of_rank in drawn:
         assert np.abs(noise_of_rank).max() <= bound * 1.001
@@ -261,16 +261,16 @@ def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:
 
 
 def test_neftune_of_one_process(tmp_path: Path) -> None:
-    found = noise(str(tmp_path), {}, 5.0)
-    assert (found[True][0] != found[True][1]).any()
+    result = noise(str(tmp_path), {}, 5.0)
+    assert (result[True][0] != result[True][1]).any()
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["events"] == expected["events"]
-    assert found["checkpoints"] == expected["checkpoints"]
-    assert found["best"] == expected["best"]
-    assert len(found["log"]) == len(expected["log"])
-    for mine, stock in zip(found["log"], expected["log"], strict=True):
+def compare(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert result["events"] == expected["events"]
+    assert result["checkpoints"] == expected["checkpoints"]
+    assert result["best"] == expected["best"]
+    assert len(result["log"]) == len(expected["log"])
+    for mine, stock in zip(result["log"], expected["log"], strict=True):
         for name, value in stock.items():
             if name.endswith(("runtime", "per_second", "preparation_time")):
                 continue

@@ -77,14 +77,14 @@ def known(names: set[str]) -> list[str]:
     return [name for name in HABITS if name in names and (has_optuna or name not in SEARCHES)]
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any], refused: dict[str, str]) -> list[str]:
+def differences(result: dict[str, Any], expected: dict[str, Any], refused: dict[str, str]) -> list[str]:
     said = []
     for name, value in expected.items():
         if name in refused:
-            if not re.search(refused[name], str(found[name])):
-                said.append(f"{name} is not refused: {found[name]}")
-        elif not is_close(found[name], value):
-            said.append(f"{name}: {found[name]}\n  stock: {value}")
+            if not re.search(refused[name], str(result[name])):
+                said.append(f"{name} is not refused: {result[name]}")
+        elif not is_close(result[name], value):
+            said.append(f"{name}: {result[name]}\n  stock: {value}")
     return said
 
 
@@ -93,9 +93,9 @@ def compare_on_two_ranks(names: set[str], cluster_of: Any, folder: Path, family:
     expected = run_habits(str(folder / "stock"), None, chosen, family)
     job = {"folder": str(folder / "helix"), "helix": {"plan": "sequential", "tp_size": 2}, "family": family}
     ranks = cluster_of(2).run("support.habit_jobs:run_habits", names=chosen, **job)
-    for rank, found in enumerate(ranks):
+    for rank, result in enumerate(ranks):
         compared = {name: value for name, value in expected.items() if rank == 0 or name not in RANK_0}
-        assert differences(found, compared, REFUSED_CUT) == [], f"rank {rank}"
+        assert differences(result, compared, REFUSED_CUT) == [], f"rank {rank}"
 
 
 def test_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_two_ranks_with_a_derived_model(cluster_of: Any, tmp_path: Path) -> None
 def test_one_process(tmp_path: Path) -> None:
     names = known(set(HABITS))
     expected = run_habits(str(tmp_path / "stock"), None, names)
-    found = run_habits(str(tmp_path / "helix"), {"plan": "sequential"}, names)
-    assert differences(found, expected, REFUSED) == []
+    result = run_habits(str(tmp_path / "helix"), {"plan": "sequential"}, names)
+    assert differences(result, expected, REFUSED) == []
 
 
 def test_every_habit_has_a_line_in_the_docs() -> None:

@@ -56,15 +56,15 @@ def test_an_emulated_link_is_found_and_the_file_can_be_used(cluster_of: Callable
     assert first == second
     file = tmp_path / "here.yaml"
     file.write_text(written(first))
-    found = load_cluster(file)
-    assert (found.nodes, found.devices_per_node, found.backend) == (1, 2, "gloo")
+    result = load_cluster(file)
+    assert (result.nodes, result.devices_per_node, result.backend) == (1, 2, "gloo")
     # A busy machine adds to the latency, which is taken from what large messages take.
-    assert 0.3 * 50e6 / 8 < found.node.bandwidth < 1.3 * 50e6 / 8
-    assert 2e-3 <= found.node.latency < 30e-3
-    assert not found.device.host_runs_ahead
-    assert found.device.issue_seconds > 0
-    assert set(found.device.peaks) == {"fp32", "bf16"}
-    assert all(factor >= 1 for factor in found.contention.values())
+    assert 0.3 * 50e6 / 8 < result.node.bandwidth < 1.3 * 50e6 / 8
+    assert 2e-3 <= result.node.latency < 30e-3
+    assert not result.device.host_runs_ahead
+    assert result.device.issue_seconds > 0
+    assert set(result.device.peaks) == {"fp32", "bf16"}
+    assert all(factor >= 1 for factor in result.contention.values())
     assert "emulated link of 50mbit,2ms" in yaml.safe_load(file.read_text())["sources"]["node"]
 
 

@@ -29,10 +29,10 @@ def tune(cluster: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
     helix = {"pp_size": 2, **options.pop("helix", {})}
     job = {"folder": str(folder), "cache": str(options.pop("cache", folder / "cache")), "helix": helix}
     ranks: list[dict[str, Any]] = cluster.run(TUNE, **job, **{**SMALL, **options})
-    for found in ranks[1:]:
+    for result in ranks[1:]:
         for key in ("plan", "schedule", "measured", "losses", "kept", "steps", "predicted", "profiled"):
-            assert found[key] == ranks[0][key], key
-        assert found["said"] == []
+            assert result[key] == ranks[0][key], key
+        assert result["said"] == []
     return ranks
 
 
@@ -55,15 +55,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory, cluster_of: Any) -> dict[str
 
 
 def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) -> None:
-    found = tuned[0]
-    assert found["measured"] == 1
-    assert set(found["predicted"]) == {f"{rule} on {schedule}" for rule in CANDIDATES for schedule in SCHEDULES}
-    assert len(found["steps"]) == 1 + FULL.timed
-    assert "sequential on folded_1f1b" in found["steps"]
-    assert found["kept"] == min(found["steps"], key=found["steps"].get)
-    rule, _, schedule = found["kept"].partition(" on ")
-    assert json.loads(found["plan"])["rule"] == rule
-    assert found["schedule"] == schedule
+    result = tuned[0]
+    assert result["measured"] == 1
+    assert set(result["predicted"]) == {f"{rule} on {schedule}" for rule in CANDIDATES for schedule in SCHEDULES}
+    assert len(result["steps"]) == 1 + FULL.timed
+    assert "sequential on folded_1f1b" in result["steps"]
+    assert result["kept"] == min(result["steps"], key=result["steps"].get)
+    rule, _, schedule = result["kept"].partition(" on ")
+    assert json.loads(result["plan"])["rule"] == rule
+    assert result["schedule"] == schedule
 
 
 def test_it_is_said_in_a_sentence_and_a_paragraph(tuned: Any) -> None:
@@ -105,10 +105,10 @@ def test_the_second_run_comes_from_the_cache(tuned: Any, folder: Path, cluster_o
 
 
 def test_another_schedule_is_another_case(tuned: Any, folder: Path, cluster_of: Any, tmp_path: Path) -> None:
-    found = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix={"plan": "search", "schedule": "1f1b"})[0]
-    assert found["measured"] == 1
-    assert found["schedule"] == "1f1b"
-    assert found["kept"] == "search"
+    result = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix={"plan": "search", "schedule": "1f1b"})[0]
+    assert result["measured"] == 1
+    assert result["schedule"] == "1f1b"
+    assert result["kept"] == "search"
 
 
 # A profile that is given
@@ -122,16 +122,16 @@ def profile(tuned: Any, folder: Path) -> str:
 
 def test_a_given_profile_finds_the_schedule_at_once(profile: str, plain: Any, cluster_of: Any, tmp_path: Path) -> None:
     helix = {"plan": "greedy", "schedule": "auto", "profile": profile}
-    found = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
-    assert (found["schedule"], found["kept"]) == ("auto", None)
-    assert found["losses"] == plain["losses"]
+    result = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
+    assert (result["schedule"], result["kept"]) == ("auto", None)
+    assert result["losses"] == plain["losses"]
 
 
 def test_a_given_profile_and_auto_times_only(profile: str, cluster_of: Any, tmp_path: Path) -> None:
     helix = {"plan": "auto", "schedule": "auto", "profile": profile}
-    found = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
-    assert len(found["steps"]) == 1 + FULL.timed
-    assert found["schedule"] in SCHEDULES
+    result = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
+    assert len(result["steps"]) == 1 + FULL.timed
+    assert result["schedule"] in SCHEDULES
 
 
 def test_a_profile_of_another_pipeline_is_refused(profile: str, cluster_of: Any, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_ranks_with_other_profiles(profile: str, cluster_of: Any, tmp_path: Path
 
 def test_overlap_of_a_pipeline(tuned: Any) -> None:
     overlap = tuned[0]["overlap"]
-    assert all(found["overlap"] == overlap for found in tuned)
+    assert all(result["overlap"] == overlap for result in tuned)
     assert overlap.step > 0
     assert overlap.computation > 0
     assert overlap.tokens == 5 * 2 * 9
@@ -175,18 +175,18 @@ def test_overlap_of_a_pipeline(tuned: Any) -> None:
 
 
 def test_memory_and_what_measuring_leaves(tuned: Any, plain: Any) -> None:
-    assert all(found["memory"] == tuned[0]["memory"] for found in tuned)
+    assert all(result["memory"] == tuned[0]["memory"] for result in tuned)
     assert len(tuned[0]["memory"]) == 2
     assert min(tuned[0]["memory"]) > 0
-    assert all(found["gradients"] == 0 for found in tuned)
+    assert all(result["gradients"] == 0 for result in tuned)
     assert tuned[0]["losses after"] == tuned[1]["losses after"]
     assert sum(tuned[0]["losses after"]) == pytest.approx(plain["losses"][-1], rel=0.05)
 
 
 def test_a_trace_shows_the_pipeline_on_every_rank(tuned: Any, folder: Path) -> None:
-    found = jobs.tracks(folder / "trace.json")
-    assert found.keys() == {0, 1}
-    for tracks in found.values():
+    result = jobs.tracks(folder / "trace.json")
+    assert result.keys() == {0, 1}
+    for tracks in result.values():
         assert "compute" in tracks
         # Values and gradients over each of the boundaries between the ranks: 0 | 1 and 2 | 3.
         assert {track for track in tracks if track.startswith("pipeline")} == {
@@ -230,7 +230,7 @@ def test_beside_tensor_and_data_parallelism(
     assert 0 < overlap.bubble_fraction < 1
     assert overlap.tokens == 5 * 2 * 9 * processes // (2 * tp)
     assert len(first[0]["memory"]) == processes
-    found = jobs.tracks(tmp_path / "trace.json")
-    assert found.keys() == set(range(processes))
-    for tracks in found.values():
+    result = jobs.tracks(tmp_path / "trace.json")
+    assert result.keys() == set(range(processes))
+    for tracks in result.values():
         assert tracks >= {"compute", *streams}

@@ -22,27 +22,27 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(cluster_of: Any, file: Path) -> list[dict[str, Any]]:
+def per_rank(cluster_of: Any, file: Path) -> list[dict[str, Any]]:
     return cluster_of(2).run(JOB, folder=str(file.parent), output=str(file), **CASE)
 
 
-def test_every_operator_has_a_possible_time(found: Any) -> None:
-    for rank in found:
+def test_every_operator_has_a_possible_time(per_rank: Any) -> None:
+    for rank in per_rank:
         assert rank["times"].keys() == rank["kinds"].keys()
         assert all(math.isfinite(seconds) and 0 < seconds < 10 for seconds in rank["times"].values())
         assert {"embedding", "layer", "head"} == {unit for unit, _ in rank["times"]}
         assert {"intra_node"} == set(rank["kinds"].values()) - {"compute"}
 
 
-def test_ranks_agree_on_everything(found: Any) -> None:
-    first, second = found
+def test_ranks_agree_on_everything(per_rank: Any) -> None:
+    first, second = per_rank
     assert first["text"] == second["text"]
     for key in ("times", "pairs", "like", "about"):
         assert first[key] == second[key]
 
 
-def test_computations_of_a_layer_are_measured_beside_collectives(found: Any) -> None:
-    rank = found[0]
+def test_computations_of_a_layer_are_measured_beside_collectives(per_rank: Any) -> None:
+    rank = per_rank[0]
     kinds, layers = rank["kinds"], set(rank["layers"])
     moving = [name for name in layers if kinds[name] == "intra_node" and name not in rank["like"]]
     assert moving
@@ -56,8 +56,8 @@ def test_computations_of_a_layer_are_measured_beside_collectives(found: Any) -> 
     }
 
 
-def test_like_is_measured_beside_like(found: Any) -> None:
-    rank = found[0]
+def test_like_is_measured_beside_like(per_rank: Any) -> None:
+    rank = per_rank[0]
     kinds = rank["kinds"]
     alike = [(a, b) for a, b in rank["pairs"] if kinds[a] == kinds[b]]
     assert {kinds[a] for a, _ in alike} == {"compute", "intra_node"}
@@ -66,13 +66,13 @@ def test_like_is_measured_beside_like(found: Any) -> None:
             assert (name, name) in alike
 
 
-def test_pairs_have_possible_times(found: Any) -> None:
-    for names, (together, first, second) in found[0]["pairs"].items():
+def test_pairs_have_possible_times(per_rank: Any) -> None:
+    for names, (together, first, second) in per_rank[0]["pairs"].items():
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in (together, first, second)), names
 
 
-def test_collectives_of_one_size_stand_for_each_other(found: Any) -> None:
-    rank = found[0]
+def test_collectives_of_one_size_stand_for_each_other(per_rank: Any) -> None:
+    rank = per_rank[0]
     kinds, like = rank["kinds"], rank["like"]
     assert like
     for name, other in like.items():
@@ -86,8 +86,8 @@ def test_collectives_of_one_size_stand_for_each_other(found: Any) -> None:
     assert layer["layer", "F.attn.gather"] != layer["layer", "F.attn.scatter"]
 
 
-def test_training_is_left_as_it_was_found(found: Any) -> None:
-    for rank in found:
+def test_training_is_left_as_it_was_found(per_rank: Any) -> None:
+    for rank in per_rank:
         assert rank["same_parameters"]
         assert rank["same_buffers"]
         assert rank["same_random_state"]
@@ -95,15 +95,15 @@ def test_training_is_left_as_it_was_found(found: Any) -> None:
         assert not rank["traced"]
 
 
-def test_progress_goes_from_none_to_all(found: Any) -> None:
-    for rank in found:
+def test_progress_goes_from_none_to_all(per_rank: Any) -> None:
+    for rank in per_rank:
         assert rank["shares"] == sorted(rank["shares"])
         assert len(rank["shares"]) == len(rank["pairs"])
         assert 0 < rank["shares"][0] <= 1 == rank["shares"][-1]
 
 
-def test_about_says_what_it_is_for(found: Any) -> None:
-    about = found[0]["about"]
+def test_about_says_what_it_is_for(per_rank: Any) -> None:
+    about = per_rank[0]["about"]
     assert {
         "device",
         "backend",
@@ -124,17 +124,17 @@ def test_about_says_what_it_is_for(found: Any) -> None:
     assert all(isinstance(value, str) and value for value in about.values())
 
 
-def test_the_file_comes_back_the_same(found: Any, file: Path) -> None:
-    loaded = load_profile(file, about=found[0]["about"])
-    assert file.read_text() == found[0]["text"]
+def test_the_file_comes_back_the_same(per_rank: Any, file: Path) -> None:
+    loaded = load_profile(file, about=per_rank[0]["about"])
+    assert file.read_text() == per_rank[0]["text"]
     again, written = json.loads(profile_json(loaded)), json.loads(file.read_text())
     for ours, theirs in zip(again["pairs"], written["pairs"], strict=True):
         # For people; the file's times are rounded.
         assert ours.pop("oef") == pytest.approx(theirs.pop("oef"), abs=1e-2, rel=1e-3)
     assert again == written
-    assert {name for name, _ in named_operators(loaded.layout)} == found[0]["times"].keys()
-    assert dict(loaded.like) == found[0]["like"]
-    for name, seconds in found[0]["times"].items():
+    assert {name for name, _ in named_operators(loaded.layout)} == per_rank[0]["times"].keys()
+    assert dict(loaded.like) == per_rank[0]["like"]
+    for name, seconds in per_rank[0]["times"].items():
         assert loaded.times[name] == pytest.approx(seconds, rel=1e-5)
 
 
@@ -144,8 +144,8 @@ def test_pairs_may_be_left_out(cluster_of: Any, tmp_path: Path) -> None:
         assert rank["times"].keys() == rank["kinds"].keys()
 
 
-def test_another_model_is_another_case(cluster_of: Any, found: Any, tmp_path: Path) -> None:
+def test_another_model_is_another_case(cluster_of: Any, per_rank: Any, tmp_path: Path) -> None:
     case = {**CASE, "model": {"num_hidden_layers": 2, "intermediate_size": 58}}
     other = cluster_of(2).run(JOB, folder=str(tmp_path), pairs=False, **case)
-    assert other[0]["about"]["model"] != found[0]["about"]["model"]
+    assert other[0]["about"]["model"] != per_rank[0]["about"]["model"]
     assert other[0]["about"]["model"].split()[0] == "LlamaForCausalLM"

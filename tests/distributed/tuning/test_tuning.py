@@ -48,26 +48,26 @@ def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 def test_the_fastest_plan_is_kept(kept: Any) -> None:
-    found = kept[1]["auto"]["tuning"]
-    assert set(found["predicted"]) == set(CANDIDATES)
-    fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=found["predicted"].get)[: FULL.timed]
-    assert set(found["steps"]) == {"sequential", *fastest}
-    assert found["kept"] == min(found["steps"], key=found["steps"].get)
-    assert json.loads(kept[1]["auto"]["plan"])["rule"] == found["kept"]
+    result = kept[1]["auto"]["tuning"]
+    assert set(result["predicted"]) == set(CANDIDATES)
+    fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[: FULL.timed]
+    assert set(result["steps"]) == {"sequential", *fastest}
+    assert result["kept"] == min(result["steps"], key=result["steps"].get)
+    assert json.loads(kept[1]["auto"]["plan"])["rule"] == result["kept"]
 
 
 def test_plans_are_measured_before_the_step(kept: Any) -> None:
-    assert [found["measured_in"] for found in kept[1].values()] == [[["get_batch_samples"]]] * 2
+    assert [result["measured_in"] for result in kept[1].values()] == [[["get_batch_samples"]]] * 2
 
 
 def test_measuring_leaves_no_trace_in_the_results(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
     plain = tune(cluster_of(2), tmp_path, "sequential")
     assert plain["tuning"] is None
-    for found in kept[1].values():
-        tolerance = 1e-5 if found["rule"] == "intra_batch" else 0.0
+    for result in kept[1].values():
+        tolerance = 1e-5 if result["rule"] == "intra_batch" else 0.0
         for key in ("losses", "norms", "eval"):
-            assert found[key] == pytest.approx(plain[key], rel=tolerance, abs=0)
+            assert result[key] == pytest.approx(plain[key], rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("plan", ["auto", pytest.param("search", marks=pytest.mark.slow)])
@@ -111,12 +111,12 @@ def test_the_cache_holds_files_for_people(kept: Any) -> None:
         assert plan.rule == case["plan"] or case["plan"] == "auto"
 
 
-def check_asked_for(found: dict[str, Any], plan: str) -> None:
-    assert found["first"] == "greedy", "until it was measured"
-    assert found["rule"] == found["tuning"]["kept"] == plan
-    assert found["tuning"]["steps"].keys() == {plan}
-    assert found["tuning"]["bound"] > 0
-    assert found["tuning"]["ranks"] == 2
+def check_asked_for(result: dict[str, Any], plan: str) -> None:
+    assert result["first"] == "greedy", "until it was measured"
+    assert result["rule"] == result["tuning"]["kept"] == plan
+    assert result["tuning"]["steps"].keys() == {plan}
+    assert result["tuning"]["bound"] > 0
+    assert result["tuning"]["ranks"] == 2
 
 
 def test_a_plan_that_is_asked_for_is_kept_whether_fastest_or_not(kept: Any) -> None:
@@ -157,8 +157,8 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 def test_other_cases_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
-    found = tune(cluster_of(2), tmp_path, "search", cache, **OTHER_CASES[case])
-    assert found["measured"] == 1
+    result = tune(cluster_of(2), tmp_path, "search", cache, **OTHER_CASES[case])
+    assert result["measured"] == 1
     assert len(list(cache.iterdir())) == 3
 
 
@@ -244,9 +244,9 @@ def test_what_makes_no_sense_is_not_read(harm: str, kept: Any, tmp_path: Path, m
 @pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said(cluster_of: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = tune(cluster_of(2), tmp_path, "search", tmp_path / "file" / "cache")
-    assert found["rule"] == "search"
-    assert any("could not be kept for the next run" in line for line in found["said"])
+    result = tune(cluster_of(2), tmp_path, "search", tmp_path / "file" / "cache")
+    assert result["rule"] == "search"
+    assert any("could not be kept for the next run" in line for line in result["said"])
 
 
 # Profiles that are given
@@ -266,20 +266,20 @@ def profile(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_given_profile_is_planned_with(plan: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
-    found = tune(cluster_of(2), tmp_path, plan, helix={"profile": str(profile)}, forbidden=True)
-    assert found["first"] == found["rule"] == plan
-    assert found["tuning"] is None
+    result = tune(cluster_of(2), tmp_path, plan, helix={"profile": str(profile)}, forbidden=True)
+    assert result["first"] == result["rule"] == plan
+    assert result["tuning"] is None
     mesh = {"tp_size": 2, "pp_size": 1}
     with tuning_jobs.hasty():  # as on the ranks
         made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
-    assert found["plan"] == made.to_json()
+    assert result["plan"] == made.to_json()
 
 
 def test_auto_with_a_given_profile_times_plans_only(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
-    found = tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(profile)}, forbidden=True)
-    assert found["tuning"]["predicted"].keys() == set(CANDIDATES)
-    assert found["tuning"]["kept"] == found["rule"]
-    assert len(found["tuning"]["steps"]) == 1 + FULL.timed
+    result = tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(profile)}, forbidden=True)
+    assert result["tuning"]["predicted"].keys() == set(CANDIDATES)
+    assert result["tuning"]["kept"] == result["rule"]
+    assert len(result["tuning"]["steps"]) == 1 + FULL.timed
 
 
 @pytest.mark.slow
@@ -343,10 +343,10 @@ def test_a_window_of_one_micro_batch_waits(cluster_of: Any, tmp_path: Path) -> N
     """Nothing is interleaved, and that is said once, whatever the plan, with what to change."""
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
     for plan, rule in (("auto", "greedy"), ("dhelix", "greedy"), ("round_robin", "round_robin")):
-        found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
-        assert found["rule"] == rule
-        assert found["tuning"] is None
-        (said,) = found["said"]
+        result = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
+        assert result["rule"] == rule
+        assert result["tuning"] is None
+        (said,) = result["said"]
         assert "one micro-batch here, and nothing to interleave it with; set gradient_accumulation_steps=2" in said
     assert not (tmp_path / "cache").exists()
 
@@ -362,16 +362,16 @@ def test_a_data_set_of_one_batch_is_the_reason(cluster_of: Any, tmp_path: Path) 
 def test_plans_of_one_micro_batch_at_a_time_need_no_other(cluster_of: Any, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
     for plan in ("intra_batch", "sequential"):
-        found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
-        assert found["rule"] == plan
-        assert found["said"] == []
+        result = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
+        assert result["rule"] == plan
+        assert result["said"] == []
 
 
 def test_one_rank_a_batch_has_nothing_to_tune(cluster_of: Any, tmp_path: Path) -> None:
-    found = tune(cluster_of(2), tmp_path, "auto", helix={"tp_size": 1}, forbidden=True)
-    assert found["first"] == found["rule"] == "sequential"
-    assert found["tuning"] is None
-    assert found["said"] == []
+    result = tune(cluster_of(2), tmp_path, "auto", helix={"tp_size": 1}, forbidden=True)
+    assert result["first"] == result["rule"] == "sequential"
+    assert result["tuning"] is None
+    assert result["said"] == []
 
 
 @pytest.mark.slow

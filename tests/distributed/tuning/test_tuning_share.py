@@ -50,21 +50,21 @@ def tuned(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 
 def test_a_longer_run_is_tuned_in_its_midst(plain: Any, tuned: Any) -> None:
     """Three of five seconds are left when the pace is known; half of that pays for the second of three efforts."""
-    found, _ = tuned
-    assert (found["measured"], found["effort"]) == ([0, 0, 1, 1, 1], SHORT.name)
-    before, verdict = found["said"]
+    result, _ = tuned
+    assert (result["measured"], result["effort"]) == ([0, 0, 1, 1, 1], SHORT.name)
+    before, verdict = result["said"]
     assert before == "hf_helix: measuring and searching plans, about 1 s of about 3 s; cached afterwards"
-    assert verdict.startswith(f"hf_helix: plan `{found['rule']}`")
-    tolerance = 1e-5 if found["rule"] == "intra_batch" else 0.0
-    assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance, abs=0)
+    assert verdict.startswith(f"hf_helix: plan `{result['rule']}`")
+    tolerance = 1e-5 if result["rule"] == "intra_batch" else 0.0
+    assert result["losses"] == pytest.approx(plain["losses"], rel=tolerance, abs=0)
 
 
 def test_the_next_run_takes_over_what_was_tuned(tuned: Any, cluster_of: Any, tmp_path: Path) -> None:
     """At its first step."""
-    found, cache = tuned
+    result, cache = tuned
     again = run(cluster_of(2), tmp_path, share=0.01, cache=cache)
-    assert (again["measured"], again["rule"], again["effort"]) == ([0] * 5, found["rule"], SHORT.name)
-    assert again["said"][0].startswith(f"hf_helix: plan `{found['rule']}`")
+    assert (again["measured"], again["rule"], again["effort"]) == ([0] * 5, result["rule"], SHORT.name)
+    assert again["said"][0].startswith(f"hf_helix: plan `{result['rule']}`")
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def test_steps_exchange_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) 
 
 def test_no_window_reaches_what_measures_or_chooses_plans(plain: Any, tuned: Any) -> None:
     """Followed through every function of the library that `Engine.train_window` enters, also in a run that is tuned."""
-    for found in (plain, tuned[0]):
-        assert {"hf_helix.engine.engine", "hf_helix.runtime.executor"} <= found["modules"], "the scan sees the window"
-        reached = {module for module in found["modules"] if module.startswith(("hf_helix.tuning", SEARCH))}
+    for result in (plain, tuned[0]):
+        assert {"hf_helix.engine.engine", "hf_helix.runtime.executor"} <= result["modules"], "the scan sees the window"
+        reached = {module for module in result["modules"] if module.startswith(("hf_helix.tuning", SEARCH))}
         assert reached == set()
 
 
@@ -114,8 +114,8 @@ def test_a_pipeline_changes_its_schedule_in_the_midst(cluster_of: Any, tmp_path:
     """Plan and schedule are those that were measured from the third step on; the losses are as if they were not."""
     helix = {"pp_size": 2, "schedule": "auto"}
     plain = run(cluster_of(2), tmp_path / "plain", share=0.0, helix=helix)
-    found = run(cluster_of(2), tmp_path / "tuned", share=0.9, helix=helix)
-    assert (plain["measured"], found["measured"]) == ([0] * 5, [0, 0, 1, 1, 1])
-    assert f"plan `{found['rule']}` on the schedule `{found['schedule']}`" in found["said"][1]
-    assert found["losses"] == plain["losses"]
-    assert found["eval"] == plain["eval"]
+    result = run(cluster_of(2), tmp_path / "tuned", share=0.9, helix=helix)
+    assert (plain["measured"], result["measured"]) == ([0] * 5, [0, 0, 1, 1, 1])
+    assert f"plan `{result['rule']}` on the schedule `{result['schedule']}`" in result["said"][1]
+    assert result["losses"] == plain["losses"]
+    assert result["eval"] == plain["eval"]

@@ -61,9 +61,9 @@ def test_the_profiler(name: str) -> None:
 def test_the_timing_of_a_plan(name: str) -> None:
     cuda = FakeCuda()
     with one_rank(cuda, **CASES[name]) as (runner, window), cuda.watch():
-        found = measure_overlap({"greedy": runner}, window, repeats=1)
+        result = measure_overlap({"greedy": runner}, window, repeats=1)
     check(cuda)
-    assert found["greedy"].step > 0
+    assert result["greedy"].step > 0
 
 
 def test_two_computations_at_once_would_be_out_of_order() -> None:

@@ -17,13 +17,13 @@ def rows(text: str) -> dict[str, str]:
 def test_operators_of_a_derived_class(capsys: pytest.CaptureFixture[str]):
     """Fused matrices are cut in blocks, what stands on shards sums its gradients, and values are gathered once."""
     main(["check", "Phi3ForCausalLM", "--operators"])
-    found = rows(capsys.readouterr().out)
-    assert found["input_layernorm.gather"] == "AllGather input_layernorm"
-    assert found["self_attn.o_proj.scatter"] == "ReduceScatter self_attn.o_proj"
-    assert found["model.layers.0.mlp.gate_up_proj.weight"] == "192x64, dimension 0 cut over tp, in blocks of 96, 96"
-    assert found["model.layers.0.self_attn.o_proj.weight"].endswith("dimension 1 cut over tp")
-    assert found["model.norm.weight"] == "64, on every rank, gradients summed over the ranks"
-    assert found["layers.0,"] == "layers.1: parameters"
+    result = rows(capsys.readouterr().out)
+    assert result["input_layernorm.gather"] == "AllGather input_layernorm"
+    assert result["self_attn.o_proj.scatter"] == "ReduceScatter self_attn.o_proj"
+    assert result["model.layers.0.mlp.gate_up_proj.weight"] == "192x64, dimension 0 cut over tp, in blocks of 96, 96"
+    assert result["model.layers.0.self_attn.o_proj.weight"].endswith("dimension 1 cut over tp")
+    assert result["model.norm.weight"] == "64, on every rank, gradients summed over the ranks"
+    assert result["layers.0,"] == "layers.1: parameters"
 
 
 def test_operators_on_one_rank_do_not_communicate(capsys: pytest.CaptureFixture[str]):
@@ -52,8 +52,8 @@ def test_what_cannot_be_checked(words: list[str], said: str, capsys: pytest.Capt
 def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """And another one is said, too."""
     reasons = ("it is recurrent", "it is recurrent", "it has one head")
-    found = [Proof("Some", f"layout {n}", refusal=reason) for n, reason in enumerate(reasons)]
-    monkeypatch.setattr(testing, "prove_layouts", lambda *given: iter(found))
+    result = [Proof("Some", f"layout {n}", refusal=reason) for n, reason in enumerate(reasons)]
+    monkeypatch.setattr(testing, "prove_layouts", lambda *given: iter(result))
     with pytest.raises(SystemExit):
         main(["check", "LlamaForCausalLM"])
     assert capsys.readouterr().out.splitlines() == [

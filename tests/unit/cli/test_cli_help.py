@@ -18,8 +18,8 @@ from hf_helix.cli.main import COMMANDS, EXAMPLES, build_parser
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(found.choices)
+    (result,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(result.choices)
 
 
 def test_every_option_has_a_word_and_shows_its_default() -> None:

@@ -33,8 +33,8 @@ def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
         "memory_gb_per_s": 5,
         "host_runs_ahead": False,
     }
-    found = {"name": "two CPUs", "nodes": 1, "devices_per_node": 2, "backend": "gloo", "device": device}
-    path.write_text(yaml.safe_dump({**found, "node": {"gb_per_s": 0.1, "latency_us": 100}, **keys}))
+    result = {"name": "two CPUs", "nodes": 1, "devices_per_node": 2, "backend": "gloo", "device": device}
+    path.write_text(yaml.safe_dump({**result, "node": {"gb_per_s": 0.1, "latency_us": 100}, **keys}))
     return path
 
 
@@ -48,6 +48,28 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
         main(words)
     assert caught.value.code == 2
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [pytest.param("doctor", marks=pytest.mark.slow), "simulate"])
+def test_adapters_need_gradients_and_states_for_themselves_alone(command: str, small: Path, capsys: Any):
+    pytest.importorskip("peft")
+
+    def memory(*adapters: object) -> dict[str, float]:
+        counts = ("--batch_tokens", "2k") if command == "doctor" else ("--microbatches", 2)
+        main(words_of(command, small, *counts, *adapters))
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {words[0]: float(words[1]) for words in lines if words[-1:] == ["MB"] and len(words) == 3}
+
+    whole, adapted = memory(), memory("--lora_r", 4)
+    assert 0 < adapted["states"] < whole["states"] / 4
+    assert 0 < adapted["gradients"] < whole["gradients"] / 4
+    assert whole["weights"] <= adapted["weights"], "frozen weights are there"
+
+
+def test_adapters_that_cannot_be_made_are_refused_by_the_option(small: Path, capsys: Any):
+    pytest.importorskip("peft")
+    assert "--lora_r -1: give the rank" in refused(capsys, words_of("simulate", small, "--lora_r", -1))
+    assert "no_such" in refused(capsys, words_of("simulate", small, "--lora_r", 2, "--target_modules", "no_such"))
 
 
 def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path, capsys: Any, tmp_path: Path):

@@ -440,7 +440,7 @@ class FakeProcess:
 
 
 @pytest.mark.parametrize(
-    ("tree", "found"),
+    ("tree", "path"),
     [
         (("python -m accelerate.commands.launch --config_file X.yaml s.py",), "/work/X.yaml"),
         (("sh -c x", None, "accelerate launch --config_file /etc/X.yaml s.py"), "/etc/X.yaml"),
@@ -448,10 +448,10 @@ class FakeProcess:
         ((), None),
     ],
 )
-def test_the_launcher_is_looked_for_among_the_parents(monkeypatch, tree: tuple[str | None, ...], found: str | None):
+def test_the_launcher_is_looked_for_among_the_parents(monkeypatch, tree: tuple[str | None, ...], path: str | None):
     monkeypatch.setattr(FakeProcess, "tree", tree)
     monkeypatch.setattr("psutil.Process", FakeProcess)
-    assert launcher_config_file() == (found and Path(found))
+    assert launcher_config_file() == (path and Path(path))
 
 
 @pytest.mark.parametrize(

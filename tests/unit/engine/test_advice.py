@@ -1,4 +1,4 @@
-"""A run says that another layout is clearly faster, if the doctor found it for this model and what trains it."""
+"""A run says that another layout is clearly faster, if the doctor advised it for this model and what trains it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Any, Ranking, Cluster]:
+def advised() -> tuple[Any, Ranking, Cluster]:
     cluster = replace(load_cluster("h100x8"), devices_per_node=2)
     paper = OnPaper(on_meta(num_key_value_heads=4), cluster)
     return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
 
 
 @pytest.fixture
-def known(found: tuple[Any, Ranking, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ranking]:
+def known(
+    advised: tuple[Any, Ranking, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Ranking]:
     monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
-    remember(*found, TOKENS)
-    return found[:2]
+    remember(*advised, TOKENS)
+    return advised[:2]
 
 
 def sizes_of(sizes: Sizes) -> dict[str, int]:

@@ -64,9 +64,9 @@ def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected
     assert list(kinds.kinds) == expected
     mesh = paper_mesh({"tp": 2}).mesh
     whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).stage
-    found = counted(model, kinds=kinds, **helix)
-    assert list(found.model.units) == list(whole.layout.units)
-    assert found.layout.graphs == {name: whole.layout.graphs[name] for name in dict.fromkeys(whole.layout.units)}
+    result = counted(model, kinds=kinds, **helix)
+    assert list(result.model.units) == list(whole.layout.units)
+    assert result.layout.graphs == {name: whole.layout.graphs[name] for name in dict.fromkeys(whole.layout.units)}
 
 
 def test_only_one_layer_of_each_kind_is_declared_for_a_layout(monkeypatch: pytest.MonkeyPatch):
@@ -90,9 +90,9 @@ def test_what_the_whole_model_hides_is_refused():
 def test_what_leaves_a_node_is_of_another_kind_and_counts_the_same():
     paper = OnPaper(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
     inside, across = (paper.amounts(case_of(ep=2, pp=pp, dp=2, length=32)) for pp in (1, 2))
-    found = [
+    result = [
         {name for name, op in named_operators(each.layout) if op.kind is Kind.INTER_NODE} for each in (inside, across)
     ]
-    assert found[0] == set()
-    assert found[1] == {name for name, each in across.operators.items() if each.transfers} != set()
+    assert result[0] == set()
+    assert result[1] == {name for name, each in across.operators.items() if each.transfers} != set()
     assert inside.operators == across.operators

@@ -37,16 +37,16 @@ def by_closure(layer: Any) -> None:
 
 def by_method(layer: Any) -> None:
     def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = 2 * type(self).forward(self, x)
-        return found
+        result: torch.Tensor = 2 * type(self).forward(self, x)
+        return result
 
     layer.mlp.forward = types.MethodType(doubled, layer.mlp)
 
 
 def by_partial(layer: Any) -> None:
     def doubled(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = 2 * type(mlp).forward(mlp, x)
-        return found
+        result: torch.Tensor = 2 * type(mlp).forward(mlp, x)
+        return result
 
     layer.mlp.forward = functools.partial(doubled, layer.mlp)
 

@@ -24,11 +24,11 @@ def test_nothing_is_claimed_that_was_not_measured(tmp_path: Path):
     card = card_in(tmp_path)
     assert card.data.library_name == "transformers"
     assert card.data.tags == ["hf_helix", "generated_from_trainer"]
-    found = cells(card)
-    assert found["layout"] == "dp=1 tp=1 pp=1 cp=1 ep=1"
-    assert found["plan"] == "`round_robin`, as given"
-    assert found["communication"] == "overlap not measured"
-    assert found["batch"] == "4 sequences: 1 data-parallel x 2 micro-batches x 2"
+    result = cells(card)
+    assert result["layout"] == "dp=1 tp=1 pp=1 cp=1 ep=1"
+    assert result["plan"] == "`round_robin`, as given"
+    assert result["communication"] == "overlap not measured"
+    assert result["batch"] == "4 sequences: 1 data-parallel x 2 micro-batches x 2"
     assert "ms" not in card.text.partition("## Trained with hf_helix")[2]
     assert "was trained from scratch on" in card.text
     assert str(tmp_path) not in card.content

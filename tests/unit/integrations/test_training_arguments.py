@@ -31,13 +31,13 @@ class Row:
 
 
 def rows() -> list[Row]:
-    found = []
+    result = []
     for line in PAGE.read_text().splitlines():
         if match := re.match(r"\| `(\w+)`( \(not in 5\.17\))? \| (\w+) \| (.*?) ?\| ", line):
             name, mark, fate, values = match.groups()
             refused = tuple(ast.literal_eval(value) for value in re.findall(r"`(.+?)`", values))
-            found.append(Row(name, fate, refused, not mark))
-    return found
+            result.append(Row(name, fate, refused, not mark))
+    return result
 
 
 REFUSED = [(row.name, value) for row in rows() for value in row.refused]

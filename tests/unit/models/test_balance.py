@@ -113,5 +113,5 @@ def test_operators_add_what_transformers_adds(padded: bool, dense_between: bool)
     torch.testing.assert_close(outputs["loss.balanced"], expected.detach())
     for number, leaf in enumerate(leaves):
         assert leaf.grad is not None
-        found = gradients[f"logits.{number}"].transpose(0, 1).flatten(0, 1)
-        torch.testing.assert_close(found, leaf.grad)
+        result = gradients[f"logits.{number}"].transpose(0, 1).flatten(0, 1)
+        torch.testing.assert_close(result, leaf.grad)

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 def builder(**changes: float) -> Builder:
-    return Builder("layer", "layers.0", ParallelContext(), additions=LossTweaks(**changes))
+    return Builder("layer", "layers.0", ParallelContext(), loss_tweaks=LossTweaks(**changes))
 
 
 def builder_of_layer() -> Builder:
@@ -62,8 +62,8 @@ def test_blocks_cut_the_bias_and_the_adapters_as_the_weight() -> None:
 def test_blocks_of_a_transposed_weight_are_columns() -> None:
     model, b = Block(Conv1D(10, 6)), builder_of_layer()
     b.column_parallel("up", {"fused": model.linear}, "x", blocks=(4, 6))
-    found = placements_of(b, model, "up.fused")
-    assert found == {"linear.weight": Placement(1, 10, blocks=(4, 6)), "linear.bias": Placement(0, 10, blocks=(4, 6))}
+    result = placements_of(b, model, "up.fused")
+    assert result == {"linear.weight": Placement(1, 10, blocks=(4, 6)), "linear.bias": Placement(0, 10, blocks=(4, 6))}
 
 
 def test_blocks_are_as_long_as_the_linear() -> None:

@@ -89,5 +89,5 @@ def test_the_shipped_census_is_of_classes_that_are_there() -> None:
     if census.is_current:  # with another Transformers there are other classes
         assert set(census.names) <= set(causal_lm_classes())
     assert all(
-        found.reason for findings in census.classes.values() for found in findings.values() if found[0] != PROVEN
+        result.reason for findings in census.classes.values() for result in findings.values() if result[0] != PROVEN
     )

@@ -85,19 +85,19 @@ def in_operators(
         x, gradient = x.flatten(0, 1), gradient.flatten(0, 1)
     inputs = {"x": x, "weights": given["weights"]}
     outputs, gradients = run_unit(unit, inputs, side_of(given), {"experts.out": gradient}, precision)
-    found = {"out": outputs["experts.out"].view_as(given["x"]), "d.x": gradients["x"].view_as(given["x"])}
-    found["d.weights"] = gradients["weights"]
+    result = {"out": outputs["experts.out"].view_as(given["x"]), "d.x": gradients["x"].view_as(given["x"])}
+    result["d.weights"] = gradients["weights"]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            found[name] = parameter.grad
-    return found
+            result[name] = parameter.grad
+    return result
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def close(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, name
-        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+        assert (result[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @pytest.mark.parametrize("family", cases_of(family for family, _ in FORMS))
@@ -126,9 +126,9 @@ def test_tokens_without_room_leave_no_trace_in_biases() -> None:
     room = -(-21 * CHOICES // NUM_EXPERTS)
     kept = torch.arange(21).unsqueeze(1) < room
     dropped = {**given, "weights": given["weights"] * kept}
-    expected, found = by_itself(module, dropped), in_operators(module, given, sharing)
+    expected, result = by_itself(module, dropped), in_operators(module, given, sharing)
     expected["d.weights"] = expected["d.weights"] * kept
-    close(found, expected)
+    close(result, expected)
 
 
 @pytest.mark.parametrize("family", cases_of(DISTINCT))
@@ -138,9 +138,9 @@ def test_bf16_is_as_exact_as_the_module(family: str) -> None:
     """
     module, given = module_of(family), tokens_of(40, 3)
     exact, stock = by_itself(module, given), by_itself(module, given, autocast=True)
-    found = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
+    result = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
     for name, value in exact.items():
-        assert (found[name] - value).norm() <= 2 * (stock[name] - value).norm() + 2**-9 * value.norm(), name
+        assert (result[name] - value).norm() <= 2 * (stock[name] - value).norm() + 2**-9 * value.norm(), name
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "nemotron_h"])
@@ -182,7 +182,9 @@ def test_all_that_experts_have_is_cut_by_experts() -> None:
 def test_a_layer_may_have_two_modules_of_experts() -> None:
     b = Builder("layer", "layers.0", ParallelContext())
     x, weights = b.input("x"), b.input("weights")
-    (chosen,) = b.segment_outputs("choose", lambda chosen: (chosen,), (), side=("chosen",), plain=("picked",))
+    (chosen,) = b.segment_outputs(
+        "choose", lambda chosen: (chosen,), (), side=("chosen",), non_differentiable=("picked",)
+    )
     for name in ("text", "image"):
         x = declare_experts(b, x, weights, chosen, module_of("mixtral"), name=name)
     given = tokens_of(7, 3)
@@ -203,9 +205,9 @@ def every_class() -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 def test_every_class_of_transformers_is_served() -> None:
     """Importing all of them takes long."""
-    found = list(every_class())
-    assert len(found) > 50
-    for kind in found:
+    result = list(every_class())
+    assert len(result) > 50
+    for kind in result:
         module, given = experts_of(*kind), tokens_of(7, 3)
         assert is_experts(module), kind
         close(in_operators(module, given), by_itself(module, given))

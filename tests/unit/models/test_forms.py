@@ -44,12 +44,12 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in self.NAMES:
-            self.found.append(name)
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -67,7 +67,7 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
         if not (batch[FORM].starts_anew and "attention_mask" not in batch):
             documents = None
         windowed = causal_masks(model, [3], IDS, mask, documents)[3]
-    assert reads.found == []
+    assert reads.names == []
     positions = batch.get("position_ids", torch.arange(8)[None])
     theirs_reads = Reads()
     for create, mine in ((create_causal_mask, side["masks"][None]), (create_sliding_window_causal_mask, windowed)):
@@ -81,17 +81,17 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
             )
         assert (mine is None) is (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
-    assert theirs_reads.found or ("attention_mask" in batch and implementation == "eager")
+    assert theirs_reads.names or ("attention_mask" in batch and implementation == "eager")
 
 
 def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_to_read() -> None:
     batches = [{"input_ids": IDS, **given} for given in BATCHES.values()]
     with Reads() as reads:
-        found = forms_of(batches)
+        result = forms_of(batches)
         assert forms_of(batches[:1]) == [Form()]
     # `tolist` of a whole tensor is one copy, which the dispatcher on CPU shows as none.
-    assert reads.found == []
-    known = dict(zip(BATCHES, found, strict=True))
+    assert reads.names == []
+    known = dict(zip(BATCHES, result, strict=True))
     assert not known["ones"].is_masked
     assert known["left"] == Form(True, True)
     assert known["right"] == Form(True, False)
@@ -105,7 +105,7 @@ def test_flash_attention_is_told_what_it_would_find(positions: Tensor) -> None:
     (form,) = forms_of([{"input_ids": IDS[:1], "position_ids": positions}])
     with Reads() as reads:
         mine = document_ends(positions, form)
-    assert reads.found == []
+    assert reads.names == []
     (ends, _), (longest, _) = prepare_fa_kwargs_from_position_ids(positions)
     assert torch.equal(mine["cu_seq_lens_q"], ends)
     assert mine["cu_seq_lens_q"].dtype == ends.dtype
@@ -133,7 +133,7 @@ def test_flash_attention_gets_no_positions_to_look_at(
     module = model.model.layers[0].self_attn
     with Reads() as reads:
         out = attend(module, q, q, q, side["masks"][None], side["positions"], side["ends"])
-    assert reads.found == []
+    assert reads.names == []
     assert out.shape == (8, len(q), 8)
     assert "position_ids" not in given
     assert ("cu_seq_lens_q" in given) is told
@@ -144,6 +144,6 @@ def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:
     (form,) = forms_of([batch])
     with Reads() as reads:
         documents = documents_of(IDS, None, PACKED, form)
-    assert reads.found == []
+    assert reads.names == []
     assert documents is not None
     assert documents.tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8]

@@ -203,9 +203,9 @@ class SameName:
 
     class LlamaForCausalLM(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().forward(*args, **kwargs)
-            found.loss = found.loss * 100
-            return found
+            result = super().forward(*args, **kwargs)
+            result.loss = result.loss * 100
+            return result
 
 
 class Unrelated:
@@ -268,7 +268,7 @@ def test_what_is_called_is_honoured(tmp_path: Path) -> None:
     def change(model: Any) -> Any:
         layer = model.model.layers[0]
         layer.input_layernorm = Halved(layer.input_layernorm)
-        layer.mlp.act_fn.register_forward_hook(lambda _, __, found: 2 * found)
+        layer.mlp.act_fn.register_forward_hook(lambda _, __, result: 2 * result)
         norm = model.model.norm
         norm.forward = lambda x: 0.25 * type(norm).forward(norm, x)
         return model

@@ -39,7 +39,7 @@ def test_of_a_compiled_layer() -> None:
     torch.compiler.reset()
     kernels = count_layer(tiny("llama", num_hidden_layers=1), compiles=True)
     assert 0 < kernels.total("F.") + kernels.total("B.") <= 52, kernels.totals()
-    assert "compiled" in kernels.found["B.attn.norm"]
+    assert "compiled" in kernels.counted["B.attn.norm"]
 
 
 def test_views_and_allocations_do_not_count() -> None:

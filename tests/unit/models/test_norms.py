@@ -25,11 +25,11 @@ def run(function: Callable[[Tensor], Tensor], value: Tensor, direction: Tensor, 
     out = function(leaf)
     out.backward(direction.to(out.dtype))
     assert weight.grad is not None
-    return [found.detach().double() for found in (out, leaf.grad, weight.grad)]
+    return [result.detach().double() for result in (out, leaf.grad, weight.grad)]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def distance(result: Tensor, expected: Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()
 
 
 def case(value: torch.dtype, weight: torch.dtype) -> tuple[Any, Tensor, Tensor]:
@@ -42,8 +42,8 @@ def case(value: torch.dtype, weight: torch.dtype) -> tuple[Any, Tensor, Tensor]:
 def test_equals_the_module_in_fp32() -> None:
     module, value, direction = case(torch.float32, torch.float32)
     expected = run(module, value, direction, module.weight)
-    found = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
-    assert [distance(*pair) <= 2e-7 for pair in zip(found, expected, strict=True)] == [True] * 3
+    result = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
+    assert [distance(*pair) <= 2e-7 for pair in zip(result, expected, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
@@ -53,8 +53,8 @@ def test_is_as_exact_as_the_module_in_bf16(weight: torch.dtype) -> None:
     exact, of, to = module.weight.detach().double().requires_grad_(), value.double(), direction.double()
     reference = run(lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact, of, to, exact)
     stock = run(module, value, direction, module.weight)
-    found = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
-    for ours, theirs, expected in zip(found, stock, reference, strict=True):
+    result = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
+    for ours, theirs, expected in zip(result, stock, reference, strict=True):
         assert distance(ours, expected) <= 1.05 * distance(theirs, expected)
 
 
@@ -68,9 +68,9 @@ def test_has_the_type_of_the_module(value: torch.dtype, weight: torch.dtype) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_of_families_are_known(family: str) -> None:
-    found = [module for module in tiny(family).modules() if type(module).__name__ in NAMES]
-    assert len(found) >= 7  # two in each of three layers, and the last
-    assert all(map(is_rms_norm, found))
+    result = [module for module in tiny(family).modules() if type(module).__name__ in NAMES]
+    assert len(result) >= 7  # two in each of three layers, and the last
+    assert all(map(is_rms_norm, result))
 
 
 def changed(change: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -120,8 +120,8 @@ def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_of_a_layer_on_cuda() -> None:
     """A norm is one kernel and a cast to bf16; backward a cast, two kernels, and the sum of the weight's gradient."""
-    found = count_layer(tiny("llama")).totals()
-    assert {name: found[name] for name in found if "norm" in name} == {
+    result = count_layer(tiny("llama")).totals()
+    assert {name: result[name] for name in result if "norm" in name} == {
         "F.attn.norm": 2,
         "F.mlp.norm": 2,
         "B.mlp.norm": 4,

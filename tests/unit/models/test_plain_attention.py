@@ -34,22 +34,22 @@ OWN = ["diffusion_gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "t
 
 def compiled(text: str, name: str, known: dict[str, Any]) -> None:
     """Adds a function of a file to those that are known, if the file has one."""
-    found = re.search(FUNCTION.format(name), text + "\nend", re.MULTILINE | re.DOTALL)
-    if found is not None:
-        exec(compile(f"{IMPORTS}\n{found[0]}", name, "exec"), known)
+    result = re.search(FUNCTION.format(name), text + "\nend", re.MULTILINE | re.DOTALL)
+    if result is not None:
+        exec(compile(f"{IMPORTS}\n{result[0]}", name, "exec"), known)
 
 
 @functools.cache
 def all_of_transformers() -> dict[str, Callable[..., Any]]:
     """The eager attention of every file that has one, by the name of its folder."""
-    found = {}
+    result = {}
     for path in sorted(MODELS.glob("*/modeling_*.py")):
         text, known = path.read_text(), dict[str, Any]()
         if "\ndef eager_attention_forward(" in text:
             for name in ("repeat_kv", "eager_attention_forward"):
                 compiled(text, name, known)
-            found[f"{path.parent.name}/{path.stem}"] = known["eager_attention_forward"]
-    return found
+            result[f"{path.parent.name}/{path.stem}"] = known["eager_attention_forward"]
+    return result
 
 
 def test_most_models_have_copies_of_llamas() -> None:
@@ -70,9 +70,9 @@ def test_what_is_plain_computes_what_llamas_does() -> None:
         if is_plain_attention(function):
             groups = "repeat_kv" in function.__code__.co_names
             keys, values = (k, v) if groups else (k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
-            found, _ = function(module, q, keys, values, mask, scaling=0.3, dropout=0.0)
+            result, _ = function(module, q, keys, values, mask, scaling=0.3, dropout=0.0)
             expected, _ = llama_eager(module, q, k, v, mask, scaling=0.3, dropout=0.0)
-            torch.testing.assert_close(found, expected, msg=name)
+            torch.testing.assert_close(result, expected, msg=name)
 
 
 @pytest.mark.parametrize("eager", [llama_eager, mistral_eager, qwen3_eager])

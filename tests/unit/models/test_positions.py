@@ -17,16 +17,16 @@ IDS = torch.arange(10).view(2, 5)
 def test_positions_that_count_what_is_seen() -> None:
     """As OPT does: positions of the embedding are those that its own forward makes of the mask."""
     model = Subject.of("OPTForCausalLM").build()
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     table: nn.Module = model.model.decoder.embed_positions
     table.register_forward_hook(
-        lambda module, args, kwargs, out: found.append(kwargs["position_ids"]), with_kwargs=True
+        lambda module, args, kwargs, out: result.append(kwargs["position_ids"]), with_kwargs=True
     )
     model(IDS, attention_mask=MASK)
     family = family_of(Subject.of("OPTForCausalLM").build())
-    assert family.count_positions(IDS, MASK).equal(found[0])
+    assert family.count_positions(IDS, MASK).equal(result[0])
     side = family.side_inputs(model, {"input_ids": IDS, "attention_mask": MASK}, SequenceCut(), torch.ones(()))
-    assert side["places"].equal(found[0].t())
+    assert side["places"].equal(result[0].t())
     assert family.count_positions(IDS, None).equal(torch.arange(5).unsqueeze(0))
 
 

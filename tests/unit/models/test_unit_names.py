@@ -20,6 +20,6 @@ def test_graphs_that_differ_have_names_of_their_own():
 def test_a_number_that_is_taken_is_left_out():
     """Such as where layers that have numbers already differ once more in what is gathered for them."""
     units = [unit("layer", "a"), unit("layer.2", "b"), unit("layer", "c"), unit("layer.2", "b"), unit("layer", "c")]
-    found = number_distinct_graphs(units)
-    assert [made.name for made in found] == ["layer", "layer.2", "layer.3", "layer.2", "layer.3"]
-    assert [made.graphs.forward.operators for made in found] == [made.graphs.forward.operators for made in units]
+    result = number_distinct_graphs(units)
+    assert [made.name for made in result] == ["layer", "layer.2", "layer.3", "layer.2", "layer.3"]
+    assert [made.graphs.forward.operators for made in result] == [made.graphs.forward.operators for made in units]

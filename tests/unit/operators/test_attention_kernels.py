@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import (
+    CAUSAL,
+    EVERYTHING,
+    AttentionKernel,
+    AttentionMask,
+    Exact,
+    FirstOf,
+    TorchCpu,
+)
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -152,7 +160,7 @@ def kernels() -> Iterator[None]:
     library._destroy()
 
 
-KINDS: dict[str, Kernel] = {
+KINDS: dict[str, AttentionKernel] = {
     "cudnn": Cudnn((8, 0)),
     "flash": Flash(HOPPER),
     "efficient": Efficient(HOPPER),
@@ -194,7 +202,7 @@ def test_each_kernel_is_given_what_it_wants(head_dim: int, kind: str, seen: str)
     lse = torch.randn(2, 4, queries + 3, generator=dice)[..., 3:].abs() + 3
     if seen == "mask":
         lse = lse.index_fill(2, torch.tensor([16]), -torch.inf)
-    if not (kernel.takes(q, k, what) or (kind == "cudnn" and what.is_plain)):
+    if not (kernel.supports(q, k, what) or (kind == "cudnn" and what.is_plain)):
         assert kind != "efficient"
         return
     close = {"atol": 2e-3, "rtol": 2e-3} if types is torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -236,7 +244,7 @@ def names(
 ) -> str:
     q = torch.empty(1, 1, 64, head_dim, dtype=dtype)
     kernels = (*cuda_kernels(capability), Exact())
-    return type(next(kernel for kernel in kernels if kernel.takes(q, q[:, :, :keys], seen))).__name__
+    return type(next(kernel for kernel in kernels if kernel.supports(q, q[:, :, :keys], seen))).__name__
 
 
 def test_which_kernel_serves_where(monkeypatch: pytest.MonkeyPatch) -> None:

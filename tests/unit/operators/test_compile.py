@@ -58,14 +58,14 @@ def train(model: Any, compile: bool, autocast_dtype: torch.dtype | None = None) 
     return losses, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()
 
 
-def check(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def check(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Losses and gradients."""
     assert counters["stats"]["unique_graphs"] > 0
-    assert all(distance(*pair) <= 1e-6 for pair in zip(found, expected, strict=True))
+    assert all(distance(*pair) <= 1e-6 for pair in zip(result, expected, strict=True))
 
 
 DERIVED = [f"{HOME}{name}" for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "deepseek_v3")]
@@ -106,11 +106,11 @@ def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeyp
     plain = [
         distance(*pair) for pair in zip(train(model, compile=False, autocast_dtype=autocast_dtype), exact, strict=True)
     ]
-    found = [
+    result = [
         distance(*pair) for pair in zip(train(model, compile=True, autocast_dtype=autocast_dtype), exact, strict=True)
     ]
-    assert found[0] <= max(1e-5, 2 * plain[0])
-    assert found[1] <= max(1e-4, 2 * plain[1])
+    assert result[0] <= max(1e-5, 2 * plain[0])
+    assert result[1] <= max(1e-4, 2 * plain[1])
 
 
 @pytest.mark.parametrize("overwrites", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -128,7 +128,7 @@ def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.Monkey
         return statistics, operator.backward(call, torch.randn(statistics.shape, generator=draws))[0]
 
     for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
-        found = statistics_and_gradient(tokens, segment.compiled)
+        result = statistics_and_gradient(tokens, segment.compiled)
         expected = statistics_and_gradient(tokens, lambda function: function)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

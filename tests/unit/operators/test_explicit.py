@@ -53,8 +53,8 @@ def test_gated_silu_gives_the_same_bits(dtype: torch.dtype) -> None:
     left, right = pair(lambda gate, up: act(gate) * up, GatedSilu(lambda: is_silu(act)), act)
     inputs = [torch.randn(5, 3, 16).to(dtype) for _ in range(2)]
     direction = torch.randn(5, 3, 16)
-    found = [run(segment, inputs, direction, Precision()) for segment in (left, right)]
-    for ours, expected in zip(*found, strict=True):
+    result = [run(segment, inputs, direction, Precision()) for segment in (left, right)]
+    for ours, expected in zip(*result, strict=True):
         assert torch.equal(ours, expected)
         assert ours.dtype is expected.dtype
 
@@ -91,10 +91,10 @@ def test_rms_norm_gives_what_autograd_gives(
     left, right = pair(norm, RmsNorm(module, is_fused, lowers=True), module)
     inputs, direction = [torch.randn(5, 3, 16).to(value)], torch.randn(5, 3, 16)
     with script.fused_norms(Kernels()):
-        found = [run(segment, inputs, direction, Precision("cpu", autocast_dtype)) for segment in (left, right)]
-    assert len(found[0]) == 2 + trained
+        result = [run(segment, inputs, direction, Precision("cpu", autocast_dtype)) for segment in (left, right)]
+    assert len(result[0]) == 2 + trained
     lowest = torch.finfo(BF16 if BF16 in (value, weight, autocast_dtype) else FP32).eps
-    for ours, expected in zip(found[1], found[0], strict=True):
+    for ours, expected in zip(result[1], result[0], strict=True):
         assert ours.dtype is expected.dtype
         torch.testing.assert_close(ours, expected, rtol=4 * lowest, atol=4 * lowest)
 

@@ -45,15 +45,15 @@ def linears() -> list[nn.Linear]:
 def ranks_of(kind: type[Flat] = Flat, cast_to: torch.dtype | None = BF16) -> list[tuple[list[nn.Linear], Flat]]:
     """Every rank's linears, in a flat, with a transport that notes what is sent."""
     board: dict[int, Tensor] = {}
-    found = []
+    result = []
     for rank in range(RANKS):
         modules = linears()
         axis = Axis(Recorder(Board(rank, board)))
         parameters = [module.weight for module in modules] + [module.bias for module in modules]
         flat = kind("weights.products", dict.fromkeys(parameters, COPIED), axis, axis, cast_to)
         flat.spread(torch.device("cpu"))
-        found.append((modules, flat))
-    return found
+        result.append((modules, flat))
+    return result
 
 
 def gathered(ranks: list[tuple[list[nn.Linear], Flat]]) -> list[Tensor]:
@@ -120,8 +120,8 @@ def test_products_read_the_piece_and_its_bits() -> None:
     for (modules, flat), piece in zip(ranks, gathered(ranks), strict=True):
         precision = Precision("cpu", BF16, CastWeights(casts_of([flat])))
         with precision.weights.kept():
-            found = run(Linear(modules), precision, [(flat, piece)])
-        for mine, theirs in zip(found, expected, strict=True):
+            result = run(Linear(modules), precision, [(flat, piece)])
+        for mine, theirs in zip(result, expected, strict=True):
             assert mine.dtype is theirs.dtype
             assert torch.equal(mine, theirs)
         assert all(parameter.isnan().all() for parameter in flat.placements), "they stay stand-ins"
@@ -164,6 +164,6 @@ def test_flats_of_a_unit_have_names_of_their_own() -> None:
     units = [unit_of(dict.fromkeys(held, COPIED)) for held in ([left], [right], [left, right])]
     axis = Axis(SilentTransport(RANKS, 0))
     flats = make_flats(units, lambda placement: Copies(axis, axis), None, Flat)
-    names = [[flat.name for flat in found] for found in flats]
+    names = [[flat.name for flat in result] for result in flats]
     assert names == [["weights.shared"], ["weights.shared.2"], ["weights.shared", "weights.shared.2"]]
     assert flats[2] == [flats[0][0], flats[1][0]]

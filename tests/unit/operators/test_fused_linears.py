@@ -44,15 +44,15 @@ def directions(seed: int) -> list[Tensor]:
 
 def window(operator: Linear, precision: Precision, count: int = 2) -> list[list[Tensor]]:
     """Outputs and input gradients of micro-batches; every W last."""
-    found, values = [], torch.randn(count, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
+    result, values = [], torch.randn(count, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     with precision.weights.kept():
         for k, value in enumerate(values):
             call = Call({}, 0, True, precision)
             outputs = operator.forward(call, value)
-            found.append([*outputs, *operator.input_gradient(call, *directions(k))])
+            result.append([*outputs, *operator.input_gradient(call, *directions(k))])
         for k, value in enumerate(values):
             operator.weight_gradient(Call({}, 0, True, precision), *directions(k), value)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -60,10 +60,10 @@ def test_one_gemm_each_and_the_results_of_several(bias: bool) -> None:
     """Beside the same linears each by itself, in the same precision."""
     together, apart = linears(bias), linears(bias)
     with Calls() as calls:
-        found = window(Linear(together), Precision("cpu", torch.bfloat16))
+        result = window(Linear(together), Precision("cpu", torch.bfloat16))
     assert calls.autocast_dtype() == 2 * 3
     by_linear = [_alone(linear, place) for place, linear in enumerate(apart)]
-    for k, values in enumerate(found):
+    for k, values in enumerate(result):
         for place, (output, _) in enumerate(by[k] for by in by_linear):
             torch.testing.assert_close(values[place], output)
         total = sum(by[k][1].float() for by in by_linear)
@@ -77,15 +77,15 @@ def test_one_gemm_each_and_the_results_of_several(bias: bool) -> None:
 
 def _alone(linear: nn.Linear, place: int) -> list[tuple[Tensor, Tensor]]:
     """One of the linears as an operator of its own: output and input gradient by micro-batch."""
-    operator, precision, found = Linear([linear]), Precision("cpu", torch.bfloat16), []
+    operator, precision, result = Linear([linear]), Precision("cpu", torch.bfloat16), []
     values = torch.randn(2, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     for k, value in enumerate(values):
         call, gradient = Call({}, 0, True, precision), directions(k)[place]
         (output,) = operator.forward(call, value)
         (of_input,) = operator.input_gradient(call, gradient)
         operator.weight_gradient(call, gradient, value)
-        found.append((output, of_input))
-    return found
+        result.append((output, of_input))
+    return result
 
 
 def test_wide_gradients_are_put_in_one_piece_by_nobody() -> None:
@@ -136,9 +136,9 @@ def test_linears_that_differ_stay_apart(change: str) -> None:
     else:
         several[1].to(torch.float64)
     with Calls() as calls:
-        found = window(Linear(several), Precision("cpu", torch.bfloat16), count=1)
+        result = window(Linear(several), Precision("cpu", torch.bfloat16), count=1)
     assert calls.autocast_dtype() == (3 + 3 + 2 if change == "frozen" else 9)
-    assert [output.is_contiguous() for output in found[0]] == [True] * 4
+    assert [output.is_contiguous() for output in result[0]] == [True] * 4
     assert (several[1].weight.grad is None) == (change == "frozen")
 
 
@@ -154,10 +154,10 @@ def test_in_one_precision_they_stay_apart() -> None:
 def test_what_lies_side_by_side_is_seen_as_one_without_a_copy() -> None:
     whole = torch.arange(24.0).view(4, 6)
     columns, rows = whole.split([3, 1, 2], 1), whole.split([1, 3])
-    for found, dim in ((columns_in_one(columns), 1), (rows_in_one(rows), 0)):
-        assert found is not None
-        assert torch.equal(found, whole), dim
-        assert found.data_ptr() == whole.data_ptr()
+    for result, dim in ((columns_in_one(columns), 1), (rows_in_one(rows), 0)):
+        assert result is not None
+        assert torch.equal(result, whole), dim
+        assert result.data_ptr() == whole.data_ptr()
     assert torch.equal(join_columns(columns[1:]), whole[:, 3:])
     assert torch.equal(rows_in_one([whole[1], whole[2], whole[3]]), whole[1:].flatten())
 

@@ -21,15 +21,15 @@ from hf_helix.planning.graph.operator import Part
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of all tensors that become lists."""
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     tolist = Tensor.tolist
 
     def noted(value: Tensor) -> Any:
-        found.append(tuple(value.shape))
+        result.append(tuple(value.shape))
         return tolist(value)
 
     monkeypatch.setattr(Tensor, "tolist", noted)
-    return found
+    return result
 
 
 def test_the_numbers_serve_both_ways_and_backward(read: list[tuple[int, ...]]) -> None:

@@ -53,16 +53,16 @@ def by_autograd(linears: list[nn.Linear], value: Tensor, gradients: list[Tensor]
 
 
 def take_gradients(linears: list[nn.Linear]) -> list[Tensor | None]:
-    found = []
+    result = []
     for linear in linears:
         for parameter in linear.parameters():
-            found.append(parameter.grad)
+            result.append(parameter.grad)
             parameter.grad = None
-    return found
+    return result
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def assert_close(result: Any, expected: Any) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bias", "no bias", "transposed"])
@@ -129,10 +129,10 @@ def test_frozen_weights_get_no_gradient() -> None:
     operator.forward(call, values()[0])
     assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
     operator.weight_gradient(call, *directions(linears), values()[0])
-    found = take_gradients(linears)
-    assert [gradient is None for gradient in found] == [True, False, False, True]
+    result = take_gradients(linears)
+    assert [gradient is None for gradient in result] == [True, False, False, True]
     assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
-    assert_close(found[1:3], expected_gradients[1:3])
+    assert_close(result[1:3], expected_gradients[1:3])
 
 
 def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> None:
@@ -203,9 +203,9 @@ def test_in_bf16_as_under_autocast(of_weights: torch.dtype, transposed: bool) ->
     operator = Linear(linears, transposed=transposed)
     for value, output, gradient, leaf in zip(inputs, expected, gradients, leaves, strict=True):
         call = Call({}, 0, True, Precision("cpu", torch.bfloat16))
-        (found,) = operator.forward(call, value)
-        assert found.dtype is torch.bfloat16
-        torch.testing.assert_close(found, output.detach())
+        (result,) = operator.forward(call, value)
+        assert result.dtype is torch.bfloat16
+        torch.testing.assert_close(result, output.detach())
         (of_input,) = operator.input_gradient(call, *gradient)
         torch.testing.assert_close(of_input.to(of_weights), leaf.grad, rtol=0.01, atol=0.01)
         operator.weight_gradient(call, *gradient, value)

@@ -7,7 +7,7 @@ import torch
 
 from hf_helix import HelixConfig
 from hf_helix.link_speed import parse_link
-from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
+from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.transport import Recorder, SilentTransport
 from hf_helix.runtime.distributed.mesh import build_mesh
 
@@ -32,9 +32,9 @@ class Clock:
         return round(self.now - 100.0, 9)
 
 
-def a_link(speed: str = "1gbit") -> tuple[Link, Clock]:
+def a_link(speed: str = "1gbit") -> tuple[EmulatedLink, Clock]:
     clock = Clock()
-    return Link(parse_link(speed), clock.read, clock.sleep), clock
+    return EmulatedLink(parse_link(speed), clock.read, clock.sleep), clock
 
 
 def test_a_transfer_takes_what_the_link_needs_or_what_it_takes_here():

@@ -64,9 +64,9 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case]) -> None:
         parameter.grad = None
 
     segment, calls = Segment(function, parameters), [new_call(), new_call()]
-    found = [segment.forward(call, *batch) for call, batch in zip(calls, batches, strict=True)]
+    result = [segment.forward(call, *batch) for call, batch in zip(calls, batches, strict=True)]
     gradients = [segment.backward(call, *given) for call, given in zip(calls, directions, strict=True)]
-    for (outputs, of_inputs), ours, of_ours in zip(expected, found, gradients, strict=True):
+    for (outputs, of_inputs), ours, of_ours in zip(expected, result, gradients, strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, outputs, strict=True))
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_ours, of_inputs, strict=True))
         assert not any(value.requires_grad for value in ours)
@@ -160,7 +160,7 @@ def test_add() -> None:
     call = new_call()
     (total,) = Add().forward(call, left, right)
     assert torch.equal(total, left + right)
-    assert all(torch.equal(found, gradient) for found in Add().backward(call, gradient))
+    assert all(torch.equal(result, gradient) for result in Add().backward(call, gradient))
     assert call.saved is None
 
 
@@ -215,7 +215,7 @@ def test_a_frozen_table_without_inputs() -> None:
     table = nn.Parameter(torch.randn(5, 3), requires_grad=False)
     segment = Segment(lambda ids: functional.embedding(ids, table), [table], ("ids",))
     call = new_call(ids=torch.tensor([1, 2]))
-    (found,) = segment.forward(call)
-    assert torch.equal(found, table[1:3])
+    (result,) = segment.forward(call)
+    assert torch.equal(result, table[1:3])
     assert segment.backward(call, torch.ones(2, 3)) == ()
     assert table.grad is None

@@ -39,8 +39,8 @@ def layer(outputs: int, transposed: bool = False, bias: bool = True, train_base:
 
 
 def operator_of(layers: list[Any], **options: Any) -> Linear:
-    found = [unwrap_peft(each, "test") for each in layers]
-    return Linear(found, transposed=found[0].is_transposed, adapters=found, **options)
+    result = [unwrap_peft(each, "test") for each in layers]
+    return Linear(result, transposed=result[0].is_transposed, adapters=result, **options)
 
 
 def values(count: int = 1) -> list[Tensor]:
@@ -65,17 +65,17 @@ def by_autograd(layers: list[Any], value: Tensor, gradients: list[Tensor]) -> tu
 
 
 def take_gradients(layers: list[Any]) -> dict[str, Tensor]:
-    found = {}
+    result = {}
     for place, each in enumerate(layers):
         for name, parameter in each.named_parameters():
             if parameter.grad is not None:
-                found[f"{place}.{name}"] = parameter.grad
+                result[f"{place}.{name}"] = parameter.grad
                 parameter.grad = None
-    return found
+    return result
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def assert_close(result: Any, expected: Any) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,8 +103,8 @@ def test_equals_pefts_layers_over_two_micro_batches(kind: str) -> None:
     operator.weight_gradient(calls[0], *directions(layers, 0), values(2)[0])
     operator.weight_gradient(calls[1], *directions(layers, 1), values(2)[1])
     second = operator.input_gradient(calls[1], *directions(layers, 1))
-    for (wanted, of_input), found, of_value in zip(expected, outputs, (first, second), strict=True):
-        assert_close(list(found), wanted)
+    for (wanted, of_input), result, of_value in zip(expected, outputs, (first, second), strict=True):
+        assert_close(list(result), wanted)
         assert_close(of_value, (of_input,))
     assert_close(take_gradients(layers), of_weights)
     assert operator.trained == (1.0 if kind == "base trained" else SMALL)
@@ -151,7 +151,7 @@ def test_ranks_with_a_part_add_up_to_the_whole(cut: str) -> None:
     whole, call = layer(4, lora_bias=True), a_call()
     (expected,), of_input = by_autograd([whole], values()[0], directions([whole]))
     of_weights = take_gradients([whole])
-    outputs, inputs, found = [], [], []
+    outputs, inputs, result = [], [], []
     for rank in range(2):
         half = layer(4, lora_bias=True)
         columns = [slice(0, 3), slice(3, 4)][rank] if cut == "columns" else slice(None)
@@ -167,12 +167,12 @@ def test_ranks_with_a_part_add_up_to_the_whole(cut: str) -> None:
         outputs += operator.forward(call, values()[0][..., rows])
         inputs += operator.input_gradient(call, gradient)
         operator.weight_gradient(call, gradient, values()[0][..., rows])
-        found.append(take_gradients([half]))
+        result.append(take_gradients([half]))
     columns_cut = cut == "columns"
     assert_close(torch.cat(outputs, -1) if columns_cut else sum(outputs), expected)
     assert_close(sum(inputs) if columns_cut else torch.cat(inputs, -1), of_input)
     for name, gradient in of_weights.items():
-        parts = [each[name] for each in found]
+        parts = [each[name] for each in result]
         if "lora_A" in name:
             joined = sum(parts) if columns_cut else torch.cat(parts, 1)
         elif name.endswith("weight"):
@@ -227,9 +227,9 @@ def test_in_bf16_with_adapters_in_fp32(autocast: bool) -> None:
     of_weights = take_gradients([made])
     operator = operator_of([made])
     call = Call({}, 0, True, Precision("cpu", torch.bfloat16 if autocast else None))
-    (found,) = operator.forward(call, value)
-    assert found.dtype is torch.bfloat16
-    torch.testing.assert_close(found, expected.detach(), rtol=0.02, atol=0.05)
+    (result,) = operator.forward(call, value)
+    assert result.dtype is torch.bfloat16
+    torch.testing.assert_close(result, expected.detach(), rtol=0.02, atol=0.05)
     (of_input,) = operator.input_gradient(call, gradient)
     torch.testing.assert_close(of_input, leaf.grad, rtol=0.02, atol=0.05)
     operator.weight_gradient(call, gradient, value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 from hf_helix.operators.attention.kernels import kernel_for
-from hf_helix.operators.attention.partial import Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import AttentionKernel, Exact, FirstOf, TorchCpu
 from hf_helix.operators.attention.ring_attention import (
     DOCUMENTS,
     GatheredBlocks,
@@ -62,7 +62,7 @@ def whole(
 
 
 def by_blocks(
-    kernel: Kernel,
+    kernel: AttentionKernel,
     size: int,
     tensors: tuple[Tensor, ...],
     documents: Tensor | None,
@@ -75,8 +75,8 @@ def by_blocks(
     length = q.shape[2]
     n = length // size
     places = [positions_of(n, size, rank) for rank in range(size)]
-    found = [torch.zeros_like(value) for value in (do, q, k, v)]
-    out, dq, dk, dv = found
+    result = [torch.zeros_like(value) for value in (do, q, k, v)]
+    out, dq, dk, dv = result
     size_of_values = v.shape[-1]
     padded = torch.nn.functional.pad(v, (0, k.shape[-1] - size_of_values))
     kv = [torch.stack((k, padded))[:, :, :, place] for place in places]
@@ -110,7 +110,7 @@ def by_blocks(
             dq[:, :, mine] += part
             dk[:, :, places[block.source]] += dkv[0]
             dv[:, :, places[block.source]] += dkv[1][..., :size_of_values]
-    return found if sinks is None or sinks.grad is None else [*found, sinks.grad]
+    return result if sinks is None or sinks.grad is None else [*result, sinks.grad]
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -130,16 +130,16 @@ def test_blocks_equal_the_whole(
     elif documents == "left":
         mask = torch.ones(2, length, dtype=torch.long)
         mask[0, :5] = 0
-    found = documents_of(ids, mask, positions)
-    assert (found is None) is (documents == "one")
+    result = documents_of(ids, mask, positions)
+    assert (result is None) is (documents == "one")
     hidden = None
     do = tensors[3]
-    if found is not None:
-        hidden = (found[:, :, None] != found[:, None, :]) | (found[:, None, :] < 0)
+    if result is not None:
+        hidden = (result[:, :, None] != result[:, None, :]) | (result[:, None, :] < 0)
     if documents == "left":
         do[0, :, :5] = 0  # what padding computes is not looked at
     expected = whole(*tensors, hidden)
-    for mine, theirs in zip(by_blocks(KERNELS[kernel](), size, tensors, found, gathered), expected, strict=True):
+    for mine, theirs in zip(by_blocks(KERNELS[kernel](), size, tensors, result, gathered), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -157,8 +157,8 @@ def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: s
     if packed:
         documents = (places >= 6).long().expand(2, -1)
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])
-    found = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
-    for mine, theirs in zip(found, whole(*tensors, hidden), strict=True):
+    result = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
+    for mine, theirs in zip(result, whole(*tensors, hidden), strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -178,10 +178,10 @@ def test_what_models_add_to_attention(what: str, documents: str, gathered: bool)
     hidden = None if apart is None else apart[:, :, None] != apart[:, None, :]
     kernel = FirstOf(TorchCpu()) if cap is None else Exact(cap=cap)
     with torch.no_grad():
-        found = by_blocks(kernel, 2, (q, k, v, do), apart, gathered, sinks=sinks)
+        result = by_blocks(kernel, 2, (q, k, v, do), apart, gathered, sinks=sinks)
     expected = whole(q, k, v, do, hidden, cap, sinks)
     expected = expected[: 4 if what == "frozen sinks" else None]
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -194,13 +194,13 @@ def test_meetings_are_the_pairs_that_see_each_other(n: int, size: int) -> None:
             queries, keys = (positions_of(n, size, place) for place in (rank, source))
             back = queries[:, None] - keys
             expected = (back >= 0) if window is None else (back >= 0) & (back < window)
-            found = torch.zeros(n, n, dtype=torch.int)
+            result = torch.zeros(n, n, dtype=torch.int)
             for rows, columns, seen in mask_tiles(n, Axis(SilentTransport(size, rank)), source, {}, window):
                 hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, torch.device("cpu"))
-                part = torch.ones_like(found[rows, columns]) if hidden is None else (~hidden).int()
+                part = torch.ones_like(result[rows, columns]) if hidden is None else (~hidden).int()
                 assert window is None or bool(part.any(0).all() and part.any(1).all())
-                found[rows, columns] += part
-            assert torch.equal(found, expected.int())
+                result[rows, columns] += part
+            assert torch.equal(result, expected.int())
 
 
 def test_what_a_window_hides_is_not_computed() -> None:

@@ -92,11 +92,11 @@ def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
     inputs = [operator.input_gradient(call, g)[0] for call, g in zip(calls, gradient.split(sizes), strict=True)]
     for call, piece, rows in reversed(list(zip(calls, gradient.split(sizes), x.split(sizes), strict=True))):
         operator.weight_gradient(call, piece, rows)
-    found = linear.weight.grad, linear.bias.grad
+    result = linear.weight.grad, linear.bias.grad
     linear.weight.grad = linear.bias.grad = None
     leaf = x.clone().requires_grad_()
     linear(leaf).backward(gradient)
-    torch.testing.assert_close((torch.cat(inputs), *found), (leaf.grad, linear.weight.grad, linear.bias.grad))
+    torch.testing.assert_close((torch.cat(inputs), *result), (leaf.grad, linear.weight.grad, linear.bias.grad))
 
 
 @pytest.mark.parametrize("part", [Part.F, Part.B])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.communication.pipeline_p2p import P2PChannel, Transfer, transfer_unit
+from hf_helix.operators.communication.pipeline_p2p import P2PChannel, PipelineTransfer, transfer_unit
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
@@ -32,8 +32,8 @@ def call(length: int = 4) -> Call:
     return Call({"ids": torch.zeros(length, 2)}, 0, True)
 
 
-def transfer(channel: P2PChannel, boundary: int = 0) -> Transfer:
-    return Transfer(channel, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
+def transfer(channel: P2PChannel, boundary: int = 0) -> PipelineTransfer:
+    return PipelineTransfer(channel, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
 
 
 @pytest.mark.parametrize(("part", "forward"), [(Part.F, True), (Part.B, False)])
@@ -62,7 +62,7 @@ def test_what_arrives_fills_room_of_the_micro_batchs_shape(part: Part, forward: 
 def test_several_values_pass_in_order() -> None:
     """What routers count travels with the activations."""
     hole, values = Pigeonhole(), (torch.randn(4, 2, 3), torch.randn(1, 2, 5))
-    several = Transfer(hole, 0, lambda side: (torch.empty(4, 2, 3), torch.empty(1, 2, 5)))
+    several = PipelineTransfer(hole, 0, lambda side: (torch.empty(4, 2, 3), torch.empty(1, 2, 5)))
     several.prepare(call(), Part.F, *values)[1]()
     outputs, work = several.prepare(call(), Part.F)
     work()

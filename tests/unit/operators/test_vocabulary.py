@@ -64,27 +64,27 @@ def in_slices(
     loss = cross_entropy(gathered, targets, torch.tensor(1 / NUM_ITEMS))
     loss.backward()
     with explicit_gradients():
-        found = [
+        result = [
             op.backward(call, gradient)[0]
             for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
         ]
-    assert all(gradient.dtype == logits.dtype for gradient in found)
-    assert all((gradient is piece) == overwrites for gradient, piece in zip(found, slices, strict=True))
-    return loss.detach(), torch.cat(found, -1).transpose(0, 1)
+    assert all(gradient.dtype == logits.dtype for gradient in result)
+    assert all((gradient is piece) == overwrites for gradient, piece in zip(result, slices, strict=True))
+    return loss.detach(), torch.cat(result, -1).transpose(0, 1)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(result: Tensor, expected: Tensor) -> float:
     """Relative to the expected norm."""
-    found, expected = found.double(), expected.double()
-    return ((found - expected).norm() / expected.norm()).item()
+    result, expected = result.double(), expected.double()
+    return ((result - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
     logits, labels = logits_and_labels(dtype, scale=3.0)
-    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
-    assert distance(found, expected) <= 1e-6
+    (expected, expected_gradient), (result, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert distance(result, expected) <= 1e-6
     assert distance(gradient, expected_gradient) <= 1e-6
     assert not gradient[:, -1].any()  # the last token predicts nothing
 
@@ -94,8 +94,8 @@ def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
 def test_label_smoothing(size: int, smoothing: float) -> None:
     logits, labels = logits_and_labels(scale=3.0)
     expected, expected_gradient = whole(logits, labels, smoothing)
-    found, gradient = in_slices(logits, labels, size, smoothing)
-    assert distance(found, expected) <= 1e-6
+    result, gradient = in_slices(logits, labels, size, smoothing)
+    assert distance(result, expected) <= 1e-6
     assert distance(gradient, expected_gradient) <= 1e-6
 
 
@@ -117,11 +117,11 @@ class Largest(TorchDispatchMode):
     elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for value in found if isinstance(found, tuple | list) else (found,):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor) and value.dtype == torch.float32:
                 self.elements = max(self.elements, value.numel())
-        return found
+        return result
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -133,9 +133,9 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
     monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", 4 * VOCABULARY)
     for overwrites in (False, True):
         with Largest() as largest:
-            found = in_slices(logits, labels, 1, smoothing, overwrites)
-        assert torch.equal(found[0], loss)
-        assert torch.equal(found[1], gradient)
+            result = in_slices(logits, labels, 1, smoothing, overwrites)
+        assert torch.equal(result[0], loss)
+        assert torch.equal(result[1], gradient)
         if dtype == torch.bfloat16:
             assert 3 * VOCABULARY <= largest.elements <= 3 * SEQUENCE * BATCH < SEQUENCE * BATCH * VOCABULARY
 
@@ -144,9 +144,9 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
 def test_bf16_logits(size: int) -> None:
     """The loss is computed in fp32 all the same; the gradient is rounded to bf16 once."""
     logits, labels = logits_and_labels(torch.bfloat16)
-    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
-    assert found.dtype == torch.float32
-    assert distance(found, expected) <= 1e-6
+    (expected, expected_gradient), (result, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert result.dtype == torch.float32
+    assert distance(result, expected) <= 1e-6
     torch.testing.assert_close(gradient, expected_gradient, rtol=2**-7, atol=1e-6)
     assert distance(gradient, expected_gradient) <= 1e-3
 
@@ -160,9 +160,9 @@ def test_huge_logits(size: int, place: str) -> None:
         logits[..., :4] += 1e4
     elif place == "last column only":
         logits[..., -1] -= 1e4
-    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    (expected, expected_gradient), (result, gradient) = whole(logits, labels), in_slices(logits, labels, size)
     assert torch.isfinite(gradient).all()
-    assert distance(found, expected) <= 1e-6
+    assert distance(result, expected) <= 1e-6
     # An fp32 logit of 1e4 is exact to 1e-3 only, and so is its softmax.
     assert distance(gradient, expected_gradient) <= (1e-6 if place == "everywhere" else 1e-3)
 
@@ -170,8 +170,8 @@ def test_huge_logits(size: int, place: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_all_labels_ignored(size: int) -> None:
     logits, labels = logits_and_labels(scale=1e4)
-    found, gradient = in_slices(logits, torch.full_like(labels, IGNORED), size)
-    assert found == 0
+    result, gradient = in_slices(logits, torch.full_like(labels, IGNORED), size)
+    assert result == 0
     assert not gradient.any()  # and no NaN, which would count as any
 
 

@@ -61,8 +61,8 @@ def test_what_one_strand_hides_is_left_out_of_the_first_step_of_figure_15(runs: 
     profile = runs.profile(FIGURE_12[2], MEGATRON)
     moved = exposed_only(profile, Kind.INTER_NODE)
 
-    def seconds(found):
-        layers = steady_layers(make_plan("sequential", found, model="", mesh={}), found, ["layer"])
+    def seconds(result):
+        layers = steady_layers(make_plan("sequential", result, model="", mesh={}), result, ["layer"])
         return layers.forward["layer"] + layers.backward["layer"]
 
     assert Kind.INTER_NODE in {moved.kind(name) for name in profile.times} | {Kind.INTER_NODE}
@@ -88,7 +88,7 @@ def test_unknown_numbers_are_refused_with_those_that_exist(capsys: pytest.Captur
     assert ended.value.code == 2
     assert "--figure 9 is not simulated" in (said := capsys.readouterr().err)
     assert all(number in said for number in FIGURES)
-    assert all(makers_of(kind, number) for kind, found in KINDS.items() for number in found)
+    assert all(makers_of(kind, number) for kind, result in KINDS.items() for number in result)
 
 
 def test_a_figure_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -115,11 +115,11 @@ def test_what_the_paper_prints_fits_together():
 @pytest.mark.slow
 def test_errors_are_those_of_the_page(runs: Runs):
     said = re.findall(r"^\| (.+?) \| (?:fitted|held out) \| \d+ \| ([\d.]+) % \| ([\d.]*) \|$", PAGE.read_text(), re.M)
-    found = {cells[0]: cells for cells in summary(runs).rows}
-    assert len(said) == len(found) > 5
+    result = {cells[0]: cells for cells in summary(runs).rows}
+    assert len(said) == len(result) > 5
     for name, speed, gain in said:
-        assert float(found[name][3].rstrip(" %")) <= float(speed) + 0.1
-        assert not gain or float(found[name][4]) <= float(gain) + 0.001
+        assert float(result[name][3].rstrip(" %")) <= float(speed) + 0.1
+        assert not gain or float(result[name][4]) <= float(gain) + 0.001
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_nothing_is_issued_before_the_host_knows_the_sizes():
     """The second transfer is as long as the first says, so the computation behind it is issued late."""
     rows = work((COMPUTE, 1, []), (LOCAL, 4, [0]), (LOCAL, 2, [1]), (COMPUTE, 3, []))
     assert spans(simulate(rows)) == [(0, 1), (1, 5), (5, 7), (1, 4)]
-    known = dataclasses.replace(rows, hosts=[-1, -1, 1, -1])
+    known = dataclasses.replace(rows, size_sources=[-1, -1, 1, -1])
     assert spans(simulate(known)) == [(0, 1), (1, 5), (5, 7), (5, 8)]
     assert spans(simulate(known, order=[0, 1, 3, 2])) == [(0, 1), (1, 5), (5, 7), (1, 4)]
 
@@ -151,9 +151,9 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
     layout = Layout(["layer"] * 2, {0: [0, 1]}, {"layer": layer})
     program = [i for unit in (0, 1) for i in unit_instructions(layout, (0, unit), True)]
     program += [i for unit in (1, 0) for i in unit_instructions(layout, (0, unit), False)]
-    found = work_of(program, layout, random_times(layout, 0))
+    result = work_of(program, layout, random_times(layout, 0))
     text = [f"{entry_of(i, layout)[1]}{i.unit}" for i in program]
-    needs = {name: {text[need] for need in found.needs[place]} for place, name in enumerate(text)}
+    needs = {name: {text[need] for need in result.needs[place]} for place, name in enumerate(text)}
     assert needs == {
         "F.norm0": set(),
         "F.up0": {"F.norm0"},
@@ -172,8 +172,8 @@ def test_micro_batches_do_not_need_each_other():
     layout = layout_of(LLAMA, 2)
     program = window_instructions(schedule_of(3), layout)
     needs = work_of(program, layout, random_times(layout, 0)).needs
-    for instruction, found in zip(program, needs, strict=True):
-        assert all(program[need].microbatch == instruction.microbatch for need in found)
+    for instruction, result in zip(program, needs, strict=True):
+        assert all(program[need].microbatch == instruction.microbatch for need in result)
 
 
 def test_times_that_lack_an_operator_are_an_error():
@@ -201,12 +201,12 @@ def works(draw: st.DrawFn) -> Work:
 def prerequisites(work: Work) -> list[list[int]]:
     """What must be done before each: its needs, the one before it on its stream, and for communication the computation
     issued last before it."""
-    found = []
+    result = []
     for place, stream in enumerate(work.streams):
         same = [i for i in range(place) if work.streams[i] == stream][-1:]
         computed = [i for i in range(place) if STREAMS[work.streams[i]] is COMPUTE][-1:]
-        found.append([*work.needs[place], *same, *computed])
-    return found
+        result.append([*work.needs[place], *same, *computed])
+    return result
 
 
 @given(works())

@@ -66,11 +66,11 @@ def test_every_sum_is_issued_once_behind_the_last_that_adds_to_it(rule: str, mon
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
     issued = {made.gradient_sum: place for place, made in enumerate(program) if made.gradient_sum >= 0}
     assert sorted(issued) == list(range(len(layout.sums)))
-    for number, found in enumerate(layout.sums):
+    for number, result in enumerate(layout.sums):
         adds = [
             place
             for place, made in enumerate(program)
-            if made.operator and made.operator.part is not Part.F and (made.unit, made.operator.name) in found.adders
+            if made.operator and made.operator.part is not Part.F and (made.unit, made.operator.name) in result.adders
         ]
         between = program[max(adds) + 1 : issued[number]]
         assert all(made.gradient_sum >= 0 for made in between), "nothing but other sums"

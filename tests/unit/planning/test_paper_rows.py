@@ -21,10 +21,10 @@ FEW = ("Llama-39B TP8", "GPT-6.7B TP4", "A800 66B CP4")
 @pytest.mark.parametrize("name", ROWS)
 def test_volumes_are_the_references(name):
     row = ROWS[name]
-    found = paper.totals(paper.row_profile(row))
+    result = paper.totals(paper.row_profile(row))
     for kind, printed in zip(paper.KINDS, row.printed, strict=True):
         # Rounded to a millisecond there; "A800 66B CP4" computes to 34.51 and is printed as 35.
-        assert 1e3 * found[kind] == pytest.approx(printed, abs=0.53)
+        assert 1e3 * result[kind] == pytest.approx(printed, abs=0.53)
 
 
 @pytest.mark.parametrize(("cp", "hops"), [(2, 4), (4, 10)])

@@ -97,8 +97,8 @@ def test_when_a_receive_is_issued_changes_no_prediction(schedule: str, plan: str
     layout, made = pipeline(schedule, 2, 5)
     chosen, times = planned(plan, layout, made), random_times(layout, 1)
     late, early = (
-        simulate(work_of([each for program in found for each in program], layout, times)).seconds
-        for found in (build_programs(made, layout, chosen, slots_ahead=ahead) for ahead in (0, 1))
+        simulate(work_of([each for program in result for each in program], layout, times)).seconds
+        for result in (build_programs(made, layout, chosen, slots_ahead=ahead) for ahead in (0, 1))
     )
     assert late == pytest.approx(early)
 
@@ -131,7 +131,7 @@ def without_receives(program: Sequence[Instruction]) -> list[Instruction]:
 
 def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:
     """The first slot that the instruction belongs to."""
-    found = (
+    result = (
         number
         for number, slot in enumerate(slots)
         if each.operator
@@ -141,7 +141,7 @@ def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:
             if (made.microbatch, made.unit) == (each.microbatch, each.unit)
         )
     )
-    return next(found)
+    return next(result)
 
 
 # -- what could hang, and is seen --------------------------------------------------------------------------------------

@@ -53,10 +53,10 @@ def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatche
     def bare(instruction: Instruction) -> Instruction:
         return replace(instruction, frees=(), ends=False)
 
-    found = {(i.microbatch, i.unit, i.operator): i for i in made}
+    result = {(i.microbatch, i.unit, i.operator): i for i in made}
     program = operators_of(program)
-    assert [bare(i) for i in program] == [found[i.microbatch, i.unit, i.operator] for i in program]
-    check_whole_and_in_order([found[i.microbatch, i.unit, i.operator] for i in program], made)
+    assert [bare(i) for i in program] == [result[i.microbatch, i.unit, i.operator] for i in program]
+    check_whole_and_in_order([result[i.microbatch, i.unit, i.operator] for i in program], made)
 
 
 @pytest.mark.parametrize("rule", UNTILED)
@@ -134,7 +134,7 @@ def test_the_validator_finds_what_runs_twice():
 
 def test_the_validator_finds_what_is_read_after_it_is_freed():
     program = window("greedy", 2, 1)
-    place = next(i for i, found in enumerate(program) if found.operator.name == "norm")
+    place = next(i for i, result in enumerate(program) if result.operator.name == "norm")
     early = replace(program[place], frees=program[place].reads)
     with pytest.raises(ValueError, match=r"\(F0 unit 1 add\) reads \[\(0, 'scatter'\)\], which is not there"):
         validate_program([*program[:place], early, *program[place + 1 :]], [(3, "d.loss")])
@@ -151,7 +151,7 @@ def test_the_validator_finds_shared_gradients_out_of_turn():
     (program,) = build_programs(schedule, layout, plan_of("greedy"))
     sources = [loss_gradient(layout)]
     adds = [i.operator.part is not Part.F and (i.unit, i.operator.name) in layout.shared[0] for i in program]
-    places = [place for place, found in enumerate(adds) if found]
+    places = [place for place, result in enumerate(adds) if result]
     late = program.pop(places[0])  # the head's of the first micro-batch, behind its embedding
     kept = [replace(i, frees=()) for i in program]
     moved = [*kept[: places[1]], replace(late, frees=()), *kept[places[1] :]]

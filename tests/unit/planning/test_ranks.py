@@ -71,11 +71,11 @@ def random_flow(layout: Layout, seed: int) -> Priorities:
 
 def transfers(program: Iterable[Instruction]) -> dict[tuple[int, bool], list[int]]:
     """By unit and direction of what crosses, the micro-batches in order."""
-    found: dict[tuple[int, bool], list[int]] = {}
+    result: dict[tuple[int, bool], list[int]] = {}
     for i in program:
         if i.operator is not None and i.operator.kind is Kind.PIPELINE:
-            found.setdefault((i.unit, i.operator.part is Part.F), []).append(i.microbatch)
-    return found
+            result.setdefault((i.unit, i.operator.part is Part.F), []).append(i.microbatch)
+    return result
 
 
 def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Schedule) -> None:
@@ -149,10 +149,10 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
     monkeypatch.setattr(search, "MAX_STEPS", 60)
     layout, schedule = case(name, 2, 5, [2, 1, 2, 1])
     profile = profile_of(layout, random_times(layout, 3))
-    found = search.search(profile, schedule)
+    result = search.search(profile, schedule)
     longest = search.CLOSE * predict(greedy(profile), profile, schedule).seconds
-    assert predict(found, profile, schedule).seconds <= longest
-    assert predict(found, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
+    assert predict(result, profile, schedule).seconds <= longest
+    assert predict(result, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -176,11 +176,11 @@ def test_a_shared_gradient_adds_up_in_the_order_of_the_slots(rule: str, name: st
     program, *_ = build_programs(schedule, layout, plan)
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
     backward = [i for i in operators_of(program) if i.operator.part is not Part.F]
-    found = [(i.microbatch, i.unit) for i in backward if (i.unit, i.operator.name) in layout.shared[0]]
+    result = [(i.microbatch, i.unit) for i in backward if (i.unit, i.operator.name) in layout.shared[0]]
     expected = []
     for action in (slot.backward for slot in schedule[0] if slot.backward is not None):
         if action.stage == 0 and action.computation_type in "BI":
             expected.append((action.microbatch, 0))
         elif action.stage == 2 * num_ranks - 1 and action.computation_type in "BW":
             expected.append((action.microbatch, head))
-    assert found == expected
+    assert result == expected

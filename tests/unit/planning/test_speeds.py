@@ -35,7 +35,7 @@ def test_a_collective_takes_what_the_link_needs_or_what_it_takes_without_one():
     slow, late, fast, none = (
         on_link(profile, speed) for speed in (LinkSpeed(0.25e9), LinkSpeed(2.5e9, 1e-3), LinkSpeed(10e9), NO_LINK)
     )
-    assert [round(found.times[GATHER] * 1e3, 6) for found in (slow, late, fast, none)] == [10.0, 2.0, 1.0, 1.0]
+    assert [round(result.times[GATHER] * 1e3, 6) for result in (slow, late, fast, none)] == [10.0, 2.0, 1.0, 1.0]
     assert slow.times[UP] == profile.times[UP]
     assert (link_of(slow), link_of(none)) == (LinkSpeed(0.25e9), NO_LINK)
     assert "emulated_link" not in none.about
@@ -58,13 +58,13 @@ def test_plans_are_made_for_each_link_and_predicted_on_it():
     schedule = build_schedule("folded_1f1b", 1, 4)
     mesh = {"tp_size": 2, "pp_size": 1}
     plans = {rule: make_plan(rule, measured(), model=MODEL, mesh=mesh) for rule in ("sequential", "greedy")}
-    found = predict_speeds(measured(), schedule, speeds, plans)
-    assert [row.speed for row in found] == speeds
-    assert len({row.computation for row in found}) == 1
-    slow, here, fast = found
+    result = predict_speeds(measured(), schedule, speeds, plans)
+    assert [row.speed for row in result] == speeds
+    assert len({row.computation for row in result}) == 1
+    slow, here, fast = result
     assert slow.communication > here.communication > fast.communication
     assert slow.plans["sequential"] > here.plans["sequential"] > fast.plans["sequential"]
-    for row in found:
+    for row in result:
         assert row.gain("greedy", over="sequential") > 1
         assert row.plans["greedy"] >= max(row.computation, row.communication) - 1e-9
     # Where both take as long there is most to gain.

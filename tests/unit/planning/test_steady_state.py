@@ -72,14 +72,14 @@ def plan_of(rule: str, profile: Profile, seed: int) -> Plan:
 
 def programs_of(schedule: Schedule, profile: Profile, plan: Plan) -> list[list[Instruction]]:
     """Every rank's own program, checked by itself, with its steady state unrolled."""
-    found = []
+    result = []
     for rank, slots in enumerate(schedule):
         program = build_program(schedule, profile.layout, plan, rank)
         validate_program(program.once, [loss_gradient(profile.layout)], profile.layout, program.slots)
-        found.append(list(program))
-        assert len(program) == len(found[-1])
-        validate_program(found[-1], [loss_gradient(profile.layout)], profile.layout, slots)
-    return found
+        result.append(list(program))
+        assert len(program) == len(result[-1])
+        validate_program(result[-1], [loss_gradient(profile.layout)], profile.layout, slots)
+    return result
 
 
 def without_order_of_frees(program: list[Instruction]) -> list[Instruction]:
@@ -133,9 +133,9 @@ def test_a_window_as_numbers_is_what_its_instructions_are(
     schedule = build_schedule(name, num_ranks, num_microbatches)
     made, window = window_instructions(schedule, profile.layout), Window(schedule, profile.layout)
     assert [window.instruction(place) for place in range(len(window))] == made
-    expected, found = work_of(made, profile.layout, profile.times), window.work(profile.times)
-    assert [sorted(needs) for needs in found.needs] == [sorted(needs) for needs in expected.needs]
-    assert replace(found, needs=[]) == replace(expected, needs=[])
+    expected, result = work_of(made, profile.layout, profile.times), window.work(profile.times)
+    assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
+    assert replace(result, needs=[]) == replace(expected, needs=[])
 
 
 @pytest.mark.parametrize("rule", ["sequential", "round_robin", "greedy", "priorities"])

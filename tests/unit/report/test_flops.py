@@ -29,10 +29,10 @@ HEAD = 32 * VOCABULARY
     ids=str,
 )
 def test_by_hand(changes: dict[str, Any], linear: int, attention: int) -> None:
-    found = token_flops(llama(**changes))
-    assert found.linear == 6 * linear
+    result = token_flops(llama(**changes))
+    assert result.linear == 6 * linear
     # Scores and values, 2 each and forward and twice that backward.
-    assert found.attention_per_length == 12 * attention
+    assert result.attention_per_length == 12 * attention
 
 
 def test_frozen_weights_have_no_weight_gradients() -> None:

@@ -58,8 +58,8 @@ def test_units_are_named_where_there_are_several() -> None:
     layout = Layout(["layer", "other"], {0: [0], 1: [1]}, {"layer": pairs, "other": pairs})
     times |= {("other", entry): seconds for (_, entry), seconds in times.items()}
     like = {("other", "F.gather"): ("layer", "F.gather")}
-    found = {(("other", "F.up"), ("layer", "F.gather")): Pair(7e-3, 7e-3, 4e-3)}
-    text = text_heatmap(Profile({}, layout, times, pairs=found, like=like))
+    result = {(("other", "F.up"), ("layer", "F.gather")): Pair(7e-3, 7e-3, 4e-3)}
+    text = text_heatmap(Profile({}, layout, times, pairs=result, like=like))
     assert re.search(r"^other/F\.up +0\.75$", text, re.MULTILINE)
     assert "layer/F.gather stands for other/F.gather, too" in text
 
@@ -81,8 +81,8 @@ def test_the_breakdown() -> None:
 
 def test_the_breakdown_as_a_figure_is_to_scale(tmp_path: Path) -> None:
     draw_breakdown(profile(), tmp_path / "a.svg")
-    found = boxes(tmp_path / "a.svg")
-    assert len(found) == 3 * 5
-    widths = {name: width for name, (_, width) in found.items()}
+    result = boxes(tmp_path / "a.svg")
+    assert len(result) == 3 * 5
+    widths = {name: width for name, (_, width) in result.items()}
     assert widths["both:GEMM"] == pytest.approx(widths["forward:GEMM"] * 38 / 12, rel=1e-4)
     assert widths["backward:attention"] == pytest.approx(widths["forward:GEMM"] * 10 / 12, rel=1e-4)

@@ -25,9 +25,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr("hf_helix.report.live.time", SimpleNamespace(perf_counter=found.perf_counter))
-    return found
+    result = Clock()
+    monkeypatch.setattr("hf_helix.report.live.time", SimpleNamespace(perf_counter=result.perf_counter))
+    return result
 
 
 def train(score: LiveScore, clock: Clock, tokens: int, length: int, seconds: float) -> None:
@@ -80,10 +80,10 @@ def test_a_log_forgets_what_came_before(clock: Clock) -> None:
     assert score.entries(None) == {}
     clock.now += 1000.0  # an evaluation between two windows of different logs
     train(score, clock, 100, 500, 2.0)
-    found = score.entries(None)
-    assert found["helix/tokens_per_second"] == 50.0
-    assert found["helix/tflops_per_device"] == pytest.approx(50 * 2.25e9 / 1e12)
-    assert "helix/overlapped_fraction" not in found
+    result = score.entries(None)
+    assert result["helix/tokens_per_second"] == 50.0
+    assert result["helix/tflops_per_device"] == pytest.approx(50 * 2.25e9 / 1e12)
+    assert "helix/overlapped_fraction" not in result
 
 
 def test_the_first_window_after_a_log_is_traced(clock: Clock) -> None:
@@ -101,10 +101,10 @@ def test_overlap_by_hand_without_a_measurement(clock: Clock) -> None:
     score = LiveScore(None, ranks=1, batches=1, peak=None)
     train(score, clock, 100, 10, 6.0)
     score.add_trace(HALF, 100, 6.0)
-    found = score.entries(None)
-    assert found["helix/overlapped_fraction"] == 0.5
-    assert found["helix/exposed_ms"] == 2000.0
-    assert "helix/hidden_fraction" not in found
+    result = score.entries(None)
+    assert result["helix/overlapped_fraction"] == 0.5
+    assert result["helix/exposed_ms"] == 2000.0
+    assert "helix/hidden_fraction" not in result
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_overlap_by_hand_beside_what_was_measured_alone(
     score = LiveScore(None, ranks=2, batches=batches, peak=None)
     train(score, clock, tokens, 10, seconds)
     score.add_trace(HALF, tokens, seconds)
-    found = score.entries(alone)
-    assert found["helix/overlapped_fraction"] == 0.5
-    assert found["helix/hidden_fraction"] == pytest.approx(hidden)
-    assert found["helix/exposed_ms"] == pytest.approx(exposed)
+    result = score.entries(alone)
+    assert result["helix/overlapped_fraction"] == 0.5
+    assert result["helix/hidden_fraction"] == pytest.approx(hidden)
+    assert result["helix/exposed_ms"] == pytest.approx(exposed)
 
 
 def test_a_little_communication_says_nothing_of_what_is_hidden(clock: Clock) -> None:
@@ -139,9 +139,9 @@ def test_a_little_communication_says_nothing_of_what_is_hidden(clock: Clock) -> 
     score = LiveScore(None, ranks=2, batches=1, peak=None)
     train(score, clock, 100, 10, 100.0)
     score.add_trace(HALF, 100, 100.0)
-    found = score.entries(alone)
-    assert "helix/hidden_fraction" not in found
-    assert short_entries(found) == {"helix/overlapped_fraction": 0.5}
+    result = score.entries(alone)
+    assert "helix/hidden_fraction" not in result
+    assert short_entries(result) == {"helix/overlapped_fraction": 0.5}
 
 
 def test_one_rank_has_nothing_to_overlap(clock: Clock) -> None:

@@ -69,8 +69,8 @@ def test_barriers_are_no_bars() -> None:
     timeline, program = window()
     known = profile()
     stopped = [*program[:5], BARRIER_INSTRUCTION, *program[5:]]
-    found = bars_of_timeline(simulate(work_of(stopped, known.layout, known.times)), stopped)
-    assert [b.label for b in found] == [b.label for b in bars_of_timeline(timeline, program)]
+    result = bars_of_timeline(simulate(work_of(stopped, known.layout, known.times)), stopped)
+    assert [b.label for b in result] == [b.label for b in bars_of_timeline(timeline, program)]
     with pytest.raises(ValueError, match="not of one window"):
         bars_of_timeline(timeline, stopped)
 
@@ -78,13 +78,13 @@ def test_barriers_are_no_bars() -> None:
 def test_bars_of_a_trace() -> None:
     spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("intra_node", "B2.layers.3.mlp.gather", 7.5, 9.0)]
     spans.append(Span("gradients", "gradients.average", 8.0, 9.5))
-    found = bars_of_trace(Trace(spans=spans))
-    assert found == [
+    result = bars_of_trace(Trace(spans=spans))
+    assert result == [
         Bar("compute", "F", 0, "F0.embedding.lookup", 0.0, 1.0, False),
         Bar("intra_node", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
         Bar("gradients", "B", 2, "B2.gradients.average", 1.0, 2.5, True),
     ]
-    assert [b.letter for b in found] == ["F", "b", "s"]
+    assert [b.letter for b in result] == ["F", "b", "s"]
     assert bars_of_trace(Trace()) == []
 
 
@@ -156,21 +156,21 @@ def test_there_must_be_something_to_show(tmp_path: Path) -> None:
 def test_every_operator_is_a_rectangle_to_scale(tmp_path: Path) -> None:
     bars = bars_of_timeline(*window())
     draw_timeline(bars, tmp_path / "a.svg", "title")
-    found = boxes(tmp_path / "a.svg")
-    assert found.keys() == {f"line0:{b.label}" for b in bars}
-    left, width = found[f"line0:{bars[0].label}"]
+    result = boxes(tmp_path / "a.svg")
+    assert result.keys() == {f"line0:{b.label}" for b in bars}
+    left, width = result[f"line0:{bars[0].label}"]
     scale = width / bars[0].seconds
     for b in bars:
-        x, extent = found[f"line0:{b.label}"]
+        x, extent = result[f"line0:{b.label}"]
         assert extent == pytest.approx(b.seconds * scale, rel=1e-4)
         assert x - left == pytest.approx((b.start - bars[0].start) * scale, abs=1e-3)
 
 
 def test_a_timeline_in_lines(tmp_path: Path) -> None:
     draw_timeline([bar(0, 3), bar(3, 4, operator="down")], tmp_path / "a.svg", lines=2)
-    found = boxes(tmp_path / "a.svg")
-    assert found.keys() == {"line0:F0.layers.0.up", "line1:F0.layers.0.up", "line1:F0.layers.0.down"}
-    assert found["line0:F0.layers.0.up"][1] == pytest.approx(2 * found["line1:F0.layers.0.up"][1], rel=1e-4)
+    result = boxes(tmp_path / "a.svg")
+    assert result.keys() == {"line0:F0.layers.0.up", "line1:F0.layers.0.up", "line1:F0.layers.0.down"}
+    assert result["line0:F0.layers.0.up"][1] == pytest.approx(2 * result["line1:F0.layers.0.up"][1], rel=1e-4)
 
 
 def test_the_same_bars_make_the_same_file(tmp_path: Path) -> None:

@@ -46,52 +46,52 @@ def test_slots_are_drawn_to_scale_with_their_numbers():
 
 
 def test_idle_time_is_dots_and_fused_slots_are_marked():
-    found = simulated(forward=1.0, input=0.5, weight=0.5, gain=2.0)
-    text = text_pipeline(found, width=8 + 14 * 4 + 11)
-    assert found.seconds == 14
+    result = simulated(forward=1.0, input=0.5, weight=0.5, gain=2.0)
+    text = text_pipeline(result, width=8 + 14 * 4 + 11)
+    assert result.seconds == 14
     cells = [row.split()[2] for row in rows(text)]
     assert [len(cell) for cell in cells] == [56, 56]
     assert cells[1].startswith("····F0──f0──F1──f1──")
     assert [cell.count("·") for cell in cells] == [2 * 4, 2 * 4]
     assert "F2b0" in cells[0]
     assert "F2b0" in cells[1]
-    narrow = [row.split()[2] for row in rows(text_pipeline(found, width=8 + 14 * 2 + 11))]
-    assert [row.count("X") for row in narrow] == found.fused == [4, 4]
+    narrow = [row.split()[2] for row in rows(text_pipeline(result, width=8 + 14 * 2 + 11))]
+    assert [row.count("X") for row in narrow] == result.fused == [4, 4]
     assert "X forward beside backward" in text
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 200])
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_text_keeps_to_its_width(name: str, width: int):
-    found = simulated(name, 4, 12)
-    lines = rows(text_pipeline(found, width))
+    result = simulated(name, 4, 12)
+    lines = rows(text_pipeline(result, width))
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) == max(width, 8 + 10 + 11)
-    for line, bubble in zip(lines, found.bubbles, strict=True):
+    for line, bubble in zip(lines, result.bubbles, strict=True):
         assert line.endswith(f"{bubble:4.0%} idle")
 
 
 def test_dots_are_the_bubble():
-    found = simulated("1f1b", 4, 8)
-    for line, bubble in zip(rows(text_pipeline(found, 8 + 330 + 11)), found.bubbles, strict=True):
+    result = simulated("1f1b", 4, 8)
+    for line, bubble in zip(rows(text_pipeline(result, 8 + 330 + 11)), result.bubbles, strict=True):
         assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
 
 
 def test_a_line_for_every_rank():
-    found = simulated("folded_1f1b", 2, 4)
-    head, *lines = text_ranks(found).splitlines()
+    result = simulated("folded_1f1b", 2, 4)
+    head, *lines = text_ranks(result).splitlines()
     assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
     assert [line.split() for line in lines] == [
-        [f"rank {rank}".split()[0], str(rank), f"{found.bubbles[rank]:.1%}", "4", "5", "2.50"] for rank in range(2)
+        [f"rank {rank}".split()[0], str(rank), f"{result.bubbles[rank]:.1%}", "4", "5", "2.50"] for rank in range(2)
     ]
 
 
 def test_a_line_for_every_schedule():
-    found = {name: simulated(name, 2, 4) for name in PLACEMENT_OF}
-    head, *lines = text_comparison(found).splitlines()
+    result = {name: simulated(name, 2, 4) for name in PLACEMENT_OF}
+    head, *lines = text_comparison(result).splitlines()
     assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
-    for line, (name, one) in zip(lines, found.items(), strict=True):
+    for line, (name, one) in zip(lines, result.items(), strict=True):
         assert line.split()[:4] == [name, f"{one.seconds:.2f}", f"{one.bubble:.1%}", str(max(one.fused))]
     assert len({len(line) for line in [head, *lines]}) == 1
 
@@ -101,12 +101,12 @@ def test_a_line_for_every_schedule():
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_every_action_is_a_box_to_scale(name: str, tmp_path: Path):
-    found = simulated(name, 3, 7, gain=1.4, transfer=0.1)
-    draw_pipeline(found, tmp_path / "a.svg", "title")
+    result = simulated(name, 3, 7, gain=1.4, transfer=0.1)
+    draw_pipeline(result, tmp_path / "a.svg", "title")
     shown = boxes(tmp_path / "a.svg")
     expected = {
-        f"rank{rank}:{action}": (found.starts[rank][place], found.ends[rank][place])
-        for rank, slots in enumerate(found.schedule)
+        f"rank{rank}:{action}": (result.starts[rank][place], result.ends[rank][place])
+        for rank, slots in enumerate(result.schedule)
         for place, slot in enumerate(slots)
         for action in slot.actions
     }
@@ -120,14 +120,14 @@ def test_every_action_is_a_box_to_scale(name: str, tmp_path: Path):
 
 
 def test_margins_and_legend_say_what_a_reader_needs(tmp_path: Path):
-    found = simulated("dualpipe_v", 2, 5)
-    draw_pipeline(found, tmp_path / "a.svg", "my title", "ms")
+    result = simulated("dualpipe_v", 2, 5)
+    draw_pipeline(result, tmp_path / "a.svg", "my title", "ms")
     written = (tmp_path / "a.svg").read_text()
     for text in ("my title", "rank 1", "forward, chunk 0", "backward or input gradient, chunk 1", "weight gradient"):
         assert f"<!-- {text} -->" in written, text
     assert any(f"<!-- {number} ms -->" in written for number in (5, 10, 20))
-    assert f"{found.bubbles[1]:.1%} bubble" in written
-    assert f"{found.live[0]} live" in written
+    assert f"{result.bubbles[1]:.1%} bubble" in written
+    assert f"{result.live[0]} live" in written
 
 
 def test_the_same_window_makes_the_same_file(tmp_path: Path):

@@ -33,11 +33,11 @@ BOTH = {"sequential": overlap(10.0), "search": overlap(8.0)}
 
 
 def test_figures_of_an_overlap() -> None:
-    found = overlap()
-    assert found.exposed == pytest.approx(2e-3)
-    assert found.hidden_fraction == pytest.approx(0.5)
-    assert found.bound == pytest.approx(6e-3)
-    assert found.tokens_per_second == pytest.approx(500_000)
+    result = overlap()
+    assert result.exposed == pytest.approx(2e-3)
+    assert result.hidden_fraction == pytest.approx(0.5)
+    assert result.bound == pytest.approx(6e-3)
+    assert result.tokens_per_second == pytest.approx(500_000)
     assert overlap(5.0).exposed == 0.0
     assert overlap(5.0).hidden_fraction == 1.0
     assert overlap(12.0).hidden_fraction == pytest.approx(-0.5)
@@ -100,8 +100,8 @@ def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
 
 
 def test_a_gain() -> None:
-    found = tuning("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
-    text = format_tuning(found)
+    result = tuning("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
+    text = format_tuning(result)
     assert text.startswith("Plan search is kept, 1.25 times as fast as sequential (measured 2026-01-02).")
     assert "A window takes: sequential 10.0 ms, search 8.0 ms (predicted 7.0 ms);" in text
     assert "its computation alone 6.0 ms, its communication alone 4.0 ms, and no plan can beat 6.0 ms." in text
@@ -183,13 +183,13 @@ def test_a_loss_is_called_a_loss() -> None:
 def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
     """4 ms for 4,000,000 bytes sent: a gradient of 1,000,000 bytes summed over 2 ranks sends as many, in 1 ms."""
     kept = overlap(8.0, bytes_moved=4_000_000)
-    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
-    assert found.gradient_seconds == pytest.approx(1e-3)
-    text = format_tuning(found)
+    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
+    assert result.gradient_seconds == pytest.approx(1e-3)
+    text = format_tuning(result)
     assert "Data parallelism alone would take about 7.0 ms a step instead of 8.0 ms (an estimate" in text
     assert text.endswith("if the whole model fits on every rank.")
     # Half of a step's micro-batches were timed: twice the computation, the same gradients.
-    assert "would take about 13.0 ms a step instead of 16.0 ms" in format_tuning(found, 0.5)
+    assert "would take about 13.0 ms a step instead of 16.0 ms" in format_tuning(result, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +198,15 @@ def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
 )
 def test_data_parallelism_is_not_named_where_it_would_not_be(gradient_bytes: int, ranks: int, bytes_moved: int) -> None:
     kept = overlap(8.0, bytes_moved=bytes_moved)
-    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=gradient_bytes, ranks=ranks)
-    assert "Data parallelism" not in format_tuning(found)
+    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=gradient_bytes, ranks=ranks)
+    assert "Data parallelism" not in format_tuning(result)
 
 
 def test_gradients_of_four_ranks() -> None:
     """Each sends 2 * 3/4 of all bytes."""
     kept = overlap(8.0, bytes_moved=4_000_000)
-    found = tuning("search", {"search": kept}, gradient_bytes=2_000_000, ranks=4)
-    assert found.gradient_seconds == pytest.approx(3e-3)
+    result = tuning("search", {"search": kept}, gradient_bytes=2_000_000, ranks=4)
+    assert result.gradient_seconds == pytest.approx(3e-3)
     assert tuning("search", {"search": overlap()}, gradient_bytes=1, ranks=4).gradient_seconds == 0.0
 
 
@@ -225,8 +225,8 @@ def test_a_scorecard_of_a_pipeline() -> None:
 
 def test_a_tuning_of_a_pipeline() -> None:
     kept = overlap(bubble_fraction=0.25)
-    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2)
-    text = format_tuning(found)
+    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2)
+    text = format_tuning(result)
     assert "computation alone 6.0 ms (of which a rank of the pipeline waits 25% for others), its communication" in text
     assert "Data parallelism" not in text
 

@@ -13,49 +13,51 @@ from support.windows import SVG
 from hf_helix.cli import main
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import save_profile
-from hf_helix.report.strands import Strip, draw_strips, strips, text_strips
+from hf_helix.report.strands import Strip, draw_strips, strips_of_plans, text_strips
 
 MESH = {"tp_size": 2, "pp_size": 1}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Strip]:
+def strips() -> list[Strip]:
     profile = tiny_profile()
-    return strips(profile, [make_plan(rule, profile, model=MODEL, mesh=MESH) for rule in ("sequential", "greedy")])
+    return strips_of_plans(
+        profile, [make_plan(rule, profile, model=MODEL, mesh=MESH) for rule in ("sequential", "greedy")]
+    )
 
 
-def test_every_strip_does_the_same_work(found: list[Strip]) -> None:
-    one, two = ({bar.label for bar in strip.bars} for strip in found)
+def test_every_strip_does_the_same_work(strips: list[Strip]) -> None:
+    one, two = ({bar.label for bar in strip.bars} for strip in strips)
     assert one == two
     assert {label.partition(".layer.")[2][0] for label in one} == {"0", "1"}
     assert {label[:2] for label in one} == {"F1", "B0"}
-    assert found[0].title == "one strand (sequential)"
-    assert found[0].seconds > found[1].seconds
-    assert found[0].busy < found[1].busy
+    assert strips[0].title == "one strand (sequential)"
+    assert strips[0].seconds > strips[1].seconds
+    assert strips[0].busy < strips[1].busy
 
 
-def test_text_is_to_scale_and_says_the_gain(found: list[Strip]) -> None:
-    text = text_strips(found, width=90)
+def test_text_is_to_scale_and_says_the_gain(strips: list[Strip]) -> None:
+    text = text_strips(strips, width=90)
     rows = re.findall(r"^    (computation|communication) *(\S+)$", text, re.MULTILINE)
     assert [name for name, _ in rows] == ["computation", "communication"] * 2
     assert all(len(line) <= 90 for line in text.splitlines())
     lengths = [len(letters) for _, letters in rows]
-    assert lengths[2] / lengths[0] == pytest.approx(found[1].seconds / found[0].seconds, abs=0.02)
+    assert lengths[2] / lengths[0] == pytest.approx(strips[1].seconds / strips[0].seconds, abs=0.02)
     assert rows[0][1].count("·") > rows[2][1].count("·")
-    assert f"{found[0].seconds / found[1].seconds:.2f}x as fast" in text
+    assert f"{strips[0].seconds / strips[1].seconds:.2f}x as fast" in text
 
 
-def test_the_picture_holds_every_operator_of_both_to_scale(found: list[Strip], tmp_path: Path) -> None:
-    draw_strips(found, tmp_path / "plan.svg", "by hand")
-    draw_strips(found, tmp_path / "again.svg", "by hand")
+def test_the_picture_holds_every_operator_of_both_to_scale(strips: list[Strip], tmp_path: Path) -> None:
+    draw_strips(strips, tmp_path / "plan.svg", "by hand")
+    draw_strips(strips, tmp_path / "again.svg", "by hand")
     text = (tmp_path / "plan.svg").read_text()
     assert text == (tmp_path / "again.svg").read_text()
     ids = {element.get("id", "") for element in ET.fromstring(text).iter(f"{SVG}g")}
-    for place, strip in enumerate(found):
+    for place, strip in enumerate(strips):
         assert {f"strip{place}:{bar.label}" for bar in strip.bars} <= ids
 
 
-def test_the_command(found: list[Strip], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(strips: list[Strip], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tiny_profile()
     save_profile(profile, tmp_path / "profile.json")
     make_plan("greedy", profile, model=MODEL, mesh=MESH).save(tmp_path / "plan.json")
@@ -68,6 +70,6 @@ def test_the_command(found: list[Strip], tmp_path: Path, capsys: pytest.CaptureF
         "sequential",
     ]
     main([*words, "--width", "90"])
-    assert text_strips(found, 90) in capsys.readouterr().out
+    assert text_strips(strips, 90) in capsys.readouterr().out
     main([*words, "--output", str(tmp_path / "plan.png")])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

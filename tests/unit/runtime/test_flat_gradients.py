@@ -29,11 +29,11 @@ def test_gradients_that_were_moved_take_no_memory(dtype: torch.dtype) -> None:
         values.append(parameter.grad.clone())
     gradients = FlatGradients.take(flat)
     assert gradients is not None
-    assert all((found() is None) == (dtype is torch.float32) for found in left)
+    assert all((result() is None) == (dtype is torch.float32) for result in left)
     work = gradients.reduce_scatter(2)
     work()
     del work
-    assert all(found() is None for found in left)
+    assert all(result() is None for result in left)
     assert flat.shards[unused].grad is None
     for parameter, value in zip((first, last), values, strict=True):
         assert parameter.grad is None

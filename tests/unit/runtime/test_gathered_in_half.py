@@ -49,8 +49,8 @@ class Scale(Computation):
         return (call.saved.float() * self.weight,)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        found = (gradients[0].float() * call.saved).sum((0, 1))
-        self.weight.grad = found if self.weight.grad is None else self.weight.grad.add_(found)
+        result = (gradients[0].float() * call.saved).sum((0, 1))
+        self.weight.grad = result if self.weight.grad is None else self.weight.grad.add_(result)
         return ((gradients[0].float() * self.weight).to(call.saved.dtype),)
 
 
@@ -166,13 +166,13 @@ def window(sharded: str, plan: str = "sequential") -> tuple[list[Tensor], dict[s
 )
 def test_losses_and_gradients_are_those_of_whole_weights(sharded: str, plan: str) -> None:
     losses, gradients, _ = window("")
-    mine, found, recorder = window(sharded, plan)
+    mine, result, recorder = window(sharded, plan)
     assert all(loss.isfinite() for loss in losses)
     for one, other in zip(mine, losses, strict=True):
         assert torch.equal(one, other)
     for name, gradient in gradients.items():
-        assert found[name].dtype is torch.float32, name
-        assert torch.equal(found[name], gradient), name
+        assert result[name].dtype is torch.float32, name
+        assert torch.equal(result[name], gradient), name
     layer = sum(size * (WIDTH + 1) for size in SIZES) + WIDTH * (SIZES[0] + 1)
     assert gradients["0.norm"].abs().sum() > 0
     if sharded == "parameters":  # forward, and for layers again in backward; the biases begin at a multiple of 32

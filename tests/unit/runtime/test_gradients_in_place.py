@@ -41,21 +41,21 @@ class AtOnce(CpuStreams):
 @pytest.fixture
 def summed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What goes over the ranks, each of which brings the same."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def all_reduce(value: Tensor, group: Any, link: Any) -> None:
-        found.append(value)
+        result.append(value)
         value.mul_(RANKS)
 
     monkeypatch.setattr(gradients, "all_reduce", all_reduce)
-    return found
+    return result
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    found = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    for parameter in found:
+    result = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for parameter in result:
         parameter.grad = torch.randn(parameter.shape, dtype=dtype)
-    return found
+    return result
 
 
 def flat_of(parameter: nn.Parameter) -> Flat:

@@ -34,7 +34,7 @@ def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
         ids = torch.randint(100, (2, 3 + place % 4), generator=torch.Generator().manual_seed(place))
         side = family.side_inputs(model, {"input_ids": ids, "labels": ids}, SequenceCut(1), torch.tensor(0.02))
         window.append(MicroBatch(lambda side=side: side, (0, place)))
-    found = []
+    result = []
     for written_out in (False, True):
         runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0)
         program = runner.program(COUNT)
@@ -43,8 +43,8 @@ def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
             runner._programs[COUNT] = Program(list(program))
         model.zero_grad()
         losses = torch.stack(runner.train_window(window))
-        found.append((losses, [parameter.grad.clone() for parameter in model.parameters()]))
-    (losses, gradients), (expected, wanted) = found
+        result.append((losses, [parameter.grad.clone() for parameter in model.parameters()]))
+    (losses, gradients), (expected, wanted) = result
     assert len(set(losses.tolist())) == COUNT
     assert torch.equal(losses, expected)
     assert all(map(torch.equal, gradients, wanted))

@@ -54,9 +54,9 @@ def mesh_of(tp: bool, dp: bool) -> Mesh:
 
 def parameter(frozen: bool = False) -> nn.Parameter:
     """100 bytes, with a gradient unless it is frozen."""
-    found = nn.Parameter(torch.zeros(25), requires_grad=not frozen)
-    found.grad = None if frozen else torch.zeros(25)
-    return found
+    result = nn.Parameter(torch.zeros(25), requires_grad=not frozen)
+    result.grad = None if frozen else torch.zeros(25)
+    return result
 
 
 def kinds(streams: Recorder) -> list[str]:
@@ -66,7 +66,7 @@ def kinds(streams: Recorder) -> list[str]:
 def reduction_of(
     placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool
 ) -> Reduction:
-    units, mesh = {k: unit_of(found) for k, found in enumerate(placements)}, mesh_of(tp, dp)
+    units, mesh = {k: unit_of(result) for k, result in enumerate(placements)}, mesh_of(tp, dp)
     return Reduction(buckets.gradient_buckets(units, mesh), mesh, streams)
 
 

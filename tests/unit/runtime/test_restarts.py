@@ -24,8 +24,8 @@ def test_every_start_has_names_of_its_own(start: str, run: str | None, monkeypat
     assert place == [1, 2]
     assert store.check(["address"]) == (start == "0")
     store.set("mine", start)
-    found: Any = [kept.check([name]) for name in ("mine", f"hf_helix/start/{start}/mine")]
-    assert found == [start == "0", start != "0"]
+    result: Any = [kept.check([name]) for name in ("mine", f"hf_helix/start/{start}/mine")]
+    assert result == [start == "0", start != "0"]
 
 
 def test_a_store_of_one_start_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,5 +44,5 @@ def rendezvous(store: Any, start: str, run: str | None, monkeypatch: pytest.Monk
     monkeypatch.setitem(HANDLERS, "env", lambda url, **_: iter([(store, 1, 2)]))
     separate_starts()
     separate_starts()  # acts once
-    found, *place = next(HANDLERS["env"]("env://"))
-    return found, place
+    result, *place = next(HANDLERS["env"]("env://"))
+    return result, place

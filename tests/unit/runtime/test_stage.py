@@ -81,15 +81,15 @@ def test_every_rank_describes_the_same_layout(placement: str, size: int) -> None
 
 @pytest.mark.parametrize(("placement", "size"), SIZES)
 def test_every_unit_is_on_one_rank_in_forward_order(placement: str, size: int) -> None:
-    found = [placed(rank, size, placement)[0] for rank in range(size)]
-    indices = [index for stage in found for index in stage.units]
-    assert sorted(indices) == list(range(len(found[0].layout.units)))
-    for stage in found:
+    result = [placed(rank, size, placement)[0] for rank in range(size)]
+    indices = [index for stage in result for index in stage.units]
+    assert sorted(indices) == list(range(len(result[0].layout.units)))
+    for stage in result:
         assert list(stage.units) == sorted(stage.units)
         for index, unit in stage.units.items():
             assert unit.name == stage.layout.units[index]
             assert stage.layout.rank_of(index) == stage.rank
-    in_order = {index: unit.label for stage in found for index, unit in stage.units.items() if index in stage.model}
+    in_order = {index: unit.label for stage in result for index, unit in stage.units.items() if index in stage.model}
     model = ["embedding", *(f"layers.{layer}" for layer in range(7)), "head"]
     assert [in_order[index] for index in sorted(in_order)] == model
 
@@ -110,17 +110,17 @@ def test_every_parameter_has_one_owner(placement: str, size: int) -> None:
 def test_every_way_has_an_end_on_each_side(placement: str, size: int) -> None:
     ranks = stage_ranks(placement, size)
     crossing = {boundary for boundary in range(len(ranks) - 1) if ranks[boundary] != ranks[boundary + 1]}
-    found = set()
+    result = set()
     for rank in range(size):
         stage, pipe = placed(rank, size, placement)
-        found |= {(boundary, rank, peer, outward) for boundary, peer, outward in pipe.ways}
+        result |= {(boundary, rank, peer, outward) for boundary, peer, outward in pipe.ways}
         for index, transfer in stage.transfers():
             assert stage.layout.units[index] in (SEND, RECEIVE)
             assert transfer.channel.boundary == transfer.boundary  # type: ignore[attr-defined]
     ends = {(b, ranks[b], ranks[b + 1], True) for b in crossing} | {
         (b, ranks[b + 1], ranks[b], False) for b in crossing
     }
-    assert found == ends
+    assert result == ends
 
 
 def test_layers_may_be_given_by_stage() -> None:

@@ -25,9 +25,9 @@ NEAR, FAR = [kind for kind in Kind if kind.communicates][:2]
 
 @pytest.fixture
 def streams() -> Iterator[Streams]:
-    found = CpuStreams()
-    yield found
-    found.close()
+    result = CpuStreams()
+    yield result
+    result.close()
 
 
 class Gate:

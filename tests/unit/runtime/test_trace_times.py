@@ -25,16 +25,16 @@ def cells(pieces: list[tuple[int, int]]) -> set[int]:
     return {cell for start, end in pieces for cell in range(start, end)}
 
 
-def of(found: list[Span], compute: bool) -> set[int]:
-    return cells([(span.start, span.end) for span in found if (span.stream == "compute") == compute])
+def of(result: list[Span], compute: bool) -> set[int]:
+    return cells([(span.start, span.end) for span in result if (span.stream == "compute") == compute])
 
 
 @given(spans)
-def test_busy_and_beside(found: list[Span]) -> None:
-    trace = Trace(spans=found)
-    assert trace.busy(compute=True) == len(of(found, True))
-    assert trace.busy(compute=False) == len(of(found, False))
-    assert trace.beside() == len(of(found, True) & of(found, False))
+def test_busy_and_beside(drawn: list[Span]) -> None:
+    trace = Trace(spans=drawn)
+    assert trace.busy(compute=True) == len(of(drawn, True))
+    assert trace.busy(compute=False) == len(of(drawn, False))
+    assert trace.beside() == len(of(drawn, True) & of(drawn, False))
 
 
 @given(st.lists(intervals))

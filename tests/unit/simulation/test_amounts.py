@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.on_paper import LLAMA, counted, on_meta
 
+from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.amounts.amounts import Amounts
@@ -34,14 +35,14 @@ def linear(rows: int, columns: int, depth: int) -> float:
 
 def linears(ranks: int) -> Mapping[tuple[str, str], float]:
     """Forward of every linear of a rank, of which `ranks` share the model or the tokens."""
-    found = {
+    result = {
         ("layer", "attn.qkv"): linear(TOKENS, QKV, HIDDEN),
         ("layer", "attn.out"): linear(TOKENS, HIDDEN, HEAD * HEADS),
         ("layer", "mlp.up"): 2 * linear(TOKENS, MLP, HIDDEN),
         ("layer", "mlp.down"): linear(TOKENS, HIDDEN, MLP),
         ("head", "head"): linear(TOKENS, VOCABULARY, HIDDEN),
     }
-    return {name: count / ranks for name, count in found.items()}
+    return {name: count / ranks for name, count in result.items()}
 
 
 Count = Callable[..., Amounts]
@@ -106,8 +107,8 @@ def test_half_precision_moves_half_the_bytes(count: Count):
     whole, half = count(tp_size=2), count(tp_size=2, bf16=True)
 
     def of(amounts: Amounts, entry: str) -> tuple[int, int]:
-        found = amounts.operators["layer", entry]
-        return sum(kernel.bytes for kernel in found.kernels), sum(each.bytes for each in found.transfers)
+        result = amounts.operators["layer", entry]
+        return sum(kernel.bytes for kernel in result.kernels), sum(each.bytes for each in result.transfers)
 
     assert of(whole, "F.mlp.gather")[1] == 2 * of(half, "F.mlp.gather")[1]
     products = [k.bytes for k in whole.operators["layer", "F.mlp.down"].kernels if k.sort == MATMUL]
@@ -122,16 +123,16 @@ def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(count: Co
         amounts = count(**options)
         kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
         assert amounts.operators.keys() == kinds.keys()
-        for name, found in amounts.operators.items():
+        for name, result in amounts.operators.items():
             if kinds[name].communicates:
-                assert not found.kernels, name
-                assert found.transfers, name
+                assert not result.kernels, name
+                assert result.transfers, name
             else:
-                assert not found.transfers, name
+                assert not result.transfers, name
                 # The gradient of a sum is that of both its parts, and that of the loss needs nothing of other ranks.
-                assert bool(found.kernels) != (name[1] in ("B.attn.add", "B.mlp.add", "B.loss.gather")), name
-            assert found.peak >= max(0, found.delta), name
-        assert sum(found.delta for found in amounts.operators.values()) == pytest.approx(0, abs=4096)
+                assert bool(result.kernels) != (name[1] in ("B.attn.add", "B.mlp.add", "B.loss.gather")), name
+            assert result.peak >= max(0, result.delta), name
+        assert sum(result.delta for result in amounts.operators.values()) == pytest.approx(0, abs=4096)
 
 
 def test_bytes_of_collectives_are_those_of_their_shapes(count: Count):
@@ -149,11 +150,11 @@ def test_bytes_of_collectives_are_those_of_their_shapes(count: Count):
 def test_weights_are_those_of_a_rank(count: Count):
     layer = QKV * HIDDEN + HIDDEN * HEADS * HEAD + 3 * HIDDEN * MLP
     for tp in (1, 2):
-        found = count(tp_size=tp).weights
-        assert found["layer"].trained == layer // tp + 2 * HIDDEN
-        assert found["embedding"].trained == VOCABULARY * HIDDEN // tp
-        assert found["head"].trained == VOCABULARY * HIDDEN // tp + HIDDEN
-        assert not any(each.frozen or each.experts for each in found.values())
+        result = count(tp_size=tp).weights
+        assert result["layer"].trained == layer // tp + 2 * HIDDEN
+        assert result["embedding"].trained == VOCABULARY * HIDDEN // tp
+        assert result["head"].trained == VOCABULARY * HIDDEN // tp + HIDDEN
+        assert not any(each.frozen or each.experts for each in result.values())
 
 
 def test_the_model_is_as_before():
@@ -176,17 +177,26 @@ def test_adapters_are_counted_and_frozen_weights_get_no_gradients():
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with torch.device("meta"):
         model = peft.get_peft_model(base, config)
-    found = counted(model, tp_size=2)
-    assert found.weights["layer"].frozen == whole.weights["layer"].trained
-    assert 0 < found.weights["layer"].trained < whole.weights["layer"].trained // 4
-    assert found.weights["head"].trained == 0
-    assert ("layer", "B.mlp.down.W") not in found.operators or not flops(found, "layer", "B.mlp.down.W")
-    forward = [name for name in found.operators if name[0] == "layer" and name[1].startswith("F.")]
-    more = sum(flops(found, *name) for name in forward)
+    result = counted(model, tp_size=2)
+    assert result.weights["layer"].frozen == whole.weights["layer"].trained
+    assert 0 < result.weights["layer"].trained < whole.weights["layer"].trained // 4
+    assert result.weights["head"].trained == 0
+    assert ("layer", "B.mlp.down.W") not in result.operators or not flops(result, "layer", "B.mlp.down.W")
+    forward = [name for name in result.operators if name[0] == "layer" and name[1].startswith("F.")]
+    more = sum(flops(result, *name) for name in forward)
     more -= sum(flops(whole, *name) for name in whole.operators if name in forward)
     # The second product of the adapters of queries and values is cut; the first is of the rank's tokens, or of all.
     second = linear(TOKENS, HEAD * (HEADS + KV_HEADS) // 2, 8)
     assert more - second in (linear(TOKENS, 8, HIDDEN), 2 * linear(TOKENS, 8, HIDDEN))
+
+
+def test_frozen_weights_are_counted_in_the_type_they_were_loaded_in():
+    pytest.importorskip("peft")
+    model = adapted_on_meta(on_meta().config, 8, "all-linear", torch.bfloat16)
+    held = counted(model, tp_size=2).weights["layer"]
+    assert held.frozen_itemsize == 2
+    assert Sharing().frozen_bytes_of(held) == 2 * held.frozen
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -200,8 +210,8 @@ def test_frozen_experts_are_spread_over_those_that_have_copies():
     held = counted(model, ep_size=2).weights["layer"]
     assert (held.frozen_experts, held.experts) == (2 * 3 * HIDDEN * MLP, 0)
     whole, spread = Sharing(4, 2), Sharing(4, 2, parameters=True)
-    assert whole.frozen_part_of(held) == held.all_frozen
-    assert spread.frozen_part_of(held) == held.frozen / 4 + held.frozen_experts / 2
+    assert whole.frozen_bytes_of(held) == 4 * held.all_frozen
+    assert spread.frozen_bytes_of(held) == 4 * (held.frozen / 4 + held.frozen_experts / 2)
 
 
 def test_rows_of_experts_are_even():
@@ -216,8 +226,8 @@ def test_rows_of_experts_are_even():
         assert sum(counts) == pytest.approx(3 * linear(rows, MLP, HIDDEN), rel=0.01), "as many rows arrive as leave"
     sent = {
         each.axis: each
-        for name, found in shared.operators.items()
-        for each in found.transfers
+        for name, result in shared.operators.items()
+        for each in result.transfers
         if each.bytes > rows * HIDDEN  # not the counts
     }
     assert sent["experts"].bytes == rows * HIDDEN * 4 // 2, "half of the rows go to the other rank"
@@ -226,12 +236,12 @@ def test_rows_of_experts_are_even():
 @pytest.mark.parametrize("family", ["phi3", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_derived_families_are_counted_too(family: str):
     special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
-    found = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)
-    forward = sum(flops(found, *name) for name in found.operators if name[0] == "layer" and name[1].startswith("F."))
+    result = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)
+    forward = sum(flops(result, *name) for name in result.operators if name[0] == "layer" and name[1].startswith("F."))
     assert forward == sum(count for (unit, _), count in linears(2).items() if unit == "layer")
-    attention = [flops(found, *name, ATTENTION) for name in found.operators if name[1].startswith("F.")]
+    attention = [flops(result, *name, ATTENTION) for name in result.operators if name[1].startswith("F.")]
     assert sum(attention) == 2 * linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2 / 2
-    assert {op.kind for _, op in named_operators(found.layout)} == {Kind.COMPUTE, Kind.INTRA_NODE}
+    assert {op.kind for _, op in named_operators(result.layout)} == {Kind.COMPUTE, Kind.INTRA_NODE}
 
 
 SHARDED: dict[str, Any] = {"shard_parameters": True, "dp_size": 2}
@@ -244,12 +254,12 @@ def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(opti
     amounts = count(**options, **SHARDED)
     assert amounts.spread == {"copies": 2, "expert_copies": 2}
     gathers = {
-        name: found.transfers
-        for name, found in amounts.operators.items()
+        name: result.transfers
+        for name, result in amounts.operators.items()
         if name[1].split(".")[1].startswith("weights")
     }
     norms = {"head": HIDDEN, "layer": 2 * HIDDEN}
-    trained = {unit: found.trained for unit, found in amounts.weights.items()}
+    trained = {unit: result.trained for unit, result in amounts.weights.items()}
     expected = {("embedding", "F.weights"): 4 * trained["embedding"]}
     for unit, of_norms in norms.items():
         for way in ("F.{}", "B.{}.again") if unit == "layer" else ("F.{}",):
@@ -271,8 +281,8 @@ def test_spreading_weights_changes_nothing_else(options: dict[str, Any], count: 
     plain, spread = count(**options), count(**options, **SHARDED)
     assert spread.weights == plain.weights
     assert spread.gradients == plain.gradients
-    for name, found in plain.operators.items():
-        assert spread.operators[name].transfers == found.transfers, name
-        assert sum(k.flops for k in spread.operators[name].kernels) == sum(k.flops for k in found.kernels), name
-    assert sum(found.delta for found in spread.operators.values()) == pytest.approx(0, abs=4096)
-    assert sum(found.weights for found in spread.operators.values()) == 0, "each piece is freed with its last reader"
+    for name, result in plain.operators.items():
+        assert spread.operators[name].transfers == result.transfers, name
+        assert sum(k.flops for k in spread.operators[name].kernels) == sum(k.flops for k in result.kernels), name
+    assert sum(result.delta for result in spread.operators.values()) == pytest.approx(0, abs=4096)
+    assert sum(result.weights for result in spread.operators.values()) == 0, "each piece is freed with its last reader"

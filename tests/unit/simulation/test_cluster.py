@@ -26,31 +26,31 @@ LEAST: dict[str, Any] = {
 
 def with_key(path: str, value: object) -> dict[str, Any]:
     """The smallest cluster file with a key, "device.name" for one of a section, set to a value; None removes it."""
-    found = copy.deepcopy(LEAST)
+    result = copy.deepcopy(LEAST)
     *sections, key = path.split(".")
-    place = found
+    place = result
     for section in sections:
         place = place.setdefault(section, {})
     if value is None:
         del place[key]
     else:
         place[key] = value
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", shipped_clusters())
 def test_every_file_of_the_package_loads_and_says_where_its_numbers_are_from(name: str):
     cluster = load_cluster(name)
-    found = yaml.safe_load(shipped_clusters()[name].read_text())
-    said = " ".join(found["sources"])
-    numbers = found["device"].keys() - {"name", "host_runs_ahead"}
-    for key in numbers if "device" not in found["sources"] else {"memory_gb", "reserved_gb", "attention_block"}:
+    result = yaml.safe_load(shipped_clusters()[name].read_text())
+    said = " ".join(result["sources"])
+    numbers = result["device"].keys() - {"name", "host_runs_ahead"}
+    for key in numbers if "device" not in result["sources"] else {"memory_gb", "reserved_gb", "attention_block"}:
         assert re.search(rf"\b{key}\b", said), f"{name} does not say where device.{key} is from"
-    assert "cluster" in found["sources"] or "nodes, devices_per_node" in found["sources"]
-    for link in {"node", "network"} & found.keys():
+    assert "cluster" in result["sources"] or "nodes, devices_per_node" in result["sources"]
+    for link in {"node", "network"} & result.keys():
         assert link in said
     assert "contention" in said
-    assert cluster.devices == found["nodes"] * found["devices_per_node"]
+    assert cluster.devices == result["nodes"] * result["devices_per_node"]
     # Nothing is faster than the peak.
     for curve in (*cluster.device.matmul.values(), *cluster.device.attention.values()):
         assert all(share <= 1 for _, share in curve.points)
@@ -78,13 +78,13 @@ def test_what_is_left_out_has_a_default():
 
 
 def test_curves_may_be_given_by_type():
-    found = with_key("device.matmul", {"bf16": [[1e9, 0.5]], "fp32": [[1e9, 0.9]]})
-    found["device"]["peak_tflops"] = {"bf16": 100, "fp32": 50}
-    matmul = parse_cluster(found, "here").device.matmul
+    result = with_key("device.matmul", {"bf16": [[1e9, 0.5]], "fp32": [[1e9, 0.9]]})
+    result["device"]["peak_tflops"] = {"bf16": 100, "fp32": 50}
+    matmul = parse_cluster(result, "here").device.matmul
     assert (matmul["bf16"].at(1), matmul["fp32"].at(1)) == (0.5, 0.9)
-    del found["device"]["peak_tflops"]["fp32"]
+    del result["device"]["peak_tflops"]["fp32"]
     with pytest.raises(ValueError, match=r"unknown keys: device.matmul.fp32; the types of device.peak_tflops are bf16"):
-        parse_cluster(found, "here")
+        parse_cluster(result, "here")
 
 
 def test_contention_names_two_kinds():

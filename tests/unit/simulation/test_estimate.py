@@ -130,18 +130,18 @@ def test_axes_stand_as_the_mesh_numbers_its_ranks():
     assert ring_of(cluster, (2, 8)) == Ring(2, (1, 1))
     assert ring_of(cluster, (16, 1)) == Ring(16, (1, 8))
     # tp 2 and cp 2 of a node, then the two stages of the pipeline, and data parallelism between the nodes.
-    found = rings(cluster, Sizes(tp=2, cp=2, pp=2, dp=4))
-    assert found["tp"] == found["cp"] == found["pp"] == Ring(2, (1, 2))
-    assert found["dp"] == Ring(4, (1, 1))
-    assert found["copies"] == Ring(8, (1, 2)), "neighbours of a sequence are on a node, other batches are not"
+    result = rings(cluster, Sizes(tp=2, cp=2, pp=2, dp=4))
+    assert result["tp"] == result["cp"] == result["pp"] == Ring(2, (1, 2))
+    assert result["dp"] == Ring(4, (1, 1))
+    assert result["copies"] == Ring(8, (1, 2)), "neighbours of a sequence are on a node, other batches are not"
     assert rings(cluster, Sizes(tp=2, dp=16))["copies"] == Ring(16, (1, 4))
 
 
 def test_experts_stand_over_tensor_and_data_parallelism():
     cluster = cluster_with(nodes=4, devices_per_node=8)
-    found = rings(cluster, Sizes(tp=2, pp=4, dp=4, ep=2))
-    assert found["experts"] == Ring(4, (1, 2)), "two ranks of a node, and two of the next"
-    assert found["expert_copies"] == Ring(2, (1, 1))
+    result = rings(cluster, Sizes(tp=2, pp=4, dp=4, ep=2))
+    assert result["experts"] == Ring(4, (1, 2)), "two ranks of a node, and two of the next"
+    assert result["expert_copies"] == Ring(2, (1, 1))
     assert inter_node_axes(cluster, Sizes(tp=2, pp=4, dp=4, ep=2)) == ["ep"]
     assert inter_node_axes(cluster, Sizes(tp=2, dp=16, ep=2)) == []
     assert inter_node_axes(cluster, Sizes(tp=8, cp=2, dp=2)) == ["cp"]
@@ -158,8 +158,8 @@ def test_a_profile_covers_every_operator(amounts: Any):
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     assert profile.times.keys() == kinds.keys()
     assert profile.bytes.keys() == {name for name, kind in kinds.items() if kind.communicates}
-    found = amounts.operators["layer", "F.mlp.gather"]
-    assert profile.times["layer", "F.mlp.gather"] == pytest.approx(found.transfers[0].bytes / 100e9)
+    result = amounts.operators["layer", "F.mlp.gather"]
+    assert profile.times["layer", "F.mlp.gather"] == pytest.approx(result.transfers[0].bytes / 100e9)
 
 
 def test_the_host_of_a_cpu_adds_what_it_takes(amounts: Any):

@@ -68,13 +68,13 @@ def test_plain_data_parallelism_is_judged_by_the_same_rules(ranking: Ranking):
 
 
 def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
-    found = reasons(ranking)
-    assert "tp_size=4 must divide the model's 6 attention heads and 2 key-value heads" in found[Sizes(tp=4)]
+    result = reasons(ranking)
+    assert "tp_size=4 must divide the model's 6 attention heads and 2 key-value heads" in result[Sizes(tp=4)]
     assert (
-        found[Sizes(pp=4)]
+        result[Sizes(pp=4)]
         == "the model has 4 layers and pp_size=4 needs at least 8; the largest pp_size that fits is 2"
     )
-    assert found[Sizes(cp=2, dp=2)] == "cp_size=2 leaves less than 2,048 of 64 tokens to a rank"
+    assert result[Sizes(cp=2, dp=2)] == "cp_size=2 leaves less than 2,048 of 64 tokens to a rank"
     short = search(paper_of(), sequences=2)
     assert reasons(short)[Sizes(dp=4)] == "4 data-parallel ranks take 256 tokens at a time; no step comes near 128"
     assert all(step.case.sizes.dp <= 2 for step in short.steps)
@@ -111,10 +111,10 @@ def test_memory_is_saved_before_a_layout_is_dropped():
 
 @pytest.mark.slow
 def test_experts_are_shared_where_they_divide():
-    found = search(paper_of("mixtral", num_local_experts=6, num_experts_per_tok=2))
-    assert Sizes(dp=4, ep=2) in [step.case.sizes for step in found.steps]
-    assert reasons(found)[Sizes(dp=4, ep=4)] == "ep_size x tp_size = 4 does not divide the 6 experts"
-    for case in (step.case for step in found.steps):  # none that a run would refuse
+    result = search(paper_of("mixtral", num_local_experts=6, num_experts_per_tok=2))
+    assert Sizes(dp=4, ep=2) in [step.case.sizes for step in result.steps]
+    assert reasons(result)[Sizes(dp=4, ep=4)] == "ep_size x tp_size = 4 does not divide the 6 experts"
+    for case in (step.case for step in result.steps):  # none that a run would refuse
         HelixConfig(ep_size=case.sizes.ep, shard_optimizer=case.shard_optimizer)
 
 
@@ -166,18 +166,18 @@ def test_one_strand_is_tried_where_two_need_recomputation():
     assert needs[0] < needs[1]
     tight = replace(roomy, device=replace(roomy.device, memory=sum(needs) / 2))
     for cluster, plan in ((roomy, "greedy"), (tight, ONE_STRAND)):
-        found = Search(paper.amounts, cluster, tokens, LENGTH, paper.layers).run()
-        (step,) = [step for step in found.steps if step.case.sizes == sizes]
+        result = Search(paper.amounts, cluster, tokens, LENGTH, paper.layers).run()
+        (step,) = [step for step in result.steps if step.case.sizes == sizes]
         assert (step.case.plan, step.case.recompute) == (plan, "none")
 
 
 def test_steps_have_about_the_tokens_that_are_asked_for():
     """Three sequences for each of four ranks: one at a time, not two or four."""
-    found = search(paper_of(num_hidden_layers=4), sequences=12)
-    plain = found.plain()
+    result = search(paper_of(num_hidden_layers=4), sequences=12)
+    plain = result.plain()
     assert plain is not None
     assert (plain.case.batch, plain.case.microbatches) == (1, 3)
-    for step in (*found.steps, found.fsdp.step if found.fsdp else plain):
+    for step in (*result.steps, result.fsdp.step if result.fsdp else plain):
         assert abs(step.case.tokens / LENGTH - 12) <= 1.2
     uneven = search(paper_of(num_hidden_layers=4), sequences=6)
     said = "4 data-parallel ranks take 256 tokens at a time; no step comes near 384"
@@ -202,8 +202,8 @@ def test_a_searched_schedule_is_left_more_memory_than_is_counted():
     for free, mode in ((1.1 * MARGIN, True), (0.5 * MARGIN, False)):
         room = memory.total + free * memory.activations
         cluster = replace(two, device=replace(two.device, memory=room))
-        found = Search(paper.amounts, cluster, 8 * LENGTH, LENGTH, paper.layers).run()
-        kept = [step.case for step in found.steps if step.case.sizes == sizes]
+        result = Search(paper.amounts, cluster, 8 * LENGTH, LENGTH, paper.layers).run()
+        kept = [step.case for step in result.steps if step.case.sizes == sizes]
         assert (case in kept) is mode
 
 

@@ -12,14 +12,14 @@ from hf_helix.simulation.amounts.meter import attention_kernel
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.simulation.measured.device import HEAD_SIZE, HEADS, attention_work
-from hf_helix.simulation.measured.links import METHODS, Timed, fit
+from hf_helix.simulation.measured.links import METHODS, TimedCollective, fit
 from hf_helix.simulation.measured.machine import attention_curve, count_nodes, efficiency_curve, link_entry
 
 
 def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:
     about = {"name": "X", "memory_gb": 1, "peak_tflops": {"fp32": 0.1}, "memory_gb_per_s": 20}
-    found = {"name": "here", "nodes": 1, "devices_per_node": ranks, "backend": "gloo", "node": node}
-    return parse_cluster({**found, "device": {**about, **device}}, "here")
+    result = {"name": "here", "nodes": 1, "devices_per_node": ranks, "backend": "gloo", "node": node}
+    return parse_cluster({**result, "device": {**about, **device}}, "here")
 
 
 @pytest.mark.parametrize("block", [128, 512])
@@ -30,8 +30,8 @@ def test_attention_takes_forward_and_backward_what_was_measured(block: int):
     for keys, seconds in measured:
         q, k, v = (torch.empty(1, HEADS, int(keys), HEAD_SIZE, device="meta") for _ in range(3))
         parts = [attention_kernel(q, k, v, causal=True, backward=backward) for backward in (False, True)]
-        found = sum(kernel_seconds(part, cluster, "fp32") for part in parts)
-        assert found == pytest.approx(seconds, rel=1e-3)
+        result = sum(kernel_seconds(part, cluster, "fp32") for part in parts)
+        assert result == pytest.approx(seconds, rel=1e-3)
         operations, exponentials = attention_work(keys, block)
         assert operations >= sum(part.flops for part in parts), "a mask spares whole blocks only"
         assert exponentials >= sum(part.exponentials for part in parts)
@@ -64,11 +64,11 @@ def test_collectives_take_what_was_measured(ranks: int):
     for method in METHODS:
         messages = 1 if method == "shift" else ranks - 1
         sizes = [messages * size for size in (8, 100_000, 800_000, 4_000_000, 64_000_000)]
-        timed += [Timed(method, sent, messages, seconds(sent, messages)) for sent in sizes]
+        timed += [TimedCollective(method, sent, messages, seconds(sent, messages)) for sent in sizes]
     cluster = cluster_of({}, link_entry(fit(timed)), ranks)
     for each in timed:
-        found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, (1, ranks)), cluster)
-        assert found == pytest.approx(each.seconds, rel=0.02), each
+        result = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, (1, ranks)), cluster)
+        assert result == pytest.approx(each.seconds, rel=0.02), each
 
 
 def test_nodes_are_read_from_the_names_of_hosts():

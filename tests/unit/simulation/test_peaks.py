@@ -53,15 +53,15 @@ def test_long_windows_need_what_short_ones_do(rule: str, amounts: Amounts) -> No
 
 
 def test_one_strand_needs_what_its_schedule_says(amounts: Amounts) -> None:
-    found = peak_of(amounts, program_of(amounts, 6, "sequential"))
+    result = peak_of(amounts, program_of(amounts, 6, "sequential"))
     (expected,) = peaks_of_schedules(amounts, layout_of(amounts, case_of()), [Scheduler("auto", 1)(6)], False)
-    assert found.total == pytest.approx(expected.total, rel=0.02)
-    assert found.gradients == expected.gradients
+    assert result.total == pytest.approx(expected.total, rel=0.02)
+    assert result.gradients == expected.gradients
     if amounts.spread:
-        assert found.gradients == 4 * sum(amounts.weights[name].trained for name in amounts.model.units)
-        assert found.weights > 0
+        assert result.gradients == 4 * sum(amounts.weights[name].trained for name in amounts.model.units)
+        assert result.weights > 0
     else:
-        assert (found.weights, found.gradients) == (0, 0)
+        assert (result.weights, result.gradients) == (0, 0)
 
 
 def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> None:
@@ -75,10 +75,10 @@ def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> 
 
 def freed(program: list[Instruction]) -> list[Instruction]:
     """The program with each value freed behind its last reader."""
-    found: list[Instruction] = []
+    result: list[Instruction] = []
     known: set[Key] = set()
     for made in (each for each in reversed(program) if each.operator is not None):
         frees = tuple(key for key in dict.fromkeys((*made.writes, *made.needs)) if key not in known)
         known.update(frees)
-        found.append(replace(made, frees=frees))
-    return found[::-1]
+        result.append(replace(made, frees=frees))
+    return result[::-1]

@@ -73,17 +73,17 @@ def test_sums_are_those_of_training(
     for module in (sums, buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
-    found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
-    assert found == list(layout_of_training(model, tp_size=tp).sums)
-    assert (len(found) > 1) == (bucket_bytes < 2**20)
+    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
+    assert result == list(layout_of_training(model, tp_size=tp).sums)
+    assert (len(result) > 1) == (bucket_bytes < 2**20)
 
 
 def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
     axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
-    found = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
-    (made,) = found.layout.sums
+    result = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
+    (made,) = result.layout.sums
     assert made.bytes == HELD
-    assert found.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
+    assert result.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
     assert profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": ALONE}, CLUSTER) is PROFILE
 
 
@@ -114,8 +114,8 @@ def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
     model = on_meta(**options, num_hidden_layers=3)
     amounts = counted(model, shard_parameters=True, dp_size=2)
     case = case_of(dp=2, shard_parameters=True)
-    found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
-    assert found == list(layout_of_training(model, shard_parameters=True).sums)
+    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
+    assert result == list(layout_of_training(model, shard_parameters=True).sums)
 
 
 def test_sums_to_parts_send_half() -> None:

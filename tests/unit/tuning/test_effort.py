@@ -52,27 +52,27 @@ def test_the_estimate_grows_with_effort_window_and_choices() -> None:
 @pytest.mark.parametrize("seconds", [1e-3, 0.1, 10.0])
 def test_a_run_of_a_few_steps_is_never_worth_it(seconds: float) -> None:
     """By default, at any speed: 5 % of a hundred windows is less than the least tuning takes."""
-    found = [
+    result = [
         affordable(tuning_budget(steps, seconds, 0.05), lambda effort: tuning_cost(effort, LAYOUT, seconds, 400))
         for steps in (100, 10**6)
     ]
-    assert found == [None, FULL]
+    assert result == [None, FULL]
 
 
 def test_the_pace_is_asked_for_ever_more_rarely() -> None:
     """The first step takes 100 s and is not counted, the others 2 s, from the eighth on 3 s; nor do pauses count."""
     now = 0.0
     pace = Pace(clock=lambda: now)
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     waits: list[int] = []
     for step in range(20):
         if pace.begin_step(lambda: waits.append(pace.steps_done)):
-            found[step] = pace.seconds_per_step
+            result[step] = pace.seconds_per_step
         if step in (2, 5):
             with pace.paused():
                 now += 1000.0
         now += 100.0 if step == 0 else 2.0 if step < 8 else 3.0
-    assert found == {2: 2.0, 4: 2.0, 8: 2.0, 16: 3.0}
+    assert result == {2: 2.0, 4: 2.0, 8: 2.0, 16: 3.0}
     assert waits == [1, 2, 4, 8, 16], "the device is waited for only when the clock is read"
     assert pace.steps_done == 19
     assert pace.seconds_paused == 2000.0

@@ -125,10 +125,10 @@ def measured(gpu: SlowHost, layers: int = 2, tp: int = 2, dp: int = 1, **options
 
 
 def test_times_are_those_of_the_device(gpu: SlowHost) -> None:
-    found = measured(gpu)
-    for name, operator in named_operators(found.layout):
+    result = measured(gpu)
+    for name, operator in named_operators(result.layout):
         takes = COMPUTATION if operator.kind is Kind.COMPUTE else COLLECTIVE
-        assert found.times[name] == pytest.approx(takes), name
+        assert result.times[name] == pytest.approx(takes), name
 
 
 OF_WINDOWS: dict[str, dict[str, Any]] = {
@@ -141,19 +141,19 @@ OF_WINDOWS: dict[str, dict[str, Any]] = {
 def test_what_a_window_has_once_takes_what_the_device_takes(
     case: str, gpu: SlowHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = measured(gpu, **OF_WINDOWS[case])
-    names = [name for name, _ in named_of_window(found.layout)]
+    result = measured(gpu, **OF_WINDOWS[case])
+    names = [name for name, _ in named_of_window(result.layout)]
     assert {name[1].partition(".")[0] for name in names}
-    assert [found.times[name] for name in names] == pytest.approx([COLLECTIVE] * len(names))
+    assert [result.times[name] for name in names] == pytest.approx([COLLECTIVE] * len(names))
     monkeypatch.setattr(timing, "CLOCK", 0.0)
-    found = measured(gpu, **OF_WINDOWS[case])
-    assert [found.times[name] for name in names] == pytest.approx([LAUNCHING] * len(names))
+    result = measured(gpu, **OF_WINDOWS[case])
+    assert [result.times[name] for name in names] == pytest.approx([LAUNCHING] * len(names))
 
 
 def test_what_is_beside_a_collective_is_slowed_by_it(gpu: SlowHost) -> None:
-    found = measured(gpu)
-    kinds = {name: operator.kind for name, operator in named_operators(found.layout)}
-    beside = {names: pair for names, pair in found.pairs.items() if kinds[names[0]] is not kinds[names[1]]}
+    result = measured(gpu)
+    kinds = {name: operator.kind for name, operator in named_operators(result.layout)}
+    beside = {names: pair for names, pair in result.pairs.items() if kinds[names[0]] is not kinds[names[1]]}
     assert beside
     for pair in beside.values():
         assert pair.first == pytest.approx(SLOWDOWN * COMPUTATION, rel=0.1)
@@ -161,9 +161,9 @@ def test_what_is_beside_a_collective_is_slowed_by_it(gpu: SlowHost) -> None:
 
 def test_two_computations_are_not_measured_beside_each_other(gpu: SlowHost) -> None:
     """They would write the same gradients from two streams at once."""
-    found = measured(gpu)
-    kinds = {name: operator.kind for name, operator in named_operators(found.layout)}
-    assert not [names for names in found.pairs if {kinds[name] for name in names} == {Kind.COMPUTE}]
+    result = measured(gpu)
+    kinds = {name: operator.kind for name, operator in named_operators(result.layout)}
+    assert not [names for names in result.pairs if {kinds[name] for name in names} == {Kind.COMPUTE}]
 
 
 def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
@@ -174,8 +174,8 @@ def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
 
 def test_without_the_hold_the_host_would_be_measured(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "CLOCK", 0.0)
-    found = measured(gpu)
-    assert list(found.times.values()) == pytest.approx([LAUNCHING] * len(found.times))
+    result = measured(gpu)
+    assert list(result.times.values()) == pytest.approx([LAUNCHING] * len(result.times))
 
 
 def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:

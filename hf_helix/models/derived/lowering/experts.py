@@ -65,7 +65,7 @@ class Experts(Values):
             side=(*side, COUNTED),
             **self._used_by(glue),
             on_shard=True,
-            plain=[f"{name}.chosen"],
+            non_differentiable=[f"{name}.chosen"],
         )
         self.parts += parts
         self._set(weights, value)

@@ -24,7 +24,7 @@ from hf_helix.models.derived.leaves import DTYPE
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.nodes import bounds_of_slice, edges_of, name_of
 from hf_helix.models.derived.placement.placed import FREE, Placed
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.unit import cut_bounds
 
 META = torch.device("meta")
@@ -69,8 +69,8 @@ class Glue:
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that it reads itself, by name."""
-        found = [(name, getattr(_owner(module, name), name.rpartition(".")[2])) for name in self.attributes]
-        return [(name, value) for name, value in found if isinstance(value, nn.Parameter)]
+        attributes = [(name, getattr(_owner(module, name), name.rpartition(".")[2])) for name in self.attributes]
+        return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter)]
 
     def called(self, module: nn.Module) -> list[nn.Module]:
         """Returns the submodules that it calls."""
@@ -102,7 +102,7 @@ class _Writer:
     def __init__(self, inference: Inference, share: Share, flat: Container[Node]) -> None:
         self.inference = inference
         self.flat = flat
-        self.trace: Trace = inference.trace
+        self.trace: ModuleTrace = inference.trace
         self.share = share
         self.graph = Graph()
         self.made: dict[Node, Any] = {}
@@ -144,18 +144,18 @@ class _Writer:
 
     def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
         """Returns the nodes that the outputs need, in the order of the trace."""
-        found: set[Node] = set()
+        needed: set[Node] = set()
         waiting = list(outputs)
         known = set(inputs)
         while waiting:
             node = waiting.pop()
-            if node in found:
+            if node in needed:
                 continue
-            found.add(node)
+            needed.add(node)
             if node not in known:
                 waiting += [value for value in node.all_input_nodes if not _is_size(value)]
         order = [*inputs, *self.trace.attributes, *self.trace.constants, *self.trace.given, *self.trace.nodes]
-        return [node for node in dict.fromkeys(order) if node in found or node in known]
+        return [node for node in dict.fromkeys(order) if node in needed or node in known]
 
     def _enter(self, node: Node, here: Node) -> None:
         self.made[node] = here
@@ -263,11 +263,11 @@ class _Writer:
 
     def _lengths(self, lengths: Any, placed: Placed, first: int = 0) -> list[Any]:
         """Returns the lengths of dimensions, those from `first` on, as a rank has them."""
-        found = list(lengths)
+        result = list(lengths)
         place = -1 if placed.dim is None else placed.dim - first
-        if 0 <= place < len(found) and isinstance(found[place], int) and found[place] != -1:
-            found[place] = sum(self.share.of(placed.blocks))
-        return found
+        if 0 <= place < len(result) and isinstance(result[place], int) and result[place] != -1:
+            result[place] = sum(self.share.of(placed.blocks))
+        return result
 
     def _cuts(self, node: Node) -> bool:
         """Returns whether an operation takes apart the dimension that is cut."""
@@ -283,14 +283,14 @@ class _Writer:
         return local[edges.index(first)], local[edges.index(last)]
 
     def _local_lengths(self, node: Node, whole: Sequence[int]) -> list[int]:
-        given, found, place = self._of(args_of(node)[0]), [], 0
+        given, lengths, place = self._of(args_of(node)[0]), [], 0
         for length in whole:
             blocks: list[int] = []
             while sum(blocks) < length:
                 blocks.append(given.blocks[place])
                 place += 1
-            found.append(sum(self.share.of(blocks)))
-        return found
+            lengths.append(sum(self.share.of(blocks)))
+        return lengths
 
 
 def _is_part(node: Node) -> bool:

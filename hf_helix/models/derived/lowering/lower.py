@@ -167,10 +167,10 @@ class _Lowering(Experts):
 
     def _terms(self, node: Node) -> list[Node]:
         """Returns what a sum is made of. A sum that others read, too, is one term."""
-        found: list[Node] = []
+        terms: list[Node] = []
         for value in args_of(node):
-            found += self._terms(value) if value in self.outline.folded else [value]
-        return found
+            terms += self._terms(value) if value in self.outline.folded else [value]
+        return terms
 
     def _segment(self, node: Node) -> None:
         """Declares a piece of glue."""
@@ -214,8 +214,8 @@ class _Lowering(Experts):
         def heads(*values: Tensor, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
             # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
             values = tuple([v.contiguous() if own else v for v, own in zip(values, alone, strict=True)])
-            found: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
-            return found
+            rotated: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
+            return rotated
 
         options, mask = dict(leaf.details["options"]), leaf.details["mask"]
         if mask is not None and not isinstance(mask, MaskOf):

@@ -50,15 +50,15 @@ class Outline:
 
     def _behind(self, node: Node) -> set[Node]:
         """Returns the nodes that one is computed from, and itself."""
-        found: set[Node] = set()
+        behind: set[Node] = set()
         waiting = [node]
         while waiting:
             node = waiting.pop()
-            if node not in found:
-                found.add(node)
+            if node not in behind:
+                behind.add(node)
                 if node not in self.start:
-                    waiting += [value for value in node.all_input_nodes if value not in found]
-        return found
+                    waiting += [value for value in node.all_input_nodes if value not in behind]
+        return behind
 
     # -- which nodes are values between operators ------------------------------------------------------------------
 
@@ -138,16 +138,20 @@ class Outline:
     def logits_of(self, chosen: Node) -> Node | None:
         """Returns the glue that is what a router says, from which it chooses experts; None where the trace has none."""
         behind = self._behind(chosen) - self.values
-        found = [node for node in self.trace.logits if node in behind and is_canonical(self.trace, node)]
-        if len(found) != 1 or self.placed(found[0]).where != SHARD or self.placed(found[0]).dim is not None:
+        candidates = [node for node in self.trace.logits if node in behind and is_canonical(self.trace, node)]
+        if (
+            len(candidates) != 1
+            or self.placed(candidates[0]).where != SHARD
+            or self.placed(candidates[0]).dim is not None
+        ):
             return None
-        return found[0]
+        return candidates[0]
 
     # -- glue ------------------------------------------------------------------------------------------------------
 
     def inputs_of(self, outputs: Sequence[Node]) -> list[Node]:
         """Returns the values that the glue before some nodes reads."""
-        found: list[Node] = []
+        inputs: list[Node] = []
         seen: set[Node] = set()
 
         def visit(node: Node) -> None:
@@ -155,14 +159,14 @@ class Outline:
                 return
             seen.add(node)
             if node in self.values and node not in outputs:
-                found.append(node)
+                inputs.append(node)
                 return
             for value in node.all_input_nodes:
                 visit(value)
 
         for node in outputs:
             visit(node)
-        return found
+        return inputs
 
     def glue(self, outputs: Sequence[Node]) -> tuple[Glue, list[Node]]:
         """Returns the glue that computes some nodes, and the values that it reads."""

@@ -42,9 +42,9 @@ class Values:
 
     def value(self, node: Node, where: str) -> str:
         """Returns the name of a value in some form, and declares the communication that gives it."""
-        found = self.names.get((node, where))
-        if found is not None:
-            return found
+        known = self.names.get((node, where))
+        if known is not None:
+            return known
         have = self.outline.placed(node).where
         if have == PARTIAL and where == SHARD:
             name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
@@ -70,10 +70,10 @@ class Values:
     def _used_by(self, glue: Glue) -> dict[str, Any]:
         """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
         cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
-        found = glue.parameters(self.module)
+        parameters = glue.parameters(self.module)
         return {
-            "uses": [*glue.called(self.module), *(parameter for name, parameter in found if name not in cut)],
-            "cut": [parameter for name, parameter in found if name in cut],
+            "uses": [*glue.called(self.module), *(parameter for name, parameter in parameters if name not in cut)],
+            "cut": [parameter for name, parameter in parameters if name in cut],
         }
 
     def _is_there(self, node: Node) -> bool:
@@ -94,9 +94,9 @@ class Values:
         return self._free(f"{base}.{suffix}" if suffix else base)
 
     def _free(self, name: str) -> str:
-        found, number = name, 1
-        while found in self.used:
+        free, number = name, 1
+        while free in self.used:
             number += 1
-            found = f"{name}.{number}"
-        self.used.add(found)
-        return found
+            free = f"{name}.{number}"
+        self.used.add(free)
+        return free

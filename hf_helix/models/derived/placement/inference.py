@@ -43,7 +43,7 @@ from hf_helix.models.derived.placement.placed import (
     seq_of,
 )
 from hf_helix.models.derived.placement.views import ViewRules
-from hf_helix.models.derived.trace import PLACES, Trace, Underivable, args_of, has_value
+from hf_helix.models.derived.trace import PLACES, ModuleTrace, Underivable, args_of, has_value
 
 
 class Inference(ViewRules, ArithmeticRules):
@@ -63,7 +63,7 @@ class Inference(ViewRules, ArithmeticRules):
         NeedsInlining: a norm must be traced through first.
     """
 
-    def __init__(self, trace: Trace, tp_size: int, hidden: Placed) -> None:
+    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: Placed) -> None:
         super().__init__(trace, tp_size, hidden)
         while True:
             try:

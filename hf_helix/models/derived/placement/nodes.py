@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of, has_value, is_tensor
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, has_value, is_tensor
 
 
-def is_canonical(trace: Trace, node: Node) -> bool:
+def is_canonical(trace: ModuleTrace, node: Node) -> bool:
     """Returns whether a value can lie between operators: its tokens come first, as batch and sequence or as one."""
     if not is_tensor(node):
         return False
@@ -24,7 +24,7 @@ def is_canonical(trace: Trace, node: Node) -> bool:
     return shape[:2] == (BATCH, SEQUENCE) or shape[:1] == (BATCH * SEQUENCE,)
 
 
-def is_sum(trace: Trace, node: Node) -> bool:
+def is_sum(trace: ModuleTrace, node: Node) -> bool:
     """Returns whether a node is the plain sum of two values of its own shape."""
     if name_of(node) != "add" or node.kwargs or len(args_of(node)) != 2:
         return False
@@ -44,9 +44,9 @@ def edges_of(lengths: Sequence[int]) -> list[int]:
 
 def tensors_of(node: Node) -> list[Node]:
     """Returns the tensors that an operation takes, those in lists, too."""
-    found: list[Node] = []
-    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: found.append(value) if has_value(value) else None)
-    return found
+    tensors: list[Node] = []
+    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: tensors.append(value) if has_value(value) else None)
+    return tensors
 
 
 def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:

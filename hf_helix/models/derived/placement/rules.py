@@ -16,7 +16,7 @@ from torch.fx import Node
 from hf_helix.models.derived.leaves import ATTENTION, LINEAR
 from hf_helix.models.derived.placement.nodes import name_of
 from hf_helix.models.derived.placement.placed import FREE, SHARD, WHOLE, Again, Decisions, Placed
-from hf_helix.models.derived.trace import SEQUENCE, Trace, Underivable
+from hf_helix.models.derived.trace import SEQUENCE, ModuleTrace, Underivable
 
 
 class Rules:
@@ -28,7 +28,7 @@ class Rules:
         hidden: the placement of the value that enters.
     """
 
-    def __init__(self, trace: Trace, tp_size: int, hidden: Placed) -> None:
+    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: Placed) -> None:
         self.trace = trace
         self.tp_size = tp_size
         self.hidden = hidden
@@ -54,12 +54,12 @@ class Rules:
 
     def _join(self, operands: Sequence[Node]) -> str:
         """Returns where a computation of several values takes place."""
-        found = {self._of(value).where for value in operands}
-        if found <= {FREE}:
+        places = {self._of(value).where for value in operands}
+        if places <= {FREE}:
             return FREE
         # What is free and has a place for every token, such as a rope, is that of the whole sequence.
         of_all = any(self._of(value).where == FREE and SEQUENCE in self.trace.shape(value) for value in operands)
-        return WHOLE if WHOLE in found or of_all else SHARD
+        return WHOLE if WHOLE in places or of_all else SHARD
 
     def _cut(self, value: Node) -> None:
         if value not in self.decisions.cut:

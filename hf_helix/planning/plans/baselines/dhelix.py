@@ -54,14 +54,20 @@ Segments = tuple[int, int, int, int, Bits]
 
 
 def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """The best pairing of segments (paper, section 4.2, equation 2)."""
+    """The best pairing of segments (paper, section 4.2, equation 2).
+
+    Args:
+        forward: the graph of the forward pass; None where the block has none.
+        backward: the graph of backward, likewise.
+        profile: the times of the operators.
+    """
     baseline = sequential(forward, backward, profile)
     if forward is None or backward is None:
         return baseline
     block = _Block(forward, backward, profile)
     groups = _Search(block).run()
     strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "FB"]
-    alone, paired = (sum(block.seconds_of(group) for group in found) for found in (strands, groups))
+    alone, paired = (sum(block.seconds_of(group) for group in segments) for segments in (strands, groups))
     if alone <= paired * (1 + NEAR):
         return baseline
     return _with_barriers(block, groups)
@@ -89,32 +95,32 @@ class _Block:
     """
 
     def __init__(self, forward: Graph, backward: Graph, profile: Profile) -> None:
-        found = entries(forward, backward)
-        names = [(forward.name if entry[0] == "F" else backward.name, entry) for entry in found]
-        self.entries = list(found)
-        self.streams = [STREAMS.index(op.kind) for op in found.values()]
+        operators = entries(forward, backward)
+        names = [(forward.name if entry[0] == "F" else backward.name, entry) for entry in operators]
+        self.entries = list(operators)
+        self.streams = [STREAMS.index(op.kind) for op in operators.values()]
         self.seconds = [profile.times[name] for name in names]
         self._names = names
         self._slowdown = cache(profile.slowdown) if profile.pairs else None
         self.chains: tuple[list[int], list[int]] = ([], [])
         self.movable: list[int] = []
         self.places: list[tuple[int, int]] = []
-        for i, (entry, op) in enumerate(found.items()):
+        for i, (entry, op) in enumerate(operators.items()):
             strand = "FB".index(entry[0])
             if _moves(op):
                 self.movable.append(i)
                 self.places.append((strand, len(self.chains[strand])))
             else:
                 self.chains[strand].append(i)
-        self._link(found)
+        self._link(operators)
 
-    def _link(self, found: dict[str, Operator]) -> None:
-        number = {entry: i for i, entry in enumerate(found)}
-        writers = {(entry[0], value): number[entry] for entry, op in found.items() for value in op.writes}
+    def _link(self, operators: dict[str, Operator]) -> None:
+        number = {entry: i for i, entry in enumerate(operators)}
+        writers = {(entry[0], value): number[entry] for entry, op in operators.items() for value in op.writes}
         bits = {i: 1 << m for m, i in enumerate(self.movable)}
         self.follows: list[Bits] = []
         self.waits: list[tuple[int, ...]] = []
-        for entry, op in found.items():
+        for entry, op in operators.items():
             needs = {writers[entry[0], value] for value in op.depends_on if (entry[0], value) in writers}
             self.waits.append(tuple(i for i in sorted(needs) if self.streams[i] != COMPUTE))
             needs |= {number[f"{entry[0]}.{name}"] for name in op.ordered_after}
@@ -199,10 +205,10 @@ class _Pairs:
 
     def best(self, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
         """Time and order of the best interleaving if it takes less than `limit`; otherwise some bound above that."""
-        found = self.known.get(segments)
-        if found is None or (not found[1] and found[0] < limit):
-            found = self.known[segments] = _Interleaving(self.block, segments, limit).best
-        return found
+        known = self.known.get(segments)
+        if known is None or (not known[1] and known[0] < limit):
+            known = self.known[segments] = _Interleaving(self.block, segments, limit).best
+        return known
 
 
 class _Interleaving:
@@ -238,20 +244,20 @@ class _Interleaving:
 
     def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
         """Returns what can be issued next: a collective whose turn has come, or else any computation."""
-        block, found = self.block, []
+        block, choices = self.block, []
         for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
             if count < len(segment) and not block.follows[segment[count]] & movable:
                 n = segment[count]
                 choice = n, (issued[0] + (strand == 0), issued[1] + (strand == 1)), movable
                 if block.streams[n] != COMPUTE:
                     return [choice]
-                found.append(choice)
+                choices.append(choice)
         for m, (strand, place) in enumerate(block.places):
             if movable >> m & 1 and place <= self.start[strand] + issued[strand]:
                 n = block.movable[m]
                 if not block.follows[n] & movable:
-                    found.append((n, issued, movable & ~(1 << m)))
-        return found
+                    choices.append((n, issued, movable & ~(1 << m)))
+        return choices
 
 
 class _Search:

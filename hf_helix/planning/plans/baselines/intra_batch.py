@@ -129,14 +129,14 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
         raise ValueError(f"tiles={tiles}: a collective is cut into at least one tile; 1 leaves it whole")
     if tiles == 1:
         return graph
-    effort = _light(graph, tiles)
+    relative_cost = _light(graph, tiles)
     replaced: dict[str, list[Operator]] = {}
     cut = sites(graph)
     if not cut:
         return graph
     repeated = {value for op in graph.operators if op.recomputed for value in op.writes}
     for site in cut:
-        pieces = _pieces(site, tiles, effort, again=site.first.reads[0] in repeated)
+        pieces = _pieces(site, tiles, relative_cost, recomputed=site.first.reads[0] in repeated)
         replaced[site.first.name], replaced[site.second.name] = pieces
     operators = tuple(piece for op in graph.operators for piece in replaced.get(op.name, [op]))
     return replace(graph, operators=operators)
@@ -158,8 +158,8 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
         return [(unit, each) for each in ([name] if name in known else rows)]
 
     sums = [
-        GradientSum(tuple(each for adder in found.adders for each in adders(*adder)), found.bytes)
-        for found in layout.sums
+        GradientSum(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
+        for gradient_sum in layout.sums
     ]
     return replace(layout, graphs=graphs, shared=(), sums=sums)
 
@@ -204,7 +204,7 @@ def sites(graph: Graph) -> list[Site]:
         for value in op.reads:
             readers.setdefault(value, []).append(op)
     taken: set[str] = set()
-    found = []
+    result = []
     for gathers in (True, False):
         for first in graph.operators:
             if len(first.writes) != 1 or first.writes[0] in graph.outputs:
@@ -214,9 +214,9 @@ def sites(graph: Graph) -> list[Site]:
                 continue
             site = Site(first, reading[0])
             if site.gathers is gathers and _fits(site):
-                found.append(site)
+                result.append(site)
                 taken |= {first.name, reading[0].name}
-    return found
+    return result
 
 
 def tile_profile(profile: Profile, tiles: int) -> Profile:
@@ -252,16 +252,21 @@ def _fits(site: Site) -> bool:
     return moves and linear.splits_dgrad_wgrad and all(len(op.reads) == 1 for op in (linear, collective))
 
 
-def _pieces(site: Site, tiles: int, effort: float, again: bool) -> tuple[list[Operator], list[Operator]]:
+def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
     """What stands in the place of the first and of the second operator, in canonical order.
 
     Args:
-        again: whether backward runs again what comes before.
+        recomputed: whether backward runs again what comes before.
     """
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
     cut = Operator(
-        name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, recomputed=again, relative_cost=effort
+        name=site.cut,
+        kind=Kind.COMPUTE,
+        reads=first.reads,
+        writes=parts,
+        recomputed=recomputed,
+        relative_cost=relative_cost,
     )
     firsts = _tiles(first, parts)
     seconds = _tiles(second, [op.writes[0] for op in firsts])
@@ -272,7 +277,7 @@ def _pieces(site: Site, tiles: int, effort: float, again: bool) -> tuple[list[Op
         reads=results,
         writes=second.writes,
         recomputed=second.recomputed,
-        relative_cost=effort,
+        relative_cost=relative_cost,
     )
     if site.gathers:  # every tile is on its way before the first is computed with
         return [cut, *firsts], [*seconds, join]
@@ -300,7 +305,7 @@ def _local_operators(graph: Graph) -> Iterator[Operator]:
 
 
 def _light(graph: Graph, tiles: int) -> float:
-    """The effort of a cut or join: half the lightest local operator's, since backward counts double."""
+    """The relative cost of a cut or join: half the lightest local operator's, since backward counts double."""
     least = min((op.relative_cost for op in graph.operators), default=1.0) / tiles
     return min((op.relative_cost for op in _local_operators(graph)), default=least) / 2
 

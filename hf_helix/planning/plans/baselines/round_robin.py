@@ -15,6 +15,12 @@ from hf_helix.planning.profile import Profile
 
 
 def round_robin(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """One operator of each strand in turn; what is left of the longer strand follows."""
+    """One operator of each strand in turn; what is left of the longer strand follows.
+
+    Args:
+        forward: the graph of the forward pass; None where the block has none.
+        backward: the graph of backward, likewise.
+        profile: is not needed for it.
+    """
     turns = zip_longest(entries(forward, None), entries(None, backward))
     return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)

@@ -40,9 +40,9 @@ def test_a_value_that_several_read_is_gathered_once() -> None:
 def test_norms_of_one_value_read_one_gather() -> None:
     """As GPT-NeoX is declared: every rank norms the whole sequence."""
     module = modules.ParallelLayer()
-    found = steps(unit_of(module))
-    assert found.count("gather") == 1
-    assert found.index("gather") < min(found.index("first"), found.index("second"))
+    result = steps(unit_of(module))
+    assert result.count("gather") == 1
+    assert result.index("gather") < min(result.index("first"), result.index("second"))
     check_on_two_ranks(module)
 
 
@@ -117,8 +117,8 @@ class Written(modules.Attention):
         q = self.q(x).view(batch, tokens, modules.HEADS, modules.HEAD_DIM).transpose(1, 2)
         k, v = (p(x).reshape(batch, tokens, modules.KEY_HEADS, -1).transpose(1, 2) for p in (self.k, self.v))
         attend = modules.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", modules.eager_attention_forward)
-        found, _ = attend(self, q, k, v, None, dropout=0.0, scaling=self.scaling)
-        return self.out(found.reshape(batch, tokens, modules.HEADS * modules.HEAD_DIM))
+        result, _ = attend(self, q, k, v, None, dropout=0.0, scaling=self.scaling)
+        return self.out(result.reshape(batch, tokens, modules.HEADS * modules.HEAD_DIM))
 
 
 @pytest.mark.parametrize("length", [2, 6, 14])

@@ -40,12 +40,12 @@ def cuts(module: nn.Module) -> dict[str, Any]:
 
 def test_a_share_goes_through_what_is_computed_element_by_element() -> None:
     module = modules.Mlp()
-    found = inferred(module)
-    assert ways(found) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
-    product = placed_on(found, "mul")
+    result = inferred(module)
+    assert ways(result) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
+    product = placed_on(result, "mul")
     assert (product.where, product.dim, product.blocks) == (WHOLE, 2, (FEATURES,))
     assert product.origins == {"gate", "up"}
-    assert found.placed[found.trace.result].where == PARTIAL
+    assert result.placed[result.trace.result].where == PARTIAL
     columns = {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0}
     assert cuts(module) == {**columns, "down.weight": 1, "down.bias": False}
     check_on_two_ranks(module)
@@ -53,12 +53,12 @@ def test_a_share_goes_through_what_is_computed_element_by_element() -> None:
 
 def test_a_share_becomes_heads() -> None:
     module = modules.Attention()
-    found = inferred(module)
-    assert ways(found) == {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
-    (attention,) = [node for node in found.trace.nodes if "attention" in str(node.target)]
-    heads = [found.placed[value] for value in attention.args[:3]]
+    result = inferred(module)
+    assert ways(result) == {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
+    (attention,) = [node for node in result.trace.nodes if "attention" in str(node.target)]
+    heads = [result.placed[value] for value in attention.args[:3]]
     assert [(placed.dim, placed.blocks) for placed in heads] == [(1, (HEADS,)), (1, (KEY_HEADS,)), (1, (KEY_HEADS,))]
-    assert (found.placed[attention].dim, found.placed[attention].blocks) == (2, (HEADS,))
+    assert (result.placed[attention].dim, result.placed[attention].blocks) == (2, (HEADS,))
     check_on_two_ranks(module)
 
 
@@ -67,10 +67,10 @@ def test_a_norm_over_all_heads_is_traced_through_and_sums_its_squares() -> None:
     with pytest.raises(NeedsInlining) as caught:
         Inference(traced(module), 2, Placed(SHARD))
     assert caught.value.path == "q_norm"
-    found = inferred(module)
-    assert {way for path, way in ways(found).items() if path != "out"} == {COLUMN}
-    assert placed_on(found, "mean").is_summand
-    assert sorted(found.trace.attributes[node] for node in found.decisions.cut) == ["k_norm.weight", "q_norm.weight"]
+    result = inferred(module)
+    assert {way for path, way in ways(result).items() if path != "out"} == {COLUMN}
+    assert placed_on(result, "mean").is_summand
+    assert sorted(result.trace.attributes[node] for node in result.decisions.cut) == ["k_norm.weight", "q_norm.weight"]
     assert cuts(module)["q_norm.weight"] == cuts(module)["k_norm.weight"] == 0
     check_on_two_ranks(module)
 
@@ -108,9 +108,9 @@ def test_a_parameter_with_an_entry_for_each_head_is_cut() -> None:
 
 def test_latents_stay_on_the_shard_and_one_key_is_repeated_for_the_heads_of_a_rank() -> None:
     module = modules.LatentAttention()
-    found = inferred(module)
-    assert ways(found) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
-    assert {dim for _, dim in found.decisions.shortened} == {1}
+    result = inferred(module)
+    assert ways(result) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
+    assert {dim for _, dim in result.decisions.shortened} == {1}
     assert unit_of(module).placements[module.norm.weight] == COPIED_ON_SHARDS
     check_on_two_ranks(module)
 
@@ -133,9 +133,9 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def test_what_cannot_be_computed_on_a_share_demotes_the_linear_that_it_comes_from(name: str) -> None:
     function, works = FUNCTIONS[name]
     module = Through(function)
-    found = inferred(module)
-    assert ways(found) == ({"up": COLUMN, "down": ROW} if works else {"up": REPLICATED, "down": REPLICATED})
-    assert found.decisions.demoted == (set() if works else {"up", "down"})
+    result = inferred(module)
+    assert ways(result) == ({"up": COLUMN, "down": ROW} if works else {"up": REPLICATED, "down": REPLICATED})
+    assert result.decisions.demoted == (set() if works else {"up", "down"})
     check_on_two_ranks(module)
 
 
@@ -153,8 +153,8 @@ def test_a_linear_with_fewer_features_than_ranks_runs_whole() -> None:
 
 
 def test_sums_of_partial_sums_are_partial() -> None:
-    found = inferred(modules.OneNormLayer())
-    assert placed_on(found, "add").where == SHARD
+    result = inferred(modules.OneNormLayer())
+    assert placed_on(result, "add").where == SHARD
     halves = modules.Layer()
 
     class Both(nn.Module):
@@ -165,8 +165,8 @@ def test_sums_of_partial_sums_are_partial() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.one(x) + self.other(x)
 
-    found = inferred(Both())
-    assert found.placed[found.trace.result].where == PARTIAL
+    result = inferred(Both())
+    assert result.placed[result.trace.result].where == PARTIAL
     check_on_two_ranks(Both())
     check_on_two_ranks(halves)
 

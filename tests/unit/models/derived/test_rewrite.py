@@ -8,7 +8,7 @@ from support.small_traces import WIDTH, check_on_two_ranks, traced
 from torch import Tensor, nn
 
 from hf_helix.models.derived.placement.nodes import name_of
-from hf_helix.models.derived.trace import Trace, Underivable
+from hf_helix.models.derived.trace import ModuleTrace, Underivable
 
 
 class Code(nn.Module):
@@ -25,7 +25,7 @@ class Code(nn.Module):
         return x + self.down(self.change(self.up(x)))
 
 
-def between(graph: Trace) -> list[str]:
+def between(graph: ModuleTrace) -> list[str]:
     """The operations between both linears."""
     names = [name_of(node) for node in graph.nodes if name_of(node) != "sym_size"]
     return names[names.index("linear") + 1 : len(names) - 1 - names[::-1].index("linear")]

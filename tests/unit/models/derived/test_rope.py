@@ -18,12 +18,12 @@ from transformers.models.qwen3 import modeling_qwen3
 from hf_helix.models import registry
 from hf_helix.models.derived import rope
 from hf_helix.models.derived.placement.nodes import name_of
-from hf_helix.models.derived.trace import Given, Trace
+from hf_helix.models.derived.trace import Given, ModuleTrace
 
 EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]
 
 
-def ropes_in(graph: Trace) -> list[str]:
+def ropes_in(graph: ModuleTrace) -> list[str]:
     return [name_of(node) for node in graph.nodes if name_of(node) in ("rope", "neg")]
 
 
@@ -66,11 +66,11 @@ class Learned(Rotated):
 
 
 def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> None:
-    found = inferred(Rotated(), EXAMPLES)
-    (node,) = [node for node in found.trace.nodes if name_of(node) == "rope"]
-    parts = [found.placed[user] for user in node.users]
+    result = inferred(Rotated(), EXAMPLES)
+    (node,) = [node for node in result.trace.nodes if name_of(node) == "rope"]
+    parts = [result.placed[user] for user in node.users]
     assert [(placed.where, placed.dim, placed.blocks) for placed in parts] == [("whole", 1, (4,)), ("whole", 1, (2,))]
-    assert ropes_in(found.trace) == ["rope"]
+    assert ropes_in(result.trace) == ["rope"]
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_the_functions_are_put_back() -> None:
 def test_the_bits_are_those_of_the_traced_code(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = torch.Generator().manual_seed(4)
     module, (x, gradient) = Rotated(), torch.randn(2, 2, 6, 8, generator=dice)
-    found = gradients_cut(module, x, gradient, **cosines())
+    result = gradients_cut(module, x, gradient, **cosines())
     monkeypatch.setattr(rope, "same_code", lambda one, other: False)
     other = copy.deepcopy(module)
     assert ropes_in(traced(other, EXAMPLES)) == ["neg", "neg"]
     expected = gradients_cut(other, x, gradient, **cosines())
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(result[name], value) for name, value in expected.items())
 
 
 def test_a_derived_llama_launches_no_more_kernels_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,6 @@ def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mo
     layout = layout_of(graphs, 3)
     program = window_instructions(build_schedule("folded_1f1b", 1, 2), layout)
     for again in (False, True):
-        found = activation_memory(program, layout, {"layer": shares_of(graphs["layer"])}, again)
-        assert (sum(found.alloc) > 0) == (not again or mode != "none")
-        assert sum(found.alloc) == pytest.approx(sum(found.free))
+        result = activation_memory(program, layout, {"layer": shares_of(graphs["layer"])}, again)
+        assert (sum(result.alloc) > 0) == (not again or mode != "none")
+        assert sum(result.alloc) == pytest.approx(sum(result.free))

@@ -192,9 +192,9 @@ def test_whatever_backward_reads_is_kept_or_comes_again(forward: Graph, mode: st
     """Of any graph. `Graph` itself refuses a reader before its writer."""
     marked = recomputed(forward, mode)
     backward = derive_backward(marked)
-    found = set(names(backward))
+    result = set(names(backward))
     usual = {op.name for op in derive_backward(forward).operators}
-    assert found == usual | {f"{name}.again" for name in again(marked)}
+    assert result == usual | {f"{name}.again" for name in again(marked)}
     written = {value for op in forward.operators for value in op.writes}
     for op in marked.operators:
         assert not op.recomputed or mode == FULL or op.recompute_when_selective

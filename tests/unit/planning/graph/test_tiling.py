@@ -213,11 +213,11 @@ def tiled_window(rule: str, tiles: int) -> tuple[list[Instruction], list[Instruc
 
 def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[int]]:
     """By weight: the micro-batches in the order in which they add to it."""
-    found: dict[tuple[int, str], list[int]] = {}
+    result: dict[tuple[int, str], list[int]] = {}
     for i in program:
         if i.operator and i.operator.part is Part.W:
-            found.setdefault((i.unit, i.operator.forward_name.rstrip("0123456789")), []).append(i.microbatch)
-    return found
+            result.setdefault((i.unit, i.operator.forward_name.rstrip("0123456789")), []).append(i.microbatch)
+    return result
 
 
 def layer_seconds(layer: GraphPair, forward: bool) -> float:
@@ -230,10 +230,10 @@ def layer_seconds(layer: GraphPair, forward: bool) -> float:
 
 def real_layer(transfer: float) -> Graph:
     """The layer with efforts such as the adapters declare."""
-    found = {"attn.qkv": 6.0, "attention": 4.0, "attn.out": 4.0, "mlp.up": 4.0, "mlp.down": 4.0}
+    result = {"attn.qkv": 6.0, "attention": 4.0, "attn.out": 4.0, "mlp.up": 4.0, "mlp.down": 4.0}
     operators = []
     for op in llama_layer().operators:
-        effort = transfer if op.kind.communicates else found.get(op.name, 0.5)
+        effort = transfer if op.kind.communicates else result.get(op.name, 0.5)
         operators.append(replace(op, relative_cost=effort))
     return Graph("layer", tuple(operators), ("x",), ("mlp.add",), repeats=True)
 
@@ -270,8 +270,8 @@ def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
     ],
 )
 def test_tiles_run_beside_each_other(moving: str, computing: str, forward: bool) -> None:
-    found = spans(tiled(real_layer(transfer=5.0), 2), forward)
-    assert max(found[moving][0], found[computing][0]) < min(found[moving][1], found[computing][1])
+    result = spans(tiled(real_layer(transfer=5.0), 2), forward)
+    assert max(result[moving][0], result[computing][0]) < min(result[moving][1], result[computing][1])
 
 
 # Profiles

@@ -79,9 +79,9 @@ def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int):
         units: dict[int, set[str]] = {}
         for unit in range(num_microbatches + num_ranks):
             for step in (rank, last - rank):
-                found = units.setdefault(2 * unit + step, set())
-                found |= {f"{step}F{unit}"} if unit < num_microbatches else set()
-                found |= {f"{last - step}B{unit - num_ranks}"} if unit >= num_ranks else set()
+                result = units.setdefault(2 * unit + step, set())
+                result |= {f"{step}F{unit}"} if unit < num_microbatches else set()
+                result |= {f"{last - step}B{unit - num_ranks}"} if unit >= num_ranks else set()
         assert [{str(action) for action in slot.actions} for slot in slots] == [units[time] for time in sorted(units)]
 
 
@@ -103,8 +103,8 @@ def of_torch(name: str, num_ranks: int, num_microbatches: int) -> list[list[str]
     ("num_ranks", "num_microbatches"), [*((p, m) for p in range(1, 5) for m in (2 * p, 2 * p + 1, 2 * p + 5)), (5, 30)]
 )
 def test_dualpipe_v_is_that_of_torch(num_ranks: int, num_microbatches: int):
-    found = text(dualpipe_v(num_ranks, num_microbatches))
-    assert found == of_torch("DualPipeV", num_ranks, num_microbatches)
+    result = text(dualpipe_v(num_ranks, num_microbatches))
+    assert result == of_torch("DualPipeV", num_ranks, num_microbatches)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 7) for m in (p, p + 1, 4 * p)])

@@ -108,7 +108,7 @@ def loads(counts: Sequence[int], ranks: Sequence[int], embedding: float, head: f
     stages[0] += embedding
     stages[-1] += head
     of_ranks = [[stages[s] for s in stages_of_rank(rank, ranks)] for rank in range(max(ranks) + 1)]
-    return max(map(sum, of_ranks)), [max(found) for found in of_ranks]
+    return max(map(sum, of_ranks)), [max(result) for result in of_ranks]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -120,9 +120,9 @@ def test_no_split_is_better(seed: int):
     ranks = stage_ranks(placement, num_ranks)
     num_layers = len(ranks) + dice.randint(0, 7)
     embedding, head = (dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)]) for _ in range(2))
-    found = split_layers(num_layers, ranks, embedding_cost=embedding, head_cost=head)
-    heaviest, stages = loads(sizes(found), ranks, embedding, head)
-    of_ranks = [sum(map(len, chunks)) for chunks in held(found, ranks)]
+    result = split_layers(num_layers, ranks, embedding_cost=embedding, head_cost=head)
+    heaviest, stages = loads(sizes(result), ranks, embedding, head)
+    of_ranks = [sum(map(len, chunks)) for chunks in held(result, ranks)]
     for counts in compositions(num_layers, len(ranks)):
         other_heaviest, other_stages = loads(counts, ranks, embedding, head)
         assert heaviest <= other_heaviest + 1e-9, counts

@@ -76,33 +76,33 @@ def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], sai
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
 def test_the_numbers_of_w(num_ranks: int, num_microbatches: int):
     """With F and B of one unit and fused slots, too, time is the number of slots."""
-    found = simulated("folded_1f1b", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
-    assert found.seconds == 4 * num_ranks + 2 * num_microbatches - 2
-    assert found.idle == [2 * num_ranks - 2] * num_ranks
-    assert found.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
-    assert max(found.busy) == 2 * num_ranks + 2 * num_microbatches
-    assert found.num_microbatches == num_microbatches
+    result = simulated("folded_1f1b", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
+    assert result.seconds == 4 * num_ranks + 2 * num_microbatches - 2
+    assert result.idle == [2 * num_ranks - 2] * num_ranks
+    assert result.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
+    assert max(result.busy) == 2 * num_ranks + 2 * num_microbatches
+    assert result.num_microbatches == num_microbatches
     if num_microbatches >= 2 * num_ranks:
-        assert found.live == [2 * num_ranks + 1] * num_ranks
-        assert found.shares == pytest.approx([num_ranks + 0.5] * num_ranks), "stage-shares: two chunks each"
+        assert result.live == [2 * num_ranks + 1] * num_ranks
+        assert result.shares == pytest.approx([num_ranks + 0.5] * num_ranks), "stage-shares: two chunks each"
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
 def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
-    found = simulated("1f1b", num_ranks, num_microbatches, **UNIT, gain=1.4)
+    result = simulated("1f1b", num_ranks, num_microbatches, **UNIT, gain=1.4)
     units = num_microbatches + num_ranks - 1
-    assert found.seconds == 3 * units
-    assert found.bubble == pytest.approx((num_ranks - 1) / units)
-    assert found.bubbles == pytest.approx([(num_ranks - 1) / units] * num_ranks)
-    assert found.live == [num_ranks - rank for rank in range(num_ranks)]
-    assert found.shares == pytest.approx(found.live)
-    assert found.fused == [0] * num_ranks
+    assert result.seconds == 3 * units
+    assert result.bubble == pytest.approx((num_ranks - 1) / units)
+    assert result.bubbles == pytest.approx([(num_ranks - 1) / units] * num_ranks)
+    assert result.live == [num_ranks - rank for rank in range(num_ranks)]
+    assert result.shares == pytest.approx(result.live)
+    assert result.fused == [0] * num_ranks
 
 
 def test_transfers_count_between_ranks_only():
     """One micro-batch goes through four stages and back; two hops each way, none at the turn."""
-    found = simulated("folded_1f1b", 2, 1, **UNIT, transfer=10.0)
-    assert found.seconds == 4 * 1 + 4 * 2 + 4 * 10
+    result = simulated("folded_1f1b", 2, 1, **UNIT, transfer=10.0)
+    assert result.seconds == 4 * 1 + 4 * 2 + 4 * 10
     assert simulated("folded_1f1b", 1, 1, **UNIT, transfer=10.0).seconds == 6
 
 
@@ -111,9 +111,9 @@ def test_activations_are_weighed_by_the_forward_of_their_stage():
     schedule = parse_schedule("0F0 1F0 1I0 0I0 0W0 1W0", 1)
     assert simulate_schedule(schedule, (0, 0), costs).shares == [1.0]
     schedule = parse_schedule("0F0 1F0 1I0 1W0 0I0 (0F1;0W0)OVERLAP_F_B 1F1 1B1 0B1", 1)
-    found = simulate_schedule(schedule, (0, 0), costs)
-    assert found.live == [2]
-    assert found.shares == [1.5], "in a fused slot both live"
+    result = simulate_schedule(schedule, (0, 0), costs)
+    assert result.live == [2]
+    assert result.shares == [1.5], "in a fused slot both live"
 
 
 def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple[int, int], float]:
@@ -152,13 +152,13 @@ def test_simulation_is_a_longest_path(seed: int):
     times = [[rng.uniform(0.1, 3) for _ in ranks] for _ in range(3)]
     costs = Costs(*times, transfer=rng.uniform(0, 1), gain=rng.uniform(0.8, 1.8))
     schedule = build_schedule(name, num_ranks, count)
-    found = simulate_schedule(schedule, ranks, costs)
+    result = simulate_schedule(schedule, ranks, costs)
     ends = oracle(schedule, ranks, costs)
-    assert {(r, n): end for r, row in enumerate(found.ends) for n, end in enumerate(row)} == pytest.approx(ends)
+    assert {(r, n): end for r, row in enumerate(result.ends) for n, end in enumerate(row)} == pytest.approx(ends)
     for rank, slots in enumerate(schedule):
-        lengths = [end - start for start, end in zip(found.starts[rank], found.ends[rank], strict=True)]
+        lengths = [end - start for start, end in zip(result.starts[rank], result.ends[rank], strict=True)]
         assert lengths == pytest.approx([costs.slot_seconds(slot) for slot in slots])
-        assert found.busy[rank] + found.idle[rank] == pytest.approx(found.seconds)
+        assert result.busy[rank] + result.idle[rank] == pytest.approx(result.seconds)
 
 
 def test_what_cannot_end_is_refused():
@@ -190,9 +190,9 @@ def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
     )
     schedule, seconds = list_schedule(SlotClock(ranks, costs, count), policy)
     validate(schedule, count, ranks)
-    found = simulate_schedule(schedule, ranks, costs)
-    assert max(found.live) <= policy.max_live
-    assert found.seconds <= seconds + 1e-9, "a rank may have waited for a partner that it did not take"
+    result = simulate_schedule(schedule, ranks, costs)
+    assert max(result.live) <= policy.max_live
+    assert result.seconds <= seconds + 1e-9, "a rank may have waited for a partner that it did not take"
 
 
 # The choice
@@ -233,11 +233,11 @@ def test_the_choice_is_never_behind_and_takes_no_more_room(costs: dict[str, floa
     """At two micro-batches a rank, it clearly beats W."""
     for count in sorted({1, num_ranks, num_ranks + 1, 2 * num_ranks, min(16, 4 * num_ranks)}):
         times = even(2 * num_ranks, **costs)
-        others, found = named(num_ranks, count, times), chosen(num_ranks, count, times)
-        assert found.seconds <= min(other.seconds for other in others.values()) + 1e-9
-        assert max(found.live) <= max(max(other.live) for other in others.values())
+        others, result = named(num_ranks, count, times), chosen(num_ranks, count, times)
+        assert result.seconds <= min(other.seconds for other in others.values()) + 1e-9
+        assert max(result.live) <= max(max(other.live) for other in others.values())
         if num_ranks > 1 and count == 2 * num_ranks:
-            assert others["folded_1f1b"].seconds / found.seconds >= 1.1
+            assert others["folded_1f1b"].seconds / result.seconds >= 1.1
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in range(10)])
@@ -246,15 +246,15 @@ def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
     times = [[rng.uniform(0.5, 2) for _ in range(2 * num_ranks)] for _ in range(3)]
     costs = Costs(*times, transfer=rng.choice([0.0, 0.3]), gain=rng.choice([0.9, 1.0, 1.4]))
-    found = chosen(num_ranks, count, costs)
-    assert found.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
-    assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(found.schedule)
+    result = chosen(num_ranks, count, costs)
+    assert result.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
+    assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(result.schedule)
 
 
 @pytest.mark.parametrize("max_live", [2, 5, 12])
 def test_the_choice_keeps_to_the_room_it_is_given(max_live: int, hasty: None):
-    found = chosen(3, 9, even(6, **UNIT, gain=1.4), max_live=max_live)
-    assert max(found.live) <= max_live
+    result = chosen(3, 9, even(6, **UNIT, gain=1.4), max_live=max_live)
+    assert max(result.live) <= max_live
 
 
 def test_room_is_made_use_of(hasty: None):
@@ -265,9 +265,9 @@ def test_room_is_made_use_of(hasty: None):
 
 def test_one_rank_has_no_bubble(hasty: None):
     for count in (1, 2, 5):
-        found = chosen(1, count, even(2, **UNIT, gain=1.4))
-        assert found.idle == pytest.approx([0.0])
-        assert found.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["folded_1f1b"].seconds
+        result = chosen(1, count, even(2, **UNIT, gain=1.4))
+        assert result.idle == pytest.approx([0.0])
+        assert result.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["folded_1f1b"].seconds
 
 
 @pytest.mark.parametrize("max_live", [1, 0, -1])

@@ -70,9 +70,9 @@ def test_auto_searches_nothing_before_a_measurement(monkeypatch: pytest.MonkeyPa
 
     def counting_list(*arguments: object) -> object:
         nonlocal slots
-        found = made(*arguments)
-        slots += sum(map(len, found[0]))
-        return found
+        result = made(*arguments)
+        slots += sum(map(len, result[0]))
+        return result
 
     monkeypatch.setattr(SlotClock, "run", counting_run)
     monkeypatch.setattr(auto, "list_schedule", counting_list)

@@ -83,20 +83,20 @@ def test_a_file_is_checked_when_the_scheduler_is_made(tmp_path: Path):
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_a_schedule_that_is_named_is_the_only_candidate(name: str):
-    (found,) = candidates(name, profile_on(2, PLACEMENT_OF[name]))
-    assert (found.name, found.num_ranks) == (name, 2)
+    (result,) = candidates(name, profile_on(2, PLACEMENT_OF[name]))
+    assert (result.name, result.num_ranks) == (name, 2)
 
 
 def test_one_rank_has_nothing_to_choose():
-    (found,) = candidates(AUTO, profile_of(layout_of(SMALL, 3)))
-    assert (found.name, found.num_ranks) == (AUTO, 1)
+    (result,) = candidates(AUTO, profile_of(layout_of(SMALL, 3)))
+    assert (result.name, result.num_ranks) == (AUTO, 1)
 
 
 def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs():
-    found = candidates(AUTO, profile_on(2))
-    assert {each.name for each in found} == {"folded_1f1b", "dualpipe_v", AUTO}
-    assert all(each.placement == FOLD for each in found)
-    (searched,) = [each for each in found if each.name == AUTO]
+    result = candidates(AUTO, profile_on(2))
+    assert {each.name for each in result} == {"folded_1f1b", "dualpipe_v", AUTO}
+    assert all(each.placement == FOLD for each in result)
+    (searched,) = [each for each in result if each.name == AUTO]
     assert searched(6) == Scheduler(AUTO, 2, stage_costs(profile_on(2)))(6)
 
 

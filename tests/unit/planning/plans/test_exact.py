@@ -113,7 +113,7 @@ def pair_of_strands(size: int, num_layers: int, seed: int) -> tuple[Profile, Sch
     )
 
 
-def found(profile: Profile, schedule: Schedule) -> int:
+def searched(profile: Profile, schedule: Schedule) -> int:
     return round(predict(search(profile, schedule), profile, schedule).seconds * 1e6)
 
 
@@ -131,7 +131,7 @@ def found(profile: Profile, schedule: Schedule) -> int:
 def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_microbatches: int, seed: int):
     profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
     best = optimum(profile, schedule, most_layers)
-    assert found(profile, schedule) == best
+    assert searched(profile, schedule) == best
     work = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times)
     assert round(bound(work, profile.layout) * 1e6) <= best
 
@@ -144,7 +144,7 @@ def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: in
     profile, schedule, most_layers = pair_of_strands(size, num_layers, seed)
     best = optimum(profile, schedule, most_layers)
     tolerance = 1.013 if (size, num_layers, seed) == (5, 2, 0) else 1.0  # 96 ms where 95 are possible
-    assert best <= found(profile, schedule) <= best * tolerance
+    assert best <= searched(profile, schedule) <= best * tolerance
 
 
 @pytest.mark.parametrize(
@@ -155,4 +155,4 @@ def test_where_it_does_not_it_is_close(size: int, num_layers: int, num_microbatc
     """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %."""
     profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
     best = optimum(profile, schedule, most_layers)
-    assert best <= found(profile, schedule) <= 1.013 * best
+    assert best <= searched(profile, schedule) <= 1.013 * best

@@ -142,11 +142,11 @@ def run_backward(order: list[Operator], values: dict[str, int]) -> dict[str, int
 
 def gradients_by_probing(graph: Graph, of_outputs: dict[str, int]) -> dict[str, int]:
     """The gradient of every input without any backward graph: raise one input by 1 and see what the outputs do."""
-    found = {}
+    result = {}
     for probed in graph.inputs:
         values = run_forward(graph, {value: int(value == probed) for value in graph.inputs})
-        found[f"d.{probed}"] = sum(values[value] * of_outputs[f"d.{value}"] for value in graph.outputs)
-    return found
+        result[f"d.{probed}"] = sum(values[value] * of_outputs[f"d.{value}"] for value in graph.outputs)
+    return result
 
 
 def random_profile(graph: Graph) -> Profile:
@@ -301,11 +301,11 @@ def test_a_saved_plan_comes_back_the_same(plan: Plan, file: Path):
         assert loaded.order("layer", None) == plan.orders[Block("layer", None)]
 
 
-def check_close(found: Priorities, expected: Priorities) -> None:
+def check_close(result: Priorities, expected: Priorities) -> None:
     """But for the last digits, which milliseconds may change."""
-    assert found.times == pytest.approx(expected.times, rel=1e-12)
-    assert found.priority == pytest.approx(expected.priority, rel=1e-12)
-    assert found.extra_live_layers == expected.extra_live_layers
+    assert result.times == pytest.approx(expected.times, rel=1e-12)
+    assert result.priority == pytest.approx(expected.priority, rel=1e-12)
+    assert result.extra_live_layers == expected.extra_live_layers
 
 
 def test_a_file_of_the_version_before_is_refused_by_name(plan: Plan, file: Path):
@@ -317,12 +317,12 @@ def test_priorities_that_were_read_are_written_and_read_the_same():
     """Files hold nine digits, so only the first time may round."""
     layout = layout_of(UNITS, 3)
     for seed in range(20):
-        found = Priorities(
+        result = Priorities(
             {n: s * math.pi for n, s in random_times(layout, seed).items()}, random_priority(layout, seed)
         )
-        loaded = parse_plan(priority_plan(found, layout).to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
+        loaded = parse_plan(priority_plan(result, layout).to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
         times = loaded.priorities.times
-        assert all(times[name] == pytest.approx(found.times[name], rel=1e-8) for name in found.times)
+        assert all(times[name] == pytest.approx(result.times[name], rel=1e-8) for name in result.times)
         again = parse_plan(loaded.to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
         assert again.priorities == loaded.priorities
         assert again.to_json() == loaded.to_json()

@@ -67,12 +67,12 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
     """By hand: both weight gradients wait for the last transfer; once it has arrived, norm goes before the second."""
     layout = layers_only(SMALL_LAYER, 1)
     profile = profile_of(layout)
-    found = greedy(profile)
-    order = sorted(found.priority, key=found.priority.__getitem__)
+    result = greedy(profile)
+    order = sorted(result.priority, key=result.priority.__getitem__)
     weights = {("layer", "B.up.W"), ("layer", "B.down.W")}
     assert set(order[-2:]) == weights
-    assert max(found.priority.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
-    (program,) = list_scheduled(schedule_of(1), layout, found)
+    assert max(result.priority.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
+    (program,) = list_scheduled(schedule_of(1), layout, result)
     names = [made.operator.name for made in program][6:]
     assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "norm", "up.W"]
 
@@ -233,9 +233,9 @@ def test_the_bound_by_hand():
     way = 4  # of 6 forward operators all are on the way; backward all but the two W
 
     def of(changes: dict[Name, float]) -> float:
-        found = {**times, **changes}
+        result = {**times, **changes}
         made = window_instructions(schedule_of(1), layout)
-        return bound(work_of(made, layout, found), layout)
+        return bound(work_of(made, layout, result), layout)
 
     # 2 layers: 4 computations forward, 6 backward each; ways of 6 each.
     assert of({}) == 2 * (4 + 6)

@@ -1,8 +1,8 @@
-"""Steps: the instructions of a program, each bound to the operator that it runs.
+"""An instruction of a program, bound to the operator that it runs.
 
 In:   an instruction, and the units that a rank holds.
 Out:  everything about the instruction that is the same in every window, looked up once.
-Must hold: a step holds nothing of the micro-batches of one window.
+Must hold: it holds nothing of the micro-batches of one window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
 
 
-class Step:
+class BoundInstruction:
     """An instruction bound to its operator. Attributes that are not listed are those of `Instruction`.
 
     Attributes:
