@@ -48,7 +48,7 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
         stage: what this rank holds of the model.
     """
     shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
-    if not shards or getattr(optimizer.add_param_group, "func", None) is _add_shards:  # as at a second `train()`
+    if not shards or steps_shards(optimizer):  # as at a second `train()`
         return
     optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
@@ -67,6 +67,11 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
                 optimizer.state[shard] = {
                     key: state if key in counters else flat.part_of(state, parameter) for key, state in states
                 }
+
+
+def steps_shards(optimizer: Any) -> bool:
+    """Whether `step_shards` has been called for an optimizer."""
+    return getattr(optimizer.add_param_group, "func", None) is _add_shards
 
 
 def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_group: dict[str, Any]) -> None:

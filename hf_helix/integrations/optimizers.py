@@ -1,4 +1,4 @@
-"""Refuses optimizers that look beyond single elements where parameters are cut.
+"""Refuses optimizers that look beyond single elements where parameters are cut, and those that step what nobody reads.
 
 In:   a configuration, and the optimizer of a Trainer or of a loop.
 Out:  nothing, or an error that names the optimizer, the reason and one that works.
@@ -7,12 +7,16 @@ Must hold: an optimizer that is let pass updates a slice as it would update it i
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.optimizer_parts import steps_shards
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
 ELEMENTWISE_OPTIMIZERS = (
@@ -140,3 +144,39 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
             f"optimizer=({type(optimizer).__name__}, ...) holds parameters that are not the model's; make it from "
             "model.parameters(), and give both to one call of HelixPlugin.prepare"
         )
+
+
+def watch_steps(engine: Engine, needed: str) -> None:
+    """Watches the steps of all optimizers for as long as the cut model lives, where ranks share its parameters or the
+    optimizer. A step of an optimizer that holds parameters of the model is an error: what is stepped are this rank's
+    parts of them, so it would change nothing that is read. An optimizer of these parts that nobody has prepared is
+    taken over at its first step.
+
+    Args:
+        engine: the cut model.
+        needed: how an optimizer of the model is handed over, for the error.
+    """
+    parts, config = engine.runner.stage.shards, engine.config
+    if not parts:
+        return
+    option = "shard_parameters" if config.shard_parameters else "shard_optimizer"
+    names = {parameter: name for name, parameter in engine.model.named_parameters() if parameter in parts}
+    stepped, alive = set(parts.values()), weakref.ref(engine)
+
+    def check(optimizer: Any, *_: Any) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stray = [names[parameter] for parameter in held if parameter in names]
+        kind = type(optimizer).__name__
+        if stray:
+            raise RuntimeError(
+                f"{kind}.step(): the optimizer holds {len(stray)} parameters of the cut model itself, such as "
+                f"{stray[0]}; with {option}=True this rank's parts of them are trained, and the step would change "
+                f"nothing: {needed}"
+            )
+        owner = alive()
+        if owner is not None and not steps_shards(optimizer) and not stepped.isdisjoint(held):
+            _check_optimizer_class("optimizer", type(optimizer), config)
+            owner.step_parts(optimizer)
+
+    # The hook has the parameters, but not the model, which can therefore end.
+    weakref.finalize(engine, register_optimizer_step_pre_hook(check).remove)

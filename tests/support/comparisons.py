@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -31,6 +33,30 @@ def compare_weights(folder: Path | str, expected_folder: Path | str, factor: flo
     for name, weight in theirs.items():
         distance = torch.linalg.vector_norm(ours[name].double() - weight.double())
         assert distance <= factor * 1e-4 * torch.linalg.vector_norm(weight.double()), name
+
+
+def compare_adapters(ours: Path, theirs: Path, factor: float = 1.0) -> None:
+    """Two folders of PEFT's have the same files, names and configurations, and values to 1e-4 of their norms, or by a
+    factor less exactly."""
+
+    def files(folder: Path) -> set[Path]:
+        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in found if path.parts[0] != "runs"}
+
+    assert files(ours) == files(theirs)
+    for file in sorted(files(theirs)):
+        if file.name == "adapter_config.json":
+            mine, stocks = (json.loads((folder / file).read_text()) for folder in (ours, theirs))
+            for config in (mine, stocks):
+                config["target_modules"] = sorted(config["target_modules"])  # a set
+            assert mine == stocks
+        if file.suffix == ".safetensors":
+            mine, stocks = (load_file(folder / file) for folder in (ours, theirs))
+            assert mine.keys() == stocks.keys()
+            for name, weight in stocks.items():
+                assert mine[name].dtype is weight.dtype
+                distance = torch.linalg.vector_norm(mine[name].double() - weight.double())
+                assert distance <= factor * 1e-4 * torch.linalg.vector_norm(weight.double()), name
 
 
 def compare_predictions(result: dict[str, Any], expected: dict[str, Any], with_loss: bool) -> None:

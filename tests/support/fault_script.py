@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import functools
+import json
 import os
 import random
 import signal
@@ -19,13 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.models import arguments, llama, sequences
+from peft import PeftModel
+from support.models import arguments, sequences, tiny
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.checkpoint import atomic
 from hf_helix.checkpoint import draft as saving
+from hf_helix.operators.weights.flat import Flat
 from hf_helix.runtime.executor import Executor
 
 OUT = "out"
@@ -90,11 +93,14 @@ def kill() -> None:
 FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
+    "in a gather of weights": lambda rows: before(Flat, "_fill", kill, 2),
     "in saving the model": lambda rows: before(saving, "write_slice", kill),
+    "in saving adapters": lambda rows: before(PeftModel, "save_pretrained", kill),
     "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),
     "before its place": lambda rows: before(atomic, "publish", kill),
     "in the data": lambda rows: setattr(rows, "reads", 1),
     "no room for the model": lambda rows: before(saving, "write_slice", full),
+    "no room for adapters": lambda rows: before(PeftModel, "save_pretrained", full),
     "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),
 }
 
@@ -122,6 +128,8 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0, help="how many starts are killed")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--model", type=json.loads, default={}, help="of support.models.tiny")
+    parser.add_argument("--training", type=json.loads, default={}, help="further training arguments")
     flags = parser.parse_args()
     rows = Rows(24)
     args = arguments(
@@ -131,8 +139,9 @@ def main() -> None:
         save_strategy="steps",
         save_steps=flags.save_steps,
         save_total_limit=2,
+        **flags.training,
     )
-    trainer = HelixTrainer(model=llama(), args=args, train_dataset=rows)
+    trainer = HelixTrainer(model=tiny(**flags.model), args=args, train_dataset=rows)
     if flags.fault and args.process_index == flags.victim:
         # A save comes after the second step and the fourth one; steps count from 0 here. Data are read a step ahead.
         step = 2 if flags.fault == "in the data" else 3

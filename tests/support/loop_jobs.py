@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 from support.jobs import Stream
 from support.models import llama, sequences
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
@@ -84,19 +86,29 @@ def made(
     later: str = "",
     **options: Any,
 ) -> Made:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, parallelism_config=plugin, **options)
     with torch.device("meta" if weights else "cpu"):
         model = llama(num_hidden_layers=4)
     first = [parameter for name, parameter in model.named_parameters() if not later or not name.startswith(later)]
     optimizer = getattr(torch.optim, kind)(first, lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    dice = torch.Generator().manual_seed(5)
-    loader = DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)
+    loader = batches_of(count)
     held_out = DataLoader(sequences(5, seed=9), 2, collate_fn=default_data_collator)
     prepare = partial(plugin.prepare, accelerator, weights=weights) if plugin else accelerator.prepare
     return accelerator, *prepare(model, optimizer, loader, held_out, scheduler)
+
+
+def reset() -> None:
+    """Lets a process make another `Accelerator`."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def batches_of(count: int) -> DataLoader[Any]:
+    """Of two rows each, the same everywhere."""
+    dice = torch.Generator().manual_seed(5)
+    return DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)
 
 
 def stock_windows(loader: Any, size: int) -> Any:
@@ -171,10 +183,60 @@ def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]
     return words, *result
 
 
+def stray(option: str) -> dict[str, str]:
+    """What is said, where ranks share parameters or the optimizer, when optimizers step that were not prepared with the
+    model. Nothing watches them once the model is gone."""
+    plugin = HelixPlugin(HelixConfig(cache=False, plan="sequential", **{option: True}))
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    made(plugin, 1, 8)[1].engine.close()
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+    reset()
+    accelerator, whole = Accelerator(cpu=True, parallelism_config=plugin), llama()
+    first = torch.optim.AdamW(whole.parameters())
+    model, prepared, loader = plugin.prepare(accelerator, whole, torch.optim.SGD(whole.parameters()), batches_of(8))
+    model.train_window([next(iter(loader))])
+    found = {
+        "made before": said(first.step),
+        "made afterwards": said(torch.optim.AdamW(whole.lm_head.parameters()).step),
+        "of Accelerate": said(accelerator.prepare_optimizer(torch.optim.SGD(whole.parameters())).step),
+        "of matrices": said(torch.optim.Adafactor(model.parameters()).step),
+        "another model's": said(torch.optim.SGD(llama().parameters()).step),
+        "prepared": said(prepared.step),
+    }
+    prepared.param_groups[0]["params"].append(whole.lm_head.weight)
+    found["changed by hand"] = said(prepared.step)
+    model.engine.close()
+    return found
+
+
+def stepped(option: str, prepared: bool) -> list[float]:
+    """Losses of windows and evaluations with an optimizer that does not count the versions of what it steps, prepared
+    with the model, or made of what that has returned."""
+    reset()
+    plugin = HelixPlugin(HelixConfig(cache=False, plan="greedy", **{option: True}))
+    accelerator, model, loader = Accelerator(cpu=True, parallelism_config=plugin), llama(), batches_of(16)
+    options: dict[str, Any] = {"lr": 1e-2, "fused": True}
+    if prepared:
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+    else:
+        model, loader = plugin.prepare(accelerator, model, loader)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    losses = []
+    for batch in loader:
+        losses += [float(model.train_window([batch])), float(model.evaluate(batch).loss)]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(model.evaluate(batch).loss))
+    model.engine.close()
+    return losses
+
+
 def refused(helix: dict[str, Any], kind: str) -> None:
     """Only prepare."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    reset()
     plugin = HelixPlugin(HelixConfig(cache=False, **helix))
     options: dict[str, Any] = {"parallelism_config": plugin, "cpu": True}
     if kind == "another plugin":
@@ -205,7 +267,7 @@ def refused(helix: dict[str, Any], kind: str) -> None:
 
 def other_options_of_rank(seeds: tuple[int, ...]) -> None:
     """Every rank gives another seed."""
-    AcceleratorState._reset_state()
+    reset()
     plugin = HelixPlugin(tp_size=2)
     accelerator = Accelerator(parallelism_config=plugin, cpu=True)
     plugin.prepare(accelerator, llama(), seed=seeds[torch.distributed.get_rank()])

@@ -13,6 +13,7 @@ from support import jobs
 from support.at_once import collectives_at_once
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
+from transformers import TrainerCallback
 
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.weights.kept import kept_flats
@@ -281,6 +282,18 @@ def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(folder)
     return {"text": text, "weights": weights, "left": left, "refused": refused, "eval": evaluated}
+
+
+class StepsAnother(TrainerCallback):
+    """Steps an optimizer of its own that holds the model's parameters."""
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def step_another(folder: str, helix: dict[str, Any]) -> None:
+    """Trains with an optimizer beside the Trainer's."""
+    jobs.make_trainer(folder, helix, callbacks=[StepsAnother()]).train()
 
 
 def whole_weights_of_a_part(folder: str, helix: dict[str, Any]) -> None:

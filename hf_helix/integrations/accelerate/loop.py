@@ -32,7 +32,7 @@ from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
-from hf_helix.integrations.optimizers import check_optimizer
+from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.models.direct_use import Instead
 from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
@@ -48,6 +48,12 @@ logger = get_logger(__name__)
 USE_INSTEAD = Instead(
     "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
     "save_pretrained(folder) of what HelixPlugin.prepare returned",
+)
+
+HOW_TO_STEP = (
+    "make it from model.parameters() of the whole model and give both to one call, as in "
+    "`model, optimizer = plugin.prepare(accelerator, model, optimizer)`, or make it from model.parameters() of what "
+    "HelixPlugin.prepare returns"
 )
 
 # Methods of the Accelerator that do not work on a cut model, and what to do instead.
@@ -144,6 +150,7 @@ def _cut(
     )
     model.to(accelerator.device)
     engine.free_spread_parameters()
+    watch_steps(engine, HOW_TO_STEP)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     cut = HelixModel(engine, accelerator)
     for name, instead in REFUSED.items():

@@ -29,6 +29,7 @@ from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
+from hf_helix.integrations.optimizers import watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
@@ -59,6 +60,7 @@ USE_INSTEAD = Instead(
     "within trainer.helix.whole_weights()",
     "trainer.save_model(folder)",
 )
+HOW_TO_STEP = "hand it to the trainer, which steps it, as HelixTrainer(..., optimizers=(optimizer, scheduler))"
 
 
 def _accumulation_steps(args: TrainingArguments) -> int:
@@ -182,6 +184,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         )
         if before is not None:
             before.close()
+        watch_steps(self.helix, HOW_TO_STEP)
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
     def call_model_init(self, trial: Any = None) -> Any:

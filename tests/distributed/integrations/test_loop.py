@@ -157,6 +157,28 @@ def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of:
         assert before > limit >= after > limit / 2
 
 
+@pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
+def test_steps_that_would_change_nothing(option: str, cluster_of: Any) -> None:
+    """Of an optimizer that holds the model's parameters, not this rank's parts of them, however it has come to them."""
+    for found in cluster_of(2).run(JOBS + "stray", option=option):
+        for name in ("made before", "made afterwards", "of Accelerate", "changed by hand"):
+            assert f"with {option}=True this rank's parts of them are trained" in found[name], name
+            assert "model, optimizer = plugin.prepare(accelerator, model, optimizer)" in found[name], name
+        assert "AdamW.step(): the optimizer holds 30 parameters" in found["made before"]
+        assert "holds 1 parameters of the cut model itself, such as lm_head.weight" in found["made afterwards"]
+        assert "use one of AdamW, Adam, SGD" in found["of matrices"]
+        assert found["another model's"] == found["prepared"] == ""
+
+
+@pytest.mark.parametrize("option", ["shard_optimizer", pytest.param("shard_parameters", marks=SLOW)])
+def test_an_optimizer_of_the_parts_of_a_prepared_model(option: str, cluster_of: Any) -> None:
+    """It is what it would be had it been prepared with the model: evaluation and windows have what it has stepped."""
+    wanted, losses = (cluster_of(2).run(JOBS + "stepped", option=option, prepared=given) for given in (True, False))
+    assert losses == wanted
+    assert len(losses[0]) == 12
+    assert all(before != after for before, after in zip(losses[0][1::3], losses[0][2::3], strict=True))
+
+
 @pytest.mark.parametrize(
     ("helix", "kind", "words"),
     [

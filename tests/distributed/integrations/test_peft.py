@@ -21,6 +21,7 @@ from peft import (
 )
 from safetensors.torch import load_file
 from support import jobs, parity, peft_jobs
+from support.comparisons import compare_adapters
 from support.derived_models import HOME
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
@@ -274,36 +275,13 @@ def test_training_equals_the_stock_trainer(case: str, layout: str, cluster_of: A
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
         np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
-    compare_files(tmp_path, Path(theirs))
+    compare_adapters(tmp_path, Path(theirs))
     model = {name: value for name, value in TRAINED[case]["model"].items() if name != "lora"}
     loaded = PeftModel.from_pretrained(tiny(**model), tmp_path).eval()
     logits = logits_of(loaded)
     assert not torch.equal(logits, logits_of(tiny(**model).eval()))
     torch.testing.assert_close(logits, logits_of(PeftModel.from_pretrained(tiny(**model), theirs).eval()))
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits, rtol=1e-4, atol=1e-5)
-
-
-def compare_files(ours: Path, theirs: Path) -> None:
-    """The same files, names and configurations, and nearly the same values."""
-
-    def files(folder: Path) -> set[Path]:
-        result = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-        return {path for path in result if path.parts[0] != "runs"}
-
-    assert files(ours) == files(theirs)
-    for file in sorted(files(theirs)):
-        if file.name == "adapter_config.json":
-            mine, stocks = (json.loads((folder / file).read_text()) for folder in (ours, theirs))
-            for config in (mine, stocks):
-                config["target_modules"] = sorted(config["target_modules"])  # a set
-            assert mine == stocks
-        if file.suffix == ".safetensors":
-            mine, stocks = (load_file(folder / file) for folder in (ours, theirs))
-            assert mine.keys() == stocks.keys()
-            for name, weight in stocks.items():
-                assert mine[name].dtype is weight.dtype
-                distance = torch.linalg.vector_norm(mine[name].double() - weight.double())
-                assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -347,7 +325,7 @@ def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path / "ours"), "source": str(source), "model": base}
     for losses in cluster_of(2).run(f"{JOB}go_on", helix={"pp_size": 2, **GREEDY}, **job):
         np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
-    compare_files(tmp_path / "ours", tmp_path / "theirs")
+    compare_adapters(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(
@@ -453,7 +431,7 @@ def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_pat
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
         assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
-    compare_files(tmp_path / "ours", tmp_path / "theirs")
+    compare_adapters(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.slow
@@ -482,7 +460,7 @@ def test_optimizer_states_of_adapters_are_sharded(option: str, cluster_of: Any, 
         for shard in (False, True)
     )
     np.testing.assert_allclose(sharded[0]["losses"], whole[0]["losses"], rtol=0, atol=1e-6)
-    compare_files(tmp_path / "True", tmp_path / "False")
+    compare_adapters(tmp_path / "True", tmp_path / "False")
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.fault_script import OUT
-from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, start_ranks, torchrun
+from support.forked_ranks import ForkedRank, fork_ranks
+from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, torchrun
 from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_room
 
 SCRIPT = SUPPORT / "fault_script.py"
 SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
 SPREAD = "shard_parameters: true\nplan: sequential\n"
 KEPT = "shard_optimizer: true\nplan: sequential\n"
+SLOW = pytest.mark.slow
 
 
-def ranks_of(folder: Path, *flags: object, helix: str) -> list[subprocess.Popen[bytes]]:
-    return start_ranks(folder, SCRIPT, *flags, helix=helix)
+class Run(NamedTuple):
+    """A run that something may happen to.
+
+    Attributes:
+        ranks: how many it has.
+        helix: its options, as further lines of YAML.
+        model: of `support.models.tiny`.
+        training: training arguments.
+    """
+
+    ranks: int = 2
+    helix: str = ""
+    model: str = "{}"
+    training: str = "{}"
+
+
+LLAMA = Run()
+
+
+def ranks_of(folder: Path, *flags: object, helix: str, of: Run = LLAMA) -> list[ForkedRank]:
+    options = ("--model", of.model, "--training", of.training)
+    return fork_ranks(folder, SCRIPT, *options, *flags, helix=helix + of.helix, world=of.ranks)
+
+
+def finish(ranks: list[ForkedRank], folder: Path) -> None:
+    """Waits for ranks that end well."""
+    assert {rank.wait(timeout=150) for rank in ranks} == {0}, (folder / "0.log").read_text()
 
 
 def losses(folder: Path, step: int) -> list[tuple[int, float]]:
@@ -31,14 +57,13 @@ def losses(folder: Path, step: int) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[int, float]]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Run], list[tuple[int, float]]]:
     """The losses of a run that nothing happens to, by its options."""
 
     @cache
-    def run(helix: str) -> list[tuple[int, float]]:
+    def run(helix: str, of: Run) -> list[tuple[int, float]]:
         folder = tmp_path_factory.mktemp("sound")
-        ranks = ranks_of(folder, helix=helix)
-        assert [process.wait(timeout=150) for process in ranks] == [0, 0], (folder / "0.log").read_text()
+        finish(ranks_of(folder, helix=helix, of=of), folder)
         return losses(folder, 6)
 
     return run
@@ -66,38 +91,86 @@ CASES = [(SEQUENTIAL, *case) for case in CASES] + [
     (SPREAD, "in saving states", 1, DIED),
     (SPREAD, "in saving the model", 0, DIED),
     (SPREAD, "in a step", 1, DIED),
+    (SPREAD, "in a gather of weights", 1, DIED),
     (SPREAD, "in a collective", 0, DIED),
     (SPREAD, "no room for the model", 1, FULL),
     (SPREAD, "no room for states", 0, FULL),
     (KEPT, "in saving states", 0, DIED),
     (KEPT, "in saving the model", 1, DIED),
     (KEPT, "in a step", 0, DIED),
+    (KEPT, "in a gather of weights", 0, DIED),
     (KEPT, "in a collective", 1, DIED),
     (KEPT, "no room for the model", 0, FULL),
     (KEPT, "no room for states", 1, FULL),
 ]
+QUICK = [(SPREAD, "in a gather of weights", 1, DIED), (KEPT, "no room for states", 1, FULL)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("helix", "fault", "victim", "said"), CASES)
+@pytest.mark.parametrize(
+    ("helix", "fault", "victim", "said"), [pytest.param(*case, marks=() if case in QUICK else SLOW) for case in CASES]
+)
 def test_the_other_rank_ends_and_the_next_run_goes_on(
     helix: str, fault: str, victim: int, said: str, expected: Any, tmp_path: Path
 ) -> None:
-    ranks = ranks_of(tmp_path, "--fault", fault, "--victim", victim, helix=helix)
+    check_fault(helix, LLAMA, fault, victim, said, expected, tmp_path)
+
+
+SHARING: dict[str, Run] = {
+    "bf16": Run(training='{"bf16": true}'),
+    "adapters": Run(model='{"lora": {"lora_dropout": 0.1}}'),
+    "ep2": Run(4, "ep_size: 2\n", '{"family": "mixtral"}'),
+    "tp2": Run(4, "tp_size: 2\n"),
+    "pp2": Run(4, "pp_size: 2\n", '{"num_hidden_layers": 4}'),
+}
+FAULTS_OF_SHARING = [
+    (SPREAD, "in a gather of weights", 0, DIED),
+    (SPREAD, "in saving the model", -1, DIED),
+    (SPREAD, "no room for states", 1, FULL),
+    (KEPT, "in a gather of weights", 1, DIED),
+    (KEPT, "in saving states", 0, DIED),
+    (KEPT, "no room for the model", -1, FULL),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize(("helix", "fault", "victim", "said"), FAULTS_OF_SHARING)
+def test_ranks_that_share_more_than_batches(
+    helix: str, fault: str, victim: int, said: str, case: str, expected: Any, tmp_path: Path
+) -> None:
+    """Parameters or the optimizer, in other layouts and precisions. Adapters are written by the first rank."""
+    of = SHARING[case]
+    if case == "adapters" and fault.endswith("the model"):
+        fault, victim = fault.replace("the model", "adapters"), 0
+    check_fault(helix, of, fault, victim % of.ranks, said, expected, tmp_path)
+
+
+def check_fault(helix: str, of: Run, fault: str, victim: int, said: str, expected: Any, folder: Path) -> None:
+    """Every rank ends soon and names the one that has failed; the next run goes on from the checkpoint before.
+
+    Args:
+        helix, of: the options of the run.
+        fault: one of `support.fault_script.FAULTS`.
+        victim: the rank that it happens to.
+        said: of it, by the others.
+        expected: the losses of the same run when nothing happens to it, see the fixture.
+        folder: of the run.
+    """
+    ranks = ranks_of(folder, "--fault", fault, "--victim", victim, helix=helix, of=of)
     seconds = seconds_until_others_end(ranks, victim)
-    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(of.ranks)]
     assert all(process.returncode != 0 for process in ranks), logs
     assert seconds < LIMIT
     assert "failing at" in logs[victim], logs[victim]
-    assert f"rank {victim}" in logs[1 - victim]
-    assert said in logs[1 - victim], logs[1 - victim]
-    assert (tmp_path / OUT / "checkpoint-2").is_dir()
-    assert not (tmp_path / OUT / "checkpoint-4").exists()
-    again = ranks_of(tmp_path, helix=helix)
-    assert [process.wait(timeout=150) for process in again] == [0, 0], (tmp_path / "0.log").read_text()
-    assert f"done: 6 steps, from {OUT}/checkpoint-2" in (tmp_path / "0.log").read_text()
-    assert losses(tmp_path, 6) == expected(helix)
-    assert sorted(path.name for path in (tmp_path / OUT).iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    for log in (log for rank, log in enumerate(logs) if rank != victim):
+        assert f"rank {victim}" in log
+        assert said in log, log
+    assert (folder / OUT / "checkpoint-2").is_dir()
+    assert not (folder / OUT / "checkpoint-4").exists()
+    finish(ranks_of(folder, helix=helix, of=of), folder)
+    assert f"done: 6 steps, from {OUT}/checkpoint-2" in (folder / "0.log").read_text()
+    assert losses(folder, 6) == expected(helix, of)
+    assert sorted(path.name for path in (folder / OUT).iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
 def restarted(folder: Path, restarts: int, *flags: object) -> str:
@@ -141,10 +214,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-QUICK = ("for the model", "on the disk")
-
-
-@pytest.mark.parametrize("where", [pytest.param(w, marks=() if w in QUICK else pytest.mark.slow) for w in ROOM])
+@pytest.mark.parametrize(
+    "where", [pytest.param(w, marks=() if w in ("for the model", "on the disk") else SLOW) for w in ROOM]
+)
 def test_a_save_that_fails_leaves_what_was_there(where: str, tmp_path: Path) -> None:
     """In one process; what several ranks do then is among the slow tests."""
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):
