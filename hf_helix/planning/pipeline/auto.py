@@ -99,7 +99,8 @@ def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
 def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
     """Yields the policies of a search."""
     pairs = (True, False) if costs.gain > 1 else (False,)
-    aparts = (num_ranks, 2 * num_ranks, 2 * num_microbatches)
+    most = 2 * num_microbatches  # backwards that a rank has
+    aparts = dict.fromkeys(min(apart, most) for apart in (num_ranks, 2 * num_ranks, most))
     for pair, early, apart, forward, backward, delay in product(
         pairs, (False, True), aparts, (1, 2), (0, 1, 2), (0.5, 1.0)
     ):
