@@ -168,10 +168,10 @@ def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: 
     monkeypatch.setattr(search, "EFFORT", 2000)  # plans need not be good
     monkeypatch.setattr(dhelix, "STATES", 30)
     picture = tmp_path / "window.svg"
-    options = ["--tp_size", 2, "--microbatches", 4, "--plan", "all", "--output", picture]
+    options = ["--tp_size", 2, "--microbatches", 2, "--plan", "all", "--output", picture]
     main(words_of("simulate", small, *options))
     said = capsys.readouterr().out
-    assert said.startswith("tp 2 on two CPUs: 4 x 1, 128 tokens a sequence\n")
+    assert said.startswith("tp 2 on two CPUs: 2 x 1, 128 tokens a sequence\n")
     rows = {line.split()[0]: line for line in said.splitlines() if line.endswith("x")}
     assert rows.keys() == {"sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search"}
     assert rows["sequential"].endswith("1.00x")
@@ -200,9 +200,9 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
 
 def test_spread_weights_are_simulated_and_written(small: Path, capsys: Any, tmp_path: Path):
     picture = tmp_path / "window.svg"
-    main(words_of("simulate", small, "--microbatches", 4, "--shard_parameters", "--output", picture))
+    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", "--output", picture))
     said = capsys.readouterr().out
-    assert said.startswith("dp 2 on two CPUs: 4 x 1, shard_parameters, 128 tokens a sequence\n")
+    assert said.startswith("dp 2 on two CPUs: 2 x 1, shard_parameters, 128 tokens a sequence\n")
     assert "all-gathers of weights" in said
     assert "weights" in picture.read_text()
     both = ["--shard_parameters", "--shard_optimizer"]

@@ -37,7 +37,10 @@ def search(paper: OnPaper, cluster: Cluster = CLUSTER, sequences: int = 32, **op
 
 @pytest.fixture(scope="module")
 def ranking() -> Ranking:
-    return search(paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6), sequences=SEQUENCES)
+    paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "_fsdp", lambda _: None)  # no layout; tests/unit/simulation/test_fsdp.py has it
+        return search(paper, sequences=SEQUENCES)
 
 
 def search_of(sizes: Sizes, paper: OnPaper, cluster: Cluster, sequences: int = 32) -> Ranking:
