@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -123,12 +124,17 @@ def used() -> str:
     return "\n".join(lines)
 
 
-def classes() -> Iterator[type]:
+@functools.cache
+def classes() -> list[type]:
     """The classes of the package."""
-    for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
-        if not found.name.endswith("__main__"):
-            kinds = vars(importlib.import_module(found.name)).values()
-            yield from (kind for kind in kinds if isinstance(kind, type) and kind.__module__ == found.name)
+    names = [found.name for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    return [
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+    ]
 
 
 def places() -> dict[str, set[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,10 @@ def own_names(node: ast.ClassDef) -> set[str]:
     }
 
 
-def names_of(name: str, known: Mapping[str, list[ast.ClassDef]]) -> set[str] | None:
+@functools.cache
+def names_of(name: str) -> set[str] | None:
     """What the classes of a name have, with their bases; None where a class or a base is of another package."""
+    known = classes()
     if name not in known:
         return None
     names = set().union(*map(own_names, known[name]))
@@ -56,7 +58,7 @@ def names_of(name: str, known: Mapping[str, list[ast.ClassDef]]) -> set[str] | N
         called = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
         if called in PLAIN_BASES:
             continue
-        inherited = names_of(called, known)
+        inherited = names_of(called)
         if inherited is None:
             return None
         names |= inherited
@@ -74,19 +76,18 @@ def texts() -> Iterator[tuple[str, str]]:
             yield f"{page.relative_to(HOME)}:{number}", line
 
 
-def missing(text: str, known: Mapping[str, list[ast.ClassDef]]) -> list[str]:
+def missing(text: str) -> list[str]:
     """The names `Class.name` of a text, of classes of this package, that the class does not have."""
     result = []
     for class_name, name in NAMED.findall(text):
-        names = names_of(class_name, known)
+        names = names_of(class_name)
         if names is not None and name not in names:
             result.append(f"{class_name}.{name}")
     return result
 
 
 def test_names_in_messages_and_pages_exist():
-    known = classes()
-    assert [f"{place}: {name}" for place, text in texts() for name in missing(text, known)] == []
+    assert [f"{place}: {name}" for place, text in texts() for name in missing(text)] == []
 
 
 @pytest.mark.parametrize(
@@ -99,4 +100,4 @@ def test_names_in_messages_and_pages_exist():
     ],
 )
 def test_the_scan_finds(text: str, names: list[str]):
-    assert missing(text, classes()) == names
+    assert missing(text) == names

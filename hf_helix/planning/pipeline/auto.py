@@ -88,8 +88,10 @@ def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
     """Returns the best schedule of list scheduling: the best policies of a short window compete on the whole one."""
-    short = min(clock.num_microbatches, 2 * (max(clock.ranks) + 1))
-    for each, keep in ((SlotClock(clock.ranks, clock.costs, short), FINALISTS), (clock, 1)):
+    rounds, short = [(clock, 1)], 2 * (max(clock.ranks) + 1)
+    if short < clock.num_microbatches:
+        rounds.insert(0, (SlotClock(clock.ranks, clock.costs, short), FINALISTS))
+    for each, keep in rounds:
         made = [(list_schedule(each, policy), policy) for policy in policies]
         made.sort(key=lambda one: one[0][1])
         policies = [policy for _, policy in made[:keep]]
@@ -99,7 +101,8 @@ def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
 def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
     """Yields the policies of a search."""
     pairs = (True, False) if costs.gain > 1 else (False,)
-    aparts = (num_ranks, 2 * num_ranks, 2 * num_microbatches)
+    most = 2 * num_microbatches  # backwards that a rank has
+    aparts = dict.fromkeys(min(apart, most) for apart in (num_ranks, 2 * num_ranks, most))
     for pair, early, apart, forward, backward, delay in product(
         pairs, (False, True), aparts, (1, 2), (0, 1, 2), (0.5, 1.0)
     ):

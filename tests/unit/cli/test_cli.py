@@ -170,7 +170,7 @@ SUFFIXES = [".svg", pytest.param(".png", marks=pytest.mark.slow)]  # report/test
 def test_pictures(suffix: str, file: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     plan_file("intra_batch", tmp_path / "plan.json")
-    run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", 2, "--output", tmp_path / f"plan{suffix}")
+    run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", 1, "--output", tmp_path / f"plan{suffix}")
     assert capsys.readouterr().out == f"{tmp_path}/plan{suffix}\n"
     run("show", file, "--output", tmp_path / f"oef{suffix}")
     assert capsys.readouterr().out == f"{tmp_path}/oef{suffix}\n{tmp_path}/oef-breakdown{suffix}\n"

@@ -15,6 +15,7 @@ from hf_helix.cli.main import main
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
+from hf_helix.simulation import processes
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 
@@ -23,6 +24,12 @@ TINY = ROOT / "recipes" / "models" / "tiny-llama"
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two CPU processes over a slow link."""
     return cluster_file(tmp_path_factory.mktemp("cluster") / "small.yaml")
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor searches in this process: others would count once more what one of them has counted."""
+    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
 
 
 def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
@@ -72,7 +79,9 @@ def test_adapters_that_cannot_be_made_are_refused_by_the_option(small: Path, cap
     assert "no_such" in refused(capsys, words_of("simulate", small, "--lora_r", 2, "--target_modules", "no_such"))
 
 
-def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path, capsys: Any, tmp_path: Path):
+def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(
+    small: Path, one_process: None, capsys: Any, tmp_path: Path
+):
     file = tmp_path / "helix.yaml"
     main(words_of("doctor", small, "--batch_tokens", "8k", "--why", "--write", file))
     said = capsys.readouterr().out
@@ -91,7 +100,7 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path,
     assert "--config_file" in lines[-1]
 
 
-def test_the_file_of_a_cut_layout_is_taken_by_helix(capsys: Any, tmp_path: Path):
+def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: Any, tmp_path: Path):
     size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
     scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.7 * size)
     file = tmp_path / "helix.yaml"
@@ -140,7 +149,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--cluster", "h101x8"], "cluster='h101x8' is neither a file nor a cluster that hf_helix brings"),
     ],
 )
-def test_what_is_malformed_is_refused(words: list[str], message: str, small: Path, capsys: Any):
+def test_what_is_malformed_is_refused(words: list[str], message: str, small: Path, one_process: None, capsys: Any):
     given = words_of("doctor", small, *(["--batch_tokens", "8k"] if "--batch_tokens" not in words else []), *words)
     assert message in refused(capsys, given)
 
@@ -159,10 +168,10 @@ def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: 
     monkeypatch.setattr(search, "EFFORT", 2000)  # plans need not be good
     monkeypatch.setattr(dhelix, "STATES", 30)
     picture = tmp_path / "window.svg"
-    options = ["--tp_size", 2, "--microbatches", 4, "--plan", "all", "--output", picture]
+    options = ["--tp_size", 2, "--microbatches", 2, "--plan", "all", "--output", picture]
     main(words_of("simulate", small, *options))
     said = capsys.readouterr().out
-    assert said.startswith("tp 2 on two CPUs: 4 x 1, 128 tokens a sequence\n")
+    assert said.startswith("tp 2 on two CPUs: 2 x 1, 128 tokens a sequence\n")
     rows = {line.split()[0]: line for line in said.splitlines() if line.endswith("x")}
     assert rows.keys() == {"sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search"}
     assert rows["sequential"].endswith("1.00x")
@@ -191,9 +200,9 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
 
 def test_spread_weights_are_simulated_and_written(small: Path, capsys: Any, tmp_path: Path):
     picture = tmp_path / "window.svg"
-    main(words_of("simulate", small, "--microbatches", 4, "--shard_parameters", "--output", picture))
+    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", "--output", picture))
     said = capsys.readouterr().out
-    assert said.startswith("dp 2 on two CPUs: 4 x 1, shard_parameters, 128 tokens a sequence\n")
+    assert said.startswith("dp 2 on two CPUs: 2 x 1, shard_parameters, 128 tokens a sequence\n")
     assert "all-gathers of weights" in said
     assert "weights" in picture.read_text()
     both = ["--shard_parameters", "--shard_optimizer"]

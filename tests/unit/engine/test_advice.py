@@ -25,7 +25,9 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")
 def advised() -> tuple[Any, Ranking, Cluster]:
     cluster = replace(load_cluster("h100x8"), devices_per_node=2)
     paper = OnPaper(on_meta(num_key_value_heads=4), cluster)
-    return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "_fsdp", lambda _: None)  # nothing is said of plain FSDP, which takes long to simulate
+        return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
 
 
 @pytest.fixture

@@ -38,6 +38,11 @@ def plan_of(rule: str) -> Plan:
 
 
 def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
+    return list(built(rule, num_layers, num_microbatches))
+
+
+@functools.cache
+def built(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
     layout = layout_of(SMALL, num_layers)
     return build_programs(schedule_of(num_microbatches), layout, plan_of(rule), [(num_layers + 1, "loss")])[0]
 

@@ -12,6 +12,7 @@ from support.on_paper import cluster_with, on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.report.step import shards_line
+from hf_helix.simulation import layouts as searching
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
@@ -36,7 +37,18 @@ def search(paper: OnPaper, cluster: Cluster = CLUSTER, sequences: int = 32, **op
 
 @pytest.fixture(scope="module")
 def ranking() -> Ranking:
-    return search(paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6), sequences=SEQUENCES)
+    paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "_fsdp", lambda _: None)  # no layout; tests/unit/simulation/test_fsdp.py has it
+        return search(paper, sequences=SEQUENCES)
+
+
+def search_of(sizes: Sizes, paper: OnPaper, cluster: Cluster, sequences: int = 32) -> Ranking:
+    """What is found for some parallel sizes alone, which does not depend on what is found for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "layouts", lambda *_: [sizes])
+        patch.setattr(Search, "_fsdp", lambda _: None)
+        return search(paper, cluster, sequences)
 
 
 def reasons(ranking: Ranking) -> dict[Sizes, str]:
@@ -136,7 +148,7 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     """Each of the many gathers takes a millisecond before anything is sent; all gradients are one sum."""
     paper = paper_of(num_hidden_layers=4)
     slow = replace(PAIR, node=replace(CLUSTER.node, latency=1e-3))
-    plain = search(paper, slow).plain()
+    plain = search_of(Sizes(dp=2), paper, slow).plain()
     assert plain is not None
     assert not plain.case.shard_optimizer
     shared = replace(plain.case, shard_optimizer=True)
@@ -147,7 +159,7 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     assert f"{step.seconds / plain.seconds - 1:.1%} slower" in line
     assert f"{step.waits:.3f} s of waiting for weights" in line
     scarce = replace(slow, device=replace(slow.device, memory=(plain.memory.total + step.memory.total) / 2))
-    saved = search(paper, scarce).plain()
+    saved = search_of(Sizes(dp=2), paper, scarce).plain()
     assert saved is not None
     assert saved.case.shard_optimizer or saved.case.shard_parameters
 
@@ -159,15 +171,14 @@ def test_one_strand_is_run_where_two_have_nothing_to_hide(ranking: Ranking):
 
 def test_one_strand_is_tried_where_two_need_recomputation():
     """A device that holds the activations of one strand alone, and links on which there is little to hide."""
-    paper, sizes, tokens = paper_of(num_hidden_layers=4), Sizes(tp=2), 8 * LENGTH
+    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
     roomy = replace(CLUSTER, devices_per_node=2, node=replace(CLUSTER.node, bandwidth=1e12))
     one, two = (Case(sizes, 1, LENGTH, 8, plan=plan) for plan in (ONE_STRAND, "greedy"))
     needs = [memory_of_case(paper.amounts(case), case).total for case in (one, two)]
     assert needs[0] < needs[1]
     tight = replace(roomy, device=replace(roomy.device, memory=sum(needs) / 2))
     for cluster, plan in ((roomy, "greedy"), (tight, ONE_STRAND)):
-        result = Search(paper.amounts, cluster, tokens, LENGTH, paper.layers).run()
-        (step,) = [step for step in result.steps if step.case.sizes == sizes]
+        (step,) = search_of(sizes, paper, cluster, sequences=8).steps
         assert (step.case.plan, step.case.recompute) == (plan, "none")
 
 
@@ -202,8 +213,7 @@ def test_a_searched_schedule_is_left_more_memory_than_is_counted():
     for free, mode in ((1.1 * MARGIN, True), (0.5 * MARGIN, False)):
         room = memory.total + free * memory.activations
         cluster = replace(two, device=replace(two.device, memory=room))
-        result = Search(paper.amounts, cluster, 8 * LENGTH, LENGTH, paper.layers).run()
-        kept = [step.case for step in result.steps if step.case.sizes == sizes]
+        kept = [step.case for step in search_of(sizes, paper, cluster, sequences=8).steps]
         assert (case in kept) is mode
 
 
@@ -226,7 +236,7 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     whole, spread = memory(shard_optimizer=True), memory(shard_parameters=True)
     assert spread < whole
     device = replace(CLUSTER.device, memory=(whole + spread) / 2)
-    plain = search(paper, replace(PAIR, device=device)).plain()
+    plain = search_of(sizes, paper, replace(PAIR, device=device)).plain()
     assert plain is not None
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer

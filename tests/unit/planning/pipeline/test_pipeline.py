@@ -317,8 +317,9 @@ def test_refinement_is_never_slower_and_keeps_to_its_room(seed: int, monkeypatch
 
 
 @every_set
-def test_refinement_helps(costs: dict[str, float]):
-    """W alone becomes a schedule without most of its bubble."""
+def test_refinement_helps(costs: dict[str, float], monkeypatch: pytest.MonkeyPatch):
+    """W alone becomes a schedule without most of its bubble, after a part of the usual changes."""
+    monkeypatch.setattr(local_search, "TRIALS", 3000)
     times = even(8, **costs)
     ranks = stage_ranks(FOLD, 4)
     before = simulate_schedule(build_schedule("folded_1f1b", 4, 8), ranks, times)
