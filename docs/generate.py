@@ -4,7 +4,7 @@ In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-heli
       other packages' names in `hf_helix.upstream`; the folders of the package and their docstrings.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
       models.md, upstream.md and CONTRIBUTING.md.
-Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
+Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
 """
 
 from __future__ import annotations
