@@ -25,6 +25,7 @@ from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning.measure import profiler
+from hf_helix.tuning.measure.bench import Bench
 from hf_helix.tuning.measure.profiler import measure_profile
 
 
@@ -73,6 +74,17 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
         "traced": trainer.helix.runner.executor.streams.trace is not None,
     }
+
+
+def beside_themselves(folder: str, helix: dict[str, Any], **options: Any) -> list[str]:
+    """Every computation beside itself, each in a thread of its own; returns their names."""
+    trainer = make_trainer(folder, {**helix, "plan": "sequential"}, **options)
+    trainer.model.train()
+    bench = Bench(trainer.helix.runner, _microbatches(trainer, 2)[0], 2)
+    for timed in bench.computing:
+        ((first, second),) = bench.together(timed, timed, (1, 1))
+        assert first > 0 < second
+    return [timed.name[1] for timed in bench.computing]
 
 
 def _plain(result: Profile) -> dict[str, Any]:

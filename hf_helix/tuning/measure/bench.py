@@ -112,7 +112,7 @@ class Bench:
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 return self._on_two_streams(first, second)
         # Each works on micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [
@@ -138,7 +138,8 @@ class Bench:
         streams = self.runner.executor.streams
         rows = []
         for _ in range(self.length):
-            works = [self._work(timed) for timed in (first, second)]
+            with explicit_gradients():
+                works = [self._work(timed) for timed in (first, second)]
             meet(self.runner)
             hold(streams, 2 * ISSUING_SLOWEST)
             with streams.tracing() as trace:
@@ -163,7 +164,12 @@ class Bench:
             setup.method(self.values)(call, *(self.values[key] for key in setup.reads))
         call.training = step.keeps
         run = step.method(self.values)
-        return lambda: run(call, *inputs)
+
+        def compute() -> None:
+            with explicit_gradients():  # holds for one thread, and the work may run in that of a stream
+                run(call, *inputs)
+
+        return compute
 
     def _step(self, instruction: Instruction) -> BoundInstruction:
         return BoundInstruction(instruction, self.runner.executor.units)
