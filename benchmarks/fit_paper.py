@@ -63,7 +63,7 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
     slow = {}
     for name, kinds in CONTENTION.items():
         for first, second in kinds:
-            slow[first, second] = slow[second, first] = constants[name]
+            slow[first, second] = slow[second, first] = Curve(((1.0, constants[name]),))
     island = cluster.island
     assert island is not None, "the nodes of this cluster have sockets"
     return replace(

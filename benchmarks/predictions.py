@@ -46,7 +46,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile
-from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links
+from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.peaks import peak_of_program
 from hf_helix.simulation.sizes import Sizes
@@ -232,9 +232,9 @@ def clusters_now(files: dict[str, dict[str, Any]], options: argparse.Namespace, 
     now: dict[str, Any] = {}
     if not options.cluster:
         axis, streams = build_mesh(ranks, CPU, link=options.links[-1]).tp, make_streams(CPU)
-        device, waiting = measure_device(CPU, ranks, quiet), measure_waiting(axis, streams, CPU)
+        device, waiting = measure_device(CPU, ranks, quiet), waiting_entry(measure_waiting(axis, streams, CPU))
         streams.close()
-        now = all_gather_object({"device": device, "waiting": waiting})[0]
+        now = all_gather_object({"device": device, "waiting_us": waiting})[0]
     return {link: parse_cluster({**file, **now}, f"this machine, {link}") for link, file in files.items()}
 
 

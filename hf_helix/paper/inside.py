@@ -92,6 +92,8 @@ def shares(runs: Runs, row: Row) -> dict[str, float]:
 # --- Figure 4 ---
 
 OPERATORS = {"GEMM": Kind.COMPUTE, "FA": Kind.COMPUTE, "C1": Kind.INTRA_NODE, "C2": Kind.INTER_NODE}
+SENT = 1 << 24
+"""Bytes of a collective; contention of the paper's clusters does not depend on it."""
 
 
 def effectiveness(runs: Runs) -> Artifact:
@@ -117,12 +119,10 @@ def effectiveness(runs: Runs) -> Artifact:
 
 
 def _overlaps(cluster: Cluster) -> list[list[float]]:
-    slow = cluster.contention
-
     def cell(first: Kind, second: Kind) -> float:
         if first is second:
             return 0.0
-        pair = Pair.of(1.0, 1.0, slow.get((first, second), 1.0), slow.get((second, first), 1.0))
+        pair = Pair.of(1.0, 1.0, *(cluster.slowdown(*way, SENT) for way in ((first, second), (second, first))))
         return 2.0 - pair.together
 
     return [[cell(first, second) for second in OPERATORS.values()] for first in OPERATORS.values()]

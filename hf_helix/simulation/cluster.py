@@ -30,10 +30,11 @@ the name of the key; nothing here imports torch.
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of what one link carries, and how many share it
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
-      intra_node_beside_compute: 1.15
+      intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes that a rank sends in the collective
       ...
-    waiting: 0.1                                 of ranks for each other at a collective, as a share of the computation
-                                                 before it; left out, every rank takes the same time every time
+    waiting_us: 300                              of ranks for each other at a collective behind a millisecond of
+                                                 computation, growing with its root; left out, every rank takes the same
+                                                 time every time
     backend: nccl                                or gloo
 
 `matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; links may have an `efficiency` by the
@@ -59,20 +60,21 @@ from hf_helix.simulation.section import Section
 ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 TYPES = ("bf16", "fp16", "fp32")
+SLOWDOWNS = "[bytes, times as long], bytes growing and no factor below 1, such as [[1e5, 2], [1e7, 1.2]]"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """An efficiency that depends on a size: straight lines between points, over the logarithm of the size.
+    """A share or a factor that depends on a size: straight lines between points, over the logarithm of the size.
 
     Attributes:
-        points: (size, efficiency), sizes growing. Below the first and above the last their values hold.
+        points: (size, value), sizes growing. Below the first and above the last their values hold.
     """
 
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def at(self, size: float) -> float:
-        """Returns the efficiency at a size."""
+        """Returns the value at a size."""
         sizes = [point[0] for point in self.points]
         place = bisect_left(sizes, size)
         if place == 0 or place == len(sizes):
@@ -173,9 +175,10 @@ class Cluster:
         device: what each of them is.
         node: carries bytes between the devices of a node; with islands, between the islands of a node.
         network: carries bytes between nodes.
-        contention: (kind, other kind) -> how many times longer an operator of the first takes beside one of the second.
+        contention: (kind, other kind) -> how many times longer an operator of the first takes beside one of the second,
+            by the bytes that a rank sends in a collective.
         island: devices of a node that are joined better than the rest; None where all are joined alike.
-        waiting: of ranks for each other at a collective, as a share of the computation that each did before it.
+        waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
     """
@@ -186,7 +189,7 @@ class Cluster:
     device: Device
     node: Link
     network: Link
-    contention: Mapping[tuple[Kind, Kind], float] = field(default_factory=dict)
+    contention: Mapping[tuple[Kind, Kind], Curve] = field(default_factory=dict)
     island: Island | None = None
     waiting: float = 0.0
     backend: str = "nccl"
@@ -196,6 +199,21 @@ class Cluster:
     def devices(self) -> int:
         """All of them."""
         return self.nodes * self.devices_per_node
+
+    def slowdown(self, first: Kind, second: Kind, sent: float) -> float:
+        """Returns how many times longer an operator of the first kind takes beside one of the second.
+
+        Args:
+            first, second: kinds of operators.
+            sent: bytes that a rank sends in the collective; in that of the first kind, where both are collectives.
+        """
+        curve = self.contention.get((first, second))
+        return curve.at(max(1.0, sent)) if curve is not None else 1.0
+
+    def waiting_seconds(self, computing: float) -> float:
+        """Returns what ranks wait for each other at a collective behind so many seconds of computation: what delays
+        them comes by chance, so that its spread grows with the root of the time."""
+        return self.waiting * math.sqrt(computing)
 
     @property
     def levels(self) -> list[tuple[int, Link]]:
@@ -269,7 +287,7 @@ def parse_cluster(data: Any, where: str) -> Cluster:
         network=_link(network, _sharing(network, "devices_per_node", per_node)),
         island=island,
         contention=_contention(top.section("contention", optional=True)),
-        waiting=top.number("waiting", 0.0, least=0),
+        waiting=top.number("waiting_us", 0.0, least=0) * 1e-6 / math.sqrt(1e-3),
         backend=top.choice("backend", BACKENDS),
         sources=top.section("sources", optional=True).texts(),
     )
@@ -342,7 +360,7 @@ def contention_key(first: Kind, second: Kind) -> str:
     return "_".join((first.value, "beside", second.value))
 
 
-def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
+def _contention(section: Section) -> dict[tuple[Kind, Kind], Curve]:
     keys = {contention_key(first, second): (first, second) for first in Kind for second in Kind}
     factors = {}
     for key in list(section.left):
@@ -351,7 +369,10 @@ def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
                 f"{section.where}: contention.{key} is not known; name two of "
                 f"{', '.join(kind.value for kind in Kind)}, such as compute_beside_intra_node: 1.2"
             )
-        factors[keys[key]] = section.number(key, least=1)
+        if isinstance(section.left[key], list):
+            factors[keys[key]] = Curve(tuple(section.points(key, (), SLOWDOWNS, (1.0, math.inf))))
+        else:
+            factors[keys[key]] = Curve(((1.0, section.number(key, least=1)),))
     return factors
 
 

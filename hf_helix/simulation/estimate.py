@@ -8,6 +8,7 @@ bandwidth, all of them sending at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -198,17 +199,18 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
     for name, seconds in waiting(layout, times, cluster).items():
         times[name] += seconds
     about = {"model": amounts.model.name, "estimated": cluster.name}
-    return Profile(about, layout, times, pairs=contended(layout, times, cluster), bytes=sent)
+    pairs, like = contended(layout, times, sent, cluster)
+    return Profile(about, layout, times, pairs=pairs, like=like, bytes=sent)
 
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
-    """Returns what ranks wait for each other at each collective of a unit: a share of the computation before it, which
-    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet.
+    """Returns what ranks wait for each other at each collective of a unit, whose computation is taken to be spread
+    evenly. Stages of a pipeline hand on to one another, and do not meet.
 
     Args:
         layout: what the ranks hold.
         times: seconds of every operator.
-        cluster: says how large the share is.
+        cluster: says how long ranks wait.
     """
     seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
@@ -216,26 +218,43 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
             kinds = {(unit, f"{letter}.{op.name}"): op.kind for op in graph.operators}
             computing = sum(times[name] for name, kind in kinds.items() if not kind.communicates)
             meetings = [name for name, kind in kinds.items() if kind.communicates and kind is not Kind.PIPELINE]
-            seconds |= dict.fromkeys(meetings, cluster.waiting * computing / max(1, len(meetings)))
+            seconds |= dict.fromkeys(meetings, cluster.waiting_seconds(computing / max(1, len(meetings))))
     return seconds
 
 
-def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[tuple[Name, Name], Pair]:
-    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds.
+def contended(
+    layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], cluster: Cluster
+) -> tuple[dict[tuple[Name, Name], Pair], dict[Name, Name]]:
+    """Returns operators beside each other; of those that contention slows alike, the longest stands for all.
 
     Args:
         layout: what the ranks hold.
         times: seconds of every operator.
+        sent: bytes that a rank sends in every operator that communicates.
         cluster: says how many times longer one kind takes beside another.
+
+    Returns:
+        The pairs, and for each operator that is in none of them the one that stands for it; for none where one operator
+        stands for all of its kind, as a profile takes it to.
     """
-    longest: dict[Kind, Name] = {}
+    kinds = [kind for kind in Kind if any(kind in both for both in cluster.contention)]
+    groups: dict[tuple[object, ...], list[Name]] = {}
     for name, op in named_operators(layout):
-        if op.kind not in longest or times[name] > times[longest[op.kind]]:
-            longest[op.kind] = name
+        if op.kind in kinds:
+            ways = [way for kind in kinds for way in ((op.kind, kind), (kind, op.kind))]
+            slowed = [cluster.slowdown(*way, sent[name]) for way in ways] if op.kind.communicates else ()
+            groups.setdefault((op.kind, *slowed), []).append(name)
+    longest = {max(names, key=lambda name: times[name]): names for names in groups.values()}
+    kind_of = {name: op.kind for name, op in named_operators(layout) if name in longest}
     pairs = {}
-    for first, second in {tuple(sorted(kinds, key=list(Kind).index)) for kinds in cluster.contention}:
-        slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
-        if first in longest and second in longest and slow != (1.0, 1.0):
-            a, b = longest[first], longest[second]
+    for a, b in itertools.combinations(sorted(longest, key=lambda name: kinds.index(kind_of[name])), 2):
+        first, second = kind_of[a], kind_of[b]
+        slow = (
+            cluster.slowdown(first, second, sent.get(a) or sent.get(b, 0)),
+            cluster.slowdown(second, first, sent.get(b) or sent.get(a, 0)),
+        )
+        if first is not second and slow != (1.0, 1.0):
             pairs[a, b] = Pair.of(times[a], times[b], *slow)
-    return pairs
+    if len(longest) == len(set(kind_of.values())):
+        return pairs, {}
+    return pairs, {name: first for first, names in longest.items() for name in names if name != first}

@@ -149,11 +149,9 @@ class _MicroBatch:
     def __init__(
         self, first: _Unit, layers: Sequence[_Unit], last: _Unit, ring: Ring, cluster: Cluster, reduces: bool
     ) -> None:
-        kind = _kind(ring)
-        self._slow = (
-            cluster.contention.get((Kind.COMPUTE, kind), 1.0),
-            cluster.contention.get((kind, Kind.COMPUTE), 1.0),
-        )
+        kind, gathered = _kind(ring), ring.sent(layers[0].weights)
+        ways = ((Kind.COMPUTE, kind), (kind, Kind.COMPUTE))
+        self._slow = [cluster.slowdown(*way, gathered) for way in ways]
         self.seconds = self.exposed = self.computing = self.sent = 0.0
         ends = first.gather + last.gather
         self._run(0.0, ends)

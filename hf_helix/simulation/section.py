@@ -18,6 +18,10 @@ T = TypeVar("T")
 MOST_EFFICIENT = 1.5
 """The largest share of a curve: a peak may be that of large sizes, and what is in a cache faster."""
 
+Bounds = tuple[float, float]
+SHARES: Bounds = (1e-9, MOST_EFFICIENT)
+EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
+
 
 class Section:
     """A mapping of a file. What is read is taken out; `left` holds the rest.
@@ -86,18 +90,29 @@ class Section:
             raise self._wrong(key, number, "a whole number, at least 1")
         return int(number)
 
-    def points(self, key: str, default: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-        """Returns (size, share) with growing sizes."""
+    def points(
+        self, key: str, default: Sequence[tuple[float, float]], what: str = EFFICIENCY, bounds: Bounds = SHARES
+    ) -> Sequence[tuple[float, float]]:
+        """Returns (size, value) with growing sizes.
+
+        Args:
+            key: its name in the section.
+            default: what holds where it is not given.
+            what: is listed, with an example.
+            bounds: the smallest and the largest value.
+
+        Raises:
+            ValueError: it is no such list.
+        """
         if key not in self.left:
             return default
-        value = self.left.pop(key)
-        pairs = value if isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value) else []
-        points = [(size, share) for size, share in (map(_number, pair) for pair in pairs) if size and share]
+        given = self.left.pop(key)
+        pairs = given if isinstance(given, list) and all(isinstance(p, list) and len(p) == 2 for p in given) else []
+        points = [(size, value) for size, value in (map(_number, pair) for pair in pairs) if size and value]
         sizes = [size for size, _ in points]
-        possible = all(size > 0 and 0 < share <= MOST_EFFICIENT for size, share in points)
+        possible = all(size > 0 and bounds[0] <= value <= bounds[1] for size, value in points)
         if not points or len(points) < len(pairs) or sorted(set(sizes)) != sizes or not possible:
-            needed = "a list of [size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
-            raise self._wrong(key, value, needed)
+            raise self._wrong(key, given, f"a list of {what}")
         return points
 
     def refuse_rest(self, works: str = "") -> None:

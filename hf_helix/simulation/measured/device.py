@@ -211,9 +211,14 @@ def _elementwise(device: torch.device, elements: int) -> Work:
     return work
 
 
-def decoder_work(device: torch.device) -> Work:
-    """Returns a few milliseconds of what a decoder layer computes: mostly products, and some element-wise kernels."""
-    side = 1024 if device.type == "cuda" else 256
+def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
+    """Returns a few milliseconds of what a decoder layer computes: mostly products, and some element-wise kernels.
+
+    Args:
+        device: that the values are on.
+        factor: of the sides of products.
+    """
+    side = int(factor * (1024 if device.type == "cuda" else 256))
     products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
     small = _elementwise(device, side * side)
 

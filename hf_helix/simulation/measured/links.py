@@ -26,7 +26,7 @@ METHODS = ("all_gather", "exchange", "shift")
 SIZES = tuple(4**power for power in range(4, 14))
 """Bytes of what a rank has, from 256 to 64 Mi."""
 
-TRAIN, ROUNDS = 4, 3
+TRAIN, ROUNDS = 4, 6
 """How many run in a row, of which the first warms up; how often that is repeated."""
 
 LONGEST = 0.1

@@ -9,6 +9,7 @@ and on what.
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -178,8 +179,10 @@ def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict
         data["network"]["devices_per_link"] = mesh.tp.size
     show("computation beside communication", 0.9)
     slow = measure_contention(axes, streams, device)
-    data["contention"] = {key: _short(max(1.0, factor)) for key, factor in slow.items()}
-    data["waiting"] = _short(measure_waiting(next(iter(axes.values())), streams, device))
+    data["contention"] = {
+        key: [[sent, _short(max(1.0, factor))] for sent, factor in points] for key, points in slow.items()
+    }
+    data["waiting_us"] = waiting_entry(measure_waiting(next(iter(axes.values())), streams, device))
     streams.close()
     return notes
 
@@ -230,6 +233,11 @@ def link_entry(link: Fit) -> dict[str, Any]:
         "latency_us": _short(link.latency * 1e6),
         "efficiency": [[_short(size), _short(share)] for size, share in link.efficiency],
     }
+
+
+def waiting_entry(seconds: float) -> float:
+    """Returns the entry of a cluster file for what ranks wait behind a second of computation."""
+    return _short(seconds * 1e6 * math.sqrt(1e-3))
 
 
 def _rates(timed: Sequence[TimedCollective]) -> str:

@@ -10,6 +10,7 @@ computation the mean over ranks counts, of communication the fastest, as the oth
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,58 +29,72 @@ from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 Work = Callable[[], object]
 Pair = tuple[Kind, Kind]
 
-BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""What a rank sends in a collective, by the type of device."""
+BYTES = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 20, 1 << 24, 1 << 27)}
+"""What a rank has in a collective, by the type of device: small ones cost what is beside them more of their time."""
 
 SECONDS = {"cpu": 0.1, "cuda": 0.02}
 """That each of two kinds runs beside the other."""
 
-ROUNDS, MOST = 15, 64
+ROUNDS, MOST = 12, 200
 
 MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}
 """Bytes of what a rank sends where ranks meet."""
 
+APART = (0.5, 1.0, 2.0)
+"""Sides of the products that ranks compute before they meet, in parts of the usual: eight times the work each."""
 
-def measure_contention(axes: Mapping[Kind, Axis], streams: Streams, device: torch.device) -> dict[str, float]:
-    """Returns how many times longer the first kind takes beside the second, by the keys of a cluster file. Collective.
+
+def measure_contention(
+    axes: Mapping[Kind, Axis], streams: Streams, device: torch.device
+) -> dict[str, list[tuple[int, float]]]:
+    """Returns how many times longer the first kind takes beside the second, by the keys of a cluster file, and by the
+    bytes that a rank sends in a collective. Collective.
 
     Args:
         axes: of the ranks of a node, and of ranks on different nodes, as far as there are any.
         streams: that all of it runs on.
         device: that the values are on.
     """
-    works: dict[Kind, Work] = {Kind.COMPUTE: decoder_work(device)}
-    works |= {kind: collective(axis, "all_gather", BYTES[device.type], device)[0] for kind, axis in axes.items()}
-    counts = {kind: _count(streams, kind, work, device) for kind, work in works.items()}
-    factors = {}
-    for first, second in itertools.combinations(works, 2):
-        both = {kind: works[kind] for kind in (first, second)}
-        slow = _slowdowns(streams, both, counts)
-        factors[contention_key(first, second)] = slow[0]
-        factors[contention_key(second, first)] = slow[1]
+    factors: dict[str, list[tuple[int, float]]] = {}
+    for size in BYTES[device.type]:
+        works: dict[Kind, Work] = {Kind.COMPUTE: decoder_work(device)}
+        sent: dict[Kind, int] = {}
+        for kind, axis in axes.items():
+            works[kind], sent[kind] = collective(axis, "all_gather", size, device)
+        counts = {kind: _count(streams, kind, work, device) for kind, work in works.items()}
+        for ways in itertools.permutations(works, 2):
+            factors.setdefault(contention_key(*ways), [])
+        for first, second in itertools.combinations(works, 2):
+            slow = _slowdowns(streams, {kind: works[kind] for kind in (first, second)}, counts)
+            for (kind, other), factor in zip(((first, second), (second, first)), slow, strict=True):
+                factors[contention_key(kind, other)].append((sent.get(kind) or sent[other], factor))
     return factors
 
 
 def measure_waiting(axis: Axis, streams: Streams, device: torch.device) -> float:
-    """Returns what ranks wait for each other at a collective, as a share of the computation before it. Collective.
+    """Returns the seconds that ranks wait for each other at a collective behind a second of computation. Collective.
 
     The same computation does not take the same time on every rank, nor every time, and a collective begins when the
-    last rank arrives. So a chain in which they take turns takes longer than both of them alone.
+    last rank arrives. So a chain in which they take turns takes longer than both of them alone; by as much more as the
+    root of the computation, where what disturbs a rank comes by chance.
 
     Args:
         axis: whose ranks all take part.
         streams: that all of it runs on.
         device: that the values are on.
     """
-    compute = decoder_work(device)
     meet, _ = collective(axis, "all_gather", MEETINGS[device.type], device)
-    chains: list[list[tuple[Kind, Work]]] = [[(Kind.COMPUTE, compute)], [(axis.kind, meet)]]
-    chains.append([*chains[0], *chains[1]])
-    once = max(all_gather_object(_chain(streams, chains[0], 2) / 2))
-    count = max(2, min(MOST, round(SECONDS[device.type] / once)))
-    rows = [[_chain(streams, chain, count) for chain in chains] for _ in range(ROUNDS)]
-    alone, meeting, turns = (sum(column) for column in zip(*rows, strict=True))
-    return max(0.0, max(all_gather_object((turns - meeting - alone) / alone)))
+    waits = []
+    for apart in APART:
+        compute = decoder_work(device, apart)
+        chains: list[list[tuple[Kind, Work]]] = [[(Kind.COMPUTE, compute)], [(axis.kind, meet)]]
+        chains.append([*chains[0], *chains[1]])
+        once = max(all_gather_object(_chain(streams, chains[0], 2) / 2))
+        count = max(2, min(MOST, round(SECONDS[device.type] / once)))
+        rows = [[_chain(streams, chain, count) for chain in chains] for _ in range(ROUNDS)]
+        alone, meeting, turns = (sum(column) / (ROUNDS * count) for column in zip(*rows, strict=True))
+        waits.append(max(all_gather_object((turns - meeting - alone) / math.sqrt(alone))))
+    return max(0.0, statistics.fmean(waits))
 
 
 def _chain(streams: Streams, chain: Sequence[tuple[Kind, Work]], count: int) -> float:

@@ -76,7 +76,9 @@ def profile_with_sums(
     names = [name for name, _ in named_sums(layout)]
     seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
-    pairs = {**profile.pairs, **_contended(layout, times, axes, cluster)}
+    crosses = axes[COPIES].crosses
+    sent = {name: axes[COPIES].sent(2 * made.bytes) for name, (made, _) in zip(names, found, strict=True)}
+    pairs = {**profile.pairs, **_contended(layout, times, {**profile.bytes, **sent}, crosses, cluster)}
     return replace(profile, layout=layout, times=times, pairs=pairs)
 
 
@@ -99,20 +101,23 @@ def _seconds(
 
 
 def _contended(
-    layout: Layout, times: Mapping[Name, float], axes: Mapping[str, Ring], cluster: Cluster
+    layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], crosses: bool, cluster: Cluster
 ) -> dict[tuple[Name, Name], Pair]:
     """Returns, for every kind of operator that sums slow down or are slowed down by, a pair of two. Over one link, each
     gets half of it."""
-    link = Kind.INTER_NODE if axes[COPIES].crosses else Kind.INTRA_NODE
+    link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
     summing = max((name for name, _ in named_sums(layout)), key=lambda name: times[name])
     pairs = {}
     for kind in (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE):
         others = [name for name, op in named_operators(layout) if op.kind is kind]
-        slow = cluster.contention.get((link, kind), 1.0), cluster.contention.get((kind, link), 1.0)
-        if kind is link:
-            slow = 2.0, 2.0
-        if others and slow != (1.0, 1.0):
-            other = max(others, key=lambda name: times[name])
+        if not others:
+            continue
+        other = max(others, key=lambda name: times[name])
+        slow = 2.0, 2.0
+        if kind is not link:
+            beside = cluster.slowdown(kind, link, sent.get(other) or sent[summing])
+            slow = cluster.slowdown(link, kind, sent[summing]), beside
+        if slow != (1.0, 1.0):
             pairs[summing, other] = Pair.of(times[summing], times[other], *slow)
     return pairs
 

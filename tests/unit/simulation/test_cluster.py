@@ -89,7 +89,30 @@ def test_curves_may_be_given_by_type():
 
 def test_contention_names_two_kinds():
     cluster = parse_cluster(with_key("contention.compute_beside_inter_node", 1.2), "here")
-    assert cluster.contention == {(Kind.COMPUTE, Kind.INTER_NODE): 1.2}
+    assert list(cluster.contention) == [(Kind.COMPUTE, Kind.INTER_NODE)]
+    assert (
+        cluster.slowdown(Kind.COMPUTE, Kind.INTER_NODE, 0)
+        == cluster.slowdown(Kind.COMPUTE, Kind.INTER_NODE, 1e9)
+        == 1.2
+    )
+    assert (
+        cluster.slowdown(Kind.INTER_NODE, Kind.COMPUTE, 1e6)
+        == cluster.slowdown(Kind.COMPUTE, Kind.INTRA_NODE, 1e6)
+        == 1
+    )
+
+
+def test_contention_may_depend_on_what_is_sent():
+    cluster = parse_cluster(with_key("contention.compute_beside_inter_node", [[1e4, 3], [1e6, 1.0]]), "here")
+    sizes = {1e3: 3, 1e4: 3, 1e5: 2, 1e6: 1, 1e8: 1}
+    for sent, factor in sizes.items():
+        assert cluster.slowdown(Kind.COMPUTE, Kind.INTER_NODE, sent) == pytest.approx(factor)
+
+
+def test_ranks_wait_by_the_root_of_what_they_compute():
+    cluster = parse_cluster(with_key("waiting_us", 300), "here")
+    for milliseconds, waited in {0: 0, 1: 300e-6, 4: 600e-6, 25: 1500e-6}.items():
+        assert cluster.waiting_seconds(milliseconds * 1e-3) == pytest.approx(waited)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +149,19 @@ def test_contention_names_two_kinds():
         ),
         ("island.devices", 3, "island.devices: 3 must divide devices_per_node: 4; values that work: 1, 2, 4"),
         ("island", {"devices": 2}, "island.gb_per_s is missing; it must be a number"),
-        ("waiting", -0.1, "waiting: -0.1 must be .* at least 0"),
+        ("waiting_us", -0.1, "waiting_us: -0.1 must be .* at least 0"),
         ("contention.compute_beside_pcie", 1.2, "contention.compute_beside_pcie is not known; name two of compute"),
         (
             "contention.compute_beside_intra_node",
             0.5,
             "contention.compute_beside_intra_node: 0.5 must be .* at least 1",
         ),
+        (
+            "contention.compute_beside_intra_node",
+            [[1e5, 2], [1e6, 0.5]],
+            r"contention.compute_beside_intra_node: .* a list of \[bytes, times as long\], .* no factor below 1",
+        ),
+        ("contention.compute_beside_intra_node", [], "contention.compute_beside_intra_node: .* must be a list"),
         ("backend", "mpi", "backend: 'mpi' must be one of nccl, gloo"),
         ("sources", "a data sheet", "sources must be a mapping of keys to values"),
         ("gpus", 8, "unknown keys: gpus"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -180,19 +181,36 @@ def test_contention_holds_for_all_operators_of_two_kinds(amounts: Any):
     assert not estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with()).pairs
 
 
-def test_ranks_wait_at_each_collective_for_a_share_of_the_computation_before_it(amounts: Any):
+def test_contention_holds_for_what_an_operator_sends(amounts: Any):
+    """From half of what a collective of a layer sends to twice as much, factors fall by 1."""
+    (usual,) = {each.bytes for each in amounts.operators["layer", "F.mlp.gather"].transfers}
+    contention = {
+        "compute_beside_intra_node": [[usual // 2, 3.0], [2 * usual, 2.0]],
+        "intra_node_beside_compute": [[usual // 2, 2.0], [2 * usual, 1.0]],
+    }
+    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(contention=contention))
+    kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
+    for moving in (name for name, kind in kinds.items() if kind is Kind.INTRA_NODE):
+        faster = min(1.0, max(0.0, 0.5 * math.log2(2 * profile.bytes[moving] / usual)))
+        for computing in (name for name, kind in kinds.items() if kind is Kind.COMPUTE):
+            assert profile.slowdown(computing, moving) == pytest.approx(3 - faster, rel=1e-3)
+            assert profile.slowdown(moving, computing) == pytest.approx(2 - faster, rel=1e-3)
+    assert {profile.bytes[name] == usual for name, kind in kinds.items() if kind is Kind.INTRA_NODE} == {True, False}
+
+
+def test_ranks_wait_at_each_collective_behind_an_even_part_of_the_computation(amounts: Any):
     alike, apart = (
-        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(waiting=waiting)) for waiting in (0, 0.25)
+        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(waiting_us=waiting)) for waiting in (0, 250)
     )
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     for unit in amounts.layout.graphs:
         for letter in "FB":
             names = [name for name in kinds if name[0] == unit and name[1].startswith(letter)]
-            computing = sum(alike.times[name] for name in names if kinds[name] is Kind.COMPUTE)
-            added = {name: apart.times[name] - alike.times[name] for name in names}
-            meetings = [added[name] for name in names if kinds[name] is Kind.INTRA_NODE]
-            assert sum(added.values()) == pytest.approx(0.25 * computing if meetings else 0)
-            assert max(meetings, default=0) == pytest.approx(min(meetings, default=0))
+            computing = 1e3 * sum(alike.times[name] for name in names if kinds[name] is Kind.COMPUTE)
+            meetings = [name for name in names if kinds[name] is Kind.INTRA_NODE]
+            for name in names:
+                added = 250e-6 * math.sqrt(computing / len(meetings)) if name in meetings else 0
+                assert apart.times[name] - alike.times[name] == pytest.approx(added)
 
 
 def test_a_type_without_a_rate_is_named_with_those_there_are(amounts: Any):

@@ -10,7 +10,7 @@ from support.on_paper import case_of, cluster_with, counted, on_meta
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.cluster import Cluster, Curve
 from hf_helix.simulation.fsdp import simulate_fsdp
 from hf_helix.simulation.step.step import Step, simulate_step
 
@@ -61,7 +61,8 @@ def test_what_is_gathered_beside_computation_does_not_show(amounts: Amounts):
 
 def test_contention_slows_what_runs_beside_each_other(amounts: Amounts):
     cluster = cluster_with(devices_per_node=RANKS, node={"gb_per_s": 20})
-    slow = replace(cluster, contention={(Kind.COMPUTE, Kind.INTRA_NODE): 1.5, (Kind.INTRA_NODE, Kind.COMPUTE): 1.5})
+    ways = (Kind.COMPUTE, Kind.INTRA_NODE), (Kind.INTRA_NODE, Kind.COMPUTE)
+    slow = replace(cluster, contention=dict.fromkeys(ways, Curve(((1.0, 1.5),))))
     alone = step_of(amounts, cluster)
     one_by_one = alone.loads[Kind.COMPUTE] + alone.loads[Kind.INTRA_NODE]
     assert alone.window < step_of(amounts, slow).window < one_by_one
