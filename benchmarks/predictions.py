@@ -48,7 +48,7 @@ from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.simulation.measured.together import measure_waiting
-from hf_helix.simulation.peaks import peak_of_program
+from hf_helix.simulation.peaks import peaks_of_timeline
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.step import Case, Step, layout_of, simulate_step
 from hf_helix.tuning.candidates import plan_runners
@@ -270,10 +270,8 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         for plan, planned in plan_runners(runner, options.plans, profile, case.microbatches).items():
             step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
             assert step.drawn is not None
-            ran = [made for made in step.drawn[0] if made.operator is not None]
-            programs = [[made for made in ran if units.rank_of(made.unit) == rank] for rank in range(units.num_ranks)]
-            peaks = [peak_of_program(amounts, runner.layout, program).total for program in programs]
-            steps[speed, plan] = step, max(peaks)
+            peaks = peaks_of_timeline(amounts, runner.layout, *step.drawn)
+            steps[speed, plan] = step, max(peak.total for peak in peaks)
             runners[speed, plan] = planned
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
     for _, speed in itertools.product(range(options.repeats), clusters):
@@ -299,9 +297,10 @@ def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:
         runner.train_window(window, complete=False)
         runner.executor.streams.synchronize()
     forget_gradients(runner)
-    mine = [max(map(sum, move.rows)) for move in recorder.moved if move.rows]  # of what goes out and what comes back
-    loads = list(zip(*all_gather_object(mine), strict=True))
-    return sum(map(max, loads)) / sum(map(statistics.fmean, loads)) if loads else 1.0
+    mine = [tuple(map(sum, move.rows)) for move in recorder.moved if move.rows]  # what goes out, and what comes in
+    exchanges = list(zip(*all_gather_object(mine), strict=True))
+    most = sum(max(max(each) for each in ranks) for ranks in exchanges)
+    return most / sum(statistics.fmean(out for out, _ in ranks) for ranks in exchanges) if exchanges else 1.0
 
 
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

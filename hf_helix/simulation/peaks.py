@@ -3,9 +3,9 @@
 In:   the memory that operators allocate, and a rank's program or its schedule.
 Out:  `Peak`s.
 Must hold: of a program, each piece of memory is freed once nothing holds it any more
-(`hf_helix.simulation.amounts.lifetimes`). Before there are programs, two strands take turns layer by layer, which is
-what plans promise to need no more than (one layer's activations apart). What is sent to another stage of the pipeline
-is freed when the next transfer begins.
+(`hf_helix.simulation.amounts.lifetimes`), a collective on its way included (`hf_helix.simulation.held`). Before there
+are programs, two strands take turns layer by layer, which is what plans promise to need no more than (one layer's
+activations apart). What is sent to another stage of the pipeline is freed when the next transfer begins.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap, zip_longest
 
-from hf_helix.planning.cost import entry_of
+from hf_helix.planning.cost import Timeline, entry_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import RECEIVE
 from hf_helix.planning.instructions import PARTS_OF, Instruction
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
+from hf_helix.planning.profile import Name
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
 from hf_helix.simulation.amounts.lifetimes import outputs_of
+from hf_helix.simulation.held import Held, held_until_over
 from hf_helix.simulation.memory import GRADIENT, Peak
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
 
-def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction]) -> Peak:
+def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
     """Returns what is alive while a rank runs a program, when most is.
 
     The batches are left out, and so are gradients unless weights are spread: else they are there between windows, too.
@@ -38,12 +40,39 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
         amounts: of a rank of this layout.
         layout: of all ranks.
         program: the instructions of the rank.
+        held: until when collectives hold what they read and work with; None where each ends as it is issued.
     """
     alive = _Alive(amounts, layout)
-    for instruction in program:
-        if instruction.operator is not None:
-            alive.run(instruction)
+    landing: dict[int, list[_Block]] = {}
+    for place, instruction in enumerate(program):
+        for block in landing.pop(place, ()):
+            alive.let_go(block)
+        if instruction.operator is None:
+            continue
+        until = (held or {}).get(place, 0)
+        blocks = alive.run(instruction, holds=until > place + 1)
+        landing.setdefault(until, []).extend(blocks)
     return alive.peak
+
+
+def peaks_of_timeline(
+    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline
+) -> list[Peak]:
+    """Returns what is alive on each rank of CPUs when most is, in a window that was predicted operator by operator.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        programs: the instructions of all ranks, one rank after the other.
+        timeline: when each of them runs.
+    """
+    peaks = []
+    for rank in range(layout.num_ranks):
+        places = [place for place, made in enumerate(programs) if layout.rank_of(made.unit) == rank]
+        program = [programs[place] for place in places]
+        starts, ends = ([times[place] for place in places] for times in (timeline.starts, timeline.ends))
+        peaks.append(peak_of_program(amounts, layout, program, held_until_over(program, starts, ends)))
+    return peaks
 
 
 ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
@@ -86,14 +115,23 @@ class _Alive:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
         self._begun: set[object] = set()
 
-    def run(self, instruction: Instruction) -> None:
-        """Counts what an instruction allocates, and what is freed behind it."""
+    def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
+        """Counts what an instruction allocates, and what is freed behind it.
+
+        Args:
+            instruction: what runs.
+            holds: whether it holds what it reads and works with until it is let go.
+
+        Returns:
+            What it holds.
+        """
+        held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
         if op.kind is Kind.GRADIENTS:  # they are put in one piece
             if self._amounts.spread:
                 self._see(self._layout.sums[instruction.gradient_sum].bytes, GRADIENTS)
-            return
+            return held
         if op.kind is Kind.PIPELINE:
             for block in self._sent:
                 self._release(block)
@@ -108,14 +146,27 @@ class _Alive:
             for storage in self._amounts.lifetimes.left.get(name, ()):
                 sort = WEIGHTS if storage.is_weight else ACTIVATIONS
                 self._keep(instruction, storage.bytes, storage.values, storage.last, sort)
+            held = self._held(instruction, name) if holds else held
             for block in self._kept.pop((microbatch, (unit, name[1])), ()):
-                self._let_go(block)
+                self.let_go(block)
         for key in instruction.frees:
             for block in self._values.pop((microbatch, key), ()):
-                self._let_go(block, sends=op.sends)
+                self.let_go(block, sends=op.sends)
         if instruction.ends:
             for block in self._kept.pop((microbatch, (-1, "")), ()):
-                self._let_go(block)
+                self.let_go(block)
+        return held
+
+    def _held(self, instruction: Instruction, name: Name) -> list[_Block]:
+        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive."""
+        left = sum(storage.bytes for storage in self._amounts.lifetimes.left.get(name, ()))
+        works = _Block(max(0, self._amounts.operators[name].peak - left), ACTIVATIONS)
+        self._now[works.sort] += works.bytes
+        reads = (self._values.get((instruction.microbatch, key), ()) for key in instruction.reads)
+        blocks = [works, *dict.fromkeys(block for blocks in reads for block in blocks)]
+        for block in blocks:
+            block.holders += 1
+        return blocks
 
     def _see(self, above: int, sort: int) -> None:
         """Notes that so many bytes of a sort are alive for a while above what is alive now."""
@@ -154,7 +205,8 @@ class _Alive:
         held.setdefault(key, []).append(block)
         block.holders += 1
 
-    def _let_go(self, block: _Block, sends: bool = False) -> None:
+    def let_go(self, block: _Block, sends: bool = False) -> None:
+        """Frees memory once the last that holds it lets go; what is sent to another stage later."""
         block.holders -= 1
         if not block.holders:
             if sends:

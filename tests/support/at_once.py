@@ -1,4 +1,5 @@
-"""Collectives that end where they are issued, so that what is alive does not depend on how busy the machine is.
+"""Collectives that end where they are issued, so that what is alive does not depend on how busy the machine is; and
+such that hold what they work with until they are waited for, as those of a GPU do.
 
 In:   the streams of a rank.
 Out:  the same streams, patched.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 from hf_helix.planning.graph.operator import Kind
@@ -29,4 +31,41 @@ def collectives_at_once(streams: Streams) -> Iterator[None]:
         return event
 
     with mock.patch.object(streams, "issue", issue_and_wait):
+        yield
+
+
+class KeepingEvent(Event):
+    """The event of a collective that is over, and that holds what it worked with until it is waited for."""
+
+    def __init__(self, inner: Any, keep: object) -> None:
+        self.label, self.kind, self.inner, self.keep = inner.label, inner.kind, inner, keep
+
+
+@contextmanager
+def collectives_kept(streams: Streams) -> Iterator[None]:
+    """Keeps what each collective reads and works with until it is waited for, or its event is gone."""
+    issue, wait, is_over = streams.issue, streams.wait, streams.is_over
+
+    def inner(event: Any) -> Any:
+        return event.inner if isinstance(event, KeepingEvent) else event
+
+    def issue_and_keep(
+        kind: Kind, work: Callable[[], object], after: Sequence[Event], label: str, lane: str = ""
+    ) -> Event:
+        event = issue(kind, work, [inner(each) for each in after], label, lane)
+        if kind is Kind.PIPELINE:
+            return event
+        wait(event)
+        return KeepingEvent(event, (work, after))
+
+    def wait_and_drop(event: Any) -> None:
+        wait(inner(event))
+        if isinstance(event, KeepingEvent):
+            event.keep = None
+
+    with (
+        mock.patch.object(streams, "issue", issue_and_keep),
+        mock.patch.object(streams, "wait", wait_and_drop),
+        mock.patch.object(streams, "is_over", lambda event: is_over(inner(event))),
+    ):
         yield

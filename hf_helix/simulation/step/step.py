@@ -28,6 +28,7 @@ from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
+from hf_helix.simulation.held import held_until_waited
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
 from hf_helix.simulation.sizes import Sizes
@@ -121,7 +122,8 @@ class Step:
         waits: seconds that gathers add to the window which happen once in it (`shard_optimizer`).
         casts: seconds of the window in which weights are cast to the type of matrix products, once in it; none where
             they are gathered in that type.
-        drawn: the programs and the timeline of the window, if it was simulated whole.
+        is_whole: whether the window was predicted operator by operator.
+        drawn: the programs and the timeline of the window, if it was kept for a picture.
     """
 
     case: Case
@@ -136,6 +138,7 @@ class Step:
     gathers: float = 0.0
     waits: float = 0.0
     casts: float = 0.0
+    is_whole: bool = False
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -215,7 +218,12 @@ def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak
 
 
 def simulate_step(
-    amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False, known: dict[object, Layers] | None = None
+    amounts: Amounts,
+    case: Case,
+    cluster: Cluster,
+    whole: bool = False,
+    known: dict[object, Layers] | None = None,
+    draws: bool = True,
 ) -> Step:
     """Returns what an optimizer step takes.
 
@@ -223,8 +231,9 @@ def simulate_step(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        whole: whether to order and predict the window operator by operator; those of up to `WHOLE` operators can be
-            drawn, and search their schedule.
+        whole: whether to order and predict the window operator by operator.
+        draws: whether whole windows of up to `WHOLE` operators are kept for a picture, and search their schedule; else
+            all are predicted by their steady state.
         known: what this rule made of layers on this cluster in cases that were simulated before; takes up that of this
             one. Layouts that differ in their pipeline have the same layers.
 
@@ -238,7 +247,7 @@ def simulate_step(
         if case.shard_optimizer:
             profile = profile_with_gathers(profile, amounts, axes, cluster)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-    return simulate_plan(amounts, case, cluster, profile, plan, whole, known)
+    return simulate_plan(amounts, case, cluster, profile, plan, whole, known, draws)
 
 
 def simulate_plan(
@@ -249,6 +258,7 @@ def simulate_plan(
     plan: Plan,
     whole: bool = False,
     known: dict[object, Layers] | None = None,
+    draws: bool = True,
 ) -> Step:
     """Returns what an optimizer step takes under a plan, whatever the case says of plans.
 
@@ -259,8 +269,7 @@ def simulate_plan(
         profile: the times of the operators, with the layout of the case, see `layout_of`. For a whole window it has the
             sums of gradients and the gathers of weights, too.
         plan: for this profile.
-        whole: as of `simulate_step`.
-        known: as of `simulate_step`.
+        whole, known, draws: as of `simulate_step`.
     """
     layout = profile.layout
     names = dict.fromkeys(amounts.model.units[1:-1])
@@ -276,18 +285,20 @@ def simulate_plan(
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     drawn = None
     if whole:
-        is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
+        is_short = draws and _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
         found = predict_whole(plan, profile, schedule, drawn=is_short)
         seconds, sums, waits, drawn = found.seconds, found.sums, found.waits, found.drawn
-        programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
-        peaks = [peak_of_program(amounts, layout, program) for program in programs]
-        memory = _heaviest(amounts, layout, case, peaks)
     else:
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
         waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
         seconds = window.seconds + waits
+    if whole:
+        programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
+        peaks = [peak_of_program(amounts, layout, each, held_until_waited(each)) for each in programs]
+        memory = _heaviest(amounts, layout, case, peaks)
+    else:
         memory = memory_of_case(amounts, case, layout)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     gathers_copies = case.shard_optimizer and bool(weight_gathers(amounts, layout, axes))
@@ -310,6 +321,7 @@ def simulate_plan(
         case.microbatches * _gather_seconds(profile, layout, window.busiest),
         waits,
         casts,
+        whole,
         drawn,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.at_once import collectives_at_once
+from support.at_once import collectives_at_once, collectives_kept
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
@@ -15,6 +15,7 @@ from hf_helix.engine.on_paper import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.simulation.held import held_until_waited
 from hf_helix.simulation.peaks import peak_of_program
 from hf_helix.tuning.measure.memory import peak_bytes
 
@@ -36,6 +37,12 @@ TRIES = 2
 
 EXACT = 0.03
 
+ENDS: dict[str, tuple[Any, Any]] = {
+    "at once": (lambda _: None, collectives_at_once),
+    "waited for": (held_until_waited, collectives_kept),  # as on a GPU
+}
+"""Until when collectives hold what they read and work with, on paper and in a run."""
+
 
 def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) -> dict[str, tuple[int, list[int]]]:
     """What a window needs on paper, and what was counted, of this rank under each plan."""
@@ -55,9 +62,10 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
         plan = make_plan(name, rough_profile(layout), model="m", mesh=work.mesh.option_sizes)
         runner = work.runner.with_plan(plan)
         program = runner.program(MICROBATCHES)
-        with collectives_at_once(runner.executor.streams):
-            counted = [peak_bytes(runner, window) for _ in range(TRIES if config.pp_size > 1 else 1)]
-        result[name] = peak_of_program(amounts, runner.layout, program).total, counted
+        for how, (held, patched) in ENDS.items():
+            with patched(runner.executor.streams):
+                counted = [peak_bytes(runner, window) for _ in range(TRIES if config.pp_size > 1 else 1)]
+            result[f"{name}, {how}"] = peak_of_program(amounts, runner.layout, program, held(program)).total, counted
     dist.barrier()
     return result
 
