@@ -2,8 +2,9 @@
 
 In:   a model on paper, a cluster, the tokens of a step, and the length of a sequence.
 Out:  a `Ranking`: steps, the fastest first, and why each other layout was dropped.
-Must hold: a layout that cannot be cut, or needs more memory than a device has, is never proposed; plain data
-parallelism is among the candidates, and judged by the same rules.
+Must hold: those that lead the ranking are predicted operator by operator, the others from what a layer takes; a layout
+that cannot be cut, or needs more memory than a device has, is never proposed; plain data parallelism is among the
+candidates, and judged by the same rules.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.estimate import rings, transfer_seconds
 from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
-from hf_helix.simulation.memory import Peak, bytes_text
+from hf_helix.simulation.memory import Memory, Peak, bytes_text
 from hf_helix.simulation.processes import in_processes
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.steady import Layers
@@ -43,6 +44,9 @@ WIDEST = 8
 """Ranks of tensor parallelism that may stand on several nodes, where nodes have fewer devices."""
 
 ONE_STRAND = "sequential"
+
+SEARCHING = 0.8
+"""The part of the progress that is made when all layouts are known."""
 
 AmountsOf = Callable[[Case], Amounts]
 
@@ -115,6 +119,8 @@ class Search:
         imbalance: see `Case`.
         progress: told which part of the cases is done.
         workers: processes that search; 1 for this one alone.
+        leading: how many of the fastest are predicted operator by operator, plain data parallelism besides; they are
+            ranked by that.
     """
 
     amounts: AmountsOf
@@ -129,6 +135,7 @@ class Search:
     imbalance: float = 1.0
     progress: Callable[[float], object] | None = None
     workers: int = 1
+    leading: int = 0
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
     _layers: dict[str, dict[object, Layers]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -147,12 +154,42 @@ class Search:
         for part in in_processes(self._ranked, list(cuts.values()), self.workers):
             parts.append(part)
             if self.progress is not None:
-                self.progress(len(parts) / len(cuts))
-        steps = sorted((step for part in parts for step in part.steps), key=lambda step: -step.tokens_per_second)
+                self.progress(SEARCHING * len(parts) / len(cuts))
+        steps, unfit = self._with_leading([step for part in parts for step in part.steps])
         dropped = sorted(
-            (each for part in parts for each in part.dropped), key=lambda each: candidates.index(each.case.sizes)
+            (*unfit, *(each for part in parts for each in part.dropped)),
+            key=lambda each: candidates.index(each.case.sizes),
         )
         return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
+
+    def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
+        """Returns the steps, the fastest first, and those that turn out not to fit. Those that lead, which may become
+        others by it, and the fastest with data parallelism alone are predicted operator by operator."""
+        unfit: list[Dropped] = []
+        while True:
+            steps = sorted(steps, key=lambda step: -step.tokens_per_second)
+            plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
+            cases = [step.case for step in (*steps[: self.leading], *plain) if not step.is_whole]
+            if self.progress is not None:
+                self.progress(1 - (1 - SEARCHING) * len(cases) / max(1, self.leading))
+            if not cases:
+                return steps, unfit
+            made = dict(zip(cases, in_processes(self._whole, cases, self.workers), strict=True))
+            unfit += [each for each in made.values() if isinstance(each, Dropped)]
+            looked_at = [made.get(step.case, step) for step in steps]
+            steps = [each for each in looked_at if isinstance(each, Step)]
+
+    def _whole(self, case: Case) -> Step | Dropped:
+        """Returns a case operator by operator, with more recomputation where its programs need more memory than it
+        seemed, or why it does not fit."""
+        room, least = self.cluster.device.memory, 0.0
+        for mode in RECOMPUTE[RECOMPUTE.index(case.recompute) :]:
+            way = replace(case, recompute=mode)
+            step = simulate_step(self.amounts(way), way, self.cluster, whole=True, draws=False)
+            least = self._with_margin(way, step.memory)
+            if least <= room:
+                return step
+        return Dropped(case, f"needs {bytes_text(least)} of a device that has {bytes_text(room)}")
 
     def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
         """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""
@@ -361,7 +398,9 @@ class Search:
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
-        memory = memory_of_case(amounts, case, layout, self._peaks[whole])
+        return self._with_margin(case, memory_of_case(amounts, case, layout, self._peaks[whole]))
+
+    def _with_margin(self, case: Case, memory: Memory) -> float:
         is_searched = case.schedule == AUTO and case.sizes.pp > 1
         return memory.total + (MARGIN * memory.activations if is_searched else 0.0)
 

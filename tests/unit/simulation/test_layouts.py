@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,44 @@ def test_the_fastest_comes_first_and_uses_no_more_tokens_than_asked_for(ranking:
     speeds = [step.tokens_per_second for step in ranking.steps]
     assert speeds == sorted(speeds, reverse=True)
     assert all(step.case.tokens == SEQUENCES * LENGTH for step in ranking.steps)
+
+
+def test_those_that_lead_are_predicted_operator_by_operator_and_ranked_by_that(ranking: Ranking):
+    """Plain data parallelism, too; what was only added up is ranked behind them by its quick prediction."""
+    leading, last = 2, ranking.steps[-1]
+    paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    searched = Search(paper.amounts, CLUSTER, SEQUENCES * LENGTH, LENGTH, paper.layers, leading=leading)
+    slow = replace(ranking.steps[0], window=2 * last.window)  # as if the first were the last but for exactness
+    steps, unfit = searched._with_leading([slow, *ranking.steps[1:]])
+    assert not unfit
+    assert [step.tokens_per_second for step in steps] == sorted((s.tokens_per_second for s in steps), reverse=True)
+    assert {step.case for step in steps} == {step.case for step in ranking.steps}
+    whole = [step for step in steps if step.is_whole]
+    assert set(map(id, steps[:leading])) <= set(map(id, whole))
+    assert any(is_plain(step.case) for step in whole)
+    for step in whole:
+        exact = simulate_step(paper.amounts(step.case), step.case, CLUSTER, whole=True)
+        assert step.seconds == pytest.approx(exact.seconds, rel=2e-3), "which is simulated from end to end"
+    assert not any(step.is_whole for step in ranking.steps), "nothing leads unless it is asked for"
+
+
+def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranking: Ranking):
+    """Collectives of a GPU hold what they read until they are waited for; the quick count of memory leaves it out."""
+    paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    cut = next(step for step in ranking.steps if step.case.sizes.tp > 1 and step.case.sizes.pp == 1)
+
+    def leading(room: float) -> tuple[list[Any], list[Any]]:
+        scarce = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
+        return Search(paper.amounts, scarce, SEQUENCES * LENGTH, LENGTH, paper.layers, leading=1)._with_leading([cut])
+
+    (kept,), _ = leading(math.inf)
+    (saving,), dropped = leading(0.99 * kept.memory.total)
+    assert kept.case.recompute == "none"
+    assert saving.case.recompute != "none"
+    assert not dropped
+    steps, dropped = leading(0.1 * kept.memory.total)
+    assert not steps
+    assert dropped[0].reason.startswith("needs ")
 
 
 PAIR = replace(CLUSTER, devices_per_node=2)
