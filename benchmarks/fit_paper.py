@@ -1,13 +1,16 @@
-"""Fits the few constants of the paper's A40 cluster on the paper's Megatron column and its figure 15 (a) alone.
+"""Fits the few constants of the paper's clusters on the paper's Megatron column and its figure 15 (a) alone.
 
-    python benchmarks/fit_paper.py            prints the constants, which are copied into the cluster's file by hand
+    python benchmarks/fit_paper.py                      prints the constants of the A40 cluster
+    python benchmarks/fit_paper.py --cluster a800x64    those of the A800 cluster
 
-Constants are factors on what the file says of products, attention, links of a socket, between the sockets of a node
-and between nodes; and how much computation and communication, and both kinds of communication, slow each other down.
+They are copied into the cluster's file by hand. Constants are factors on what the file says of products, attention,
+links of a socket, between the sockets of a node (or between all its devices) and between nodes; and how much
+computation and communication, and both kinds of communication, slow each other down.
 The most probable ones are found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of
 rates 20 % around those that were assumed before anything was fitted (`ASSUMED`), but between sockets, of which the
 paper says nothing, a factor of two, and of contention 0.15 around the 1.25 that section 6.3.3 of the paper reports.
-A800 and H100 are not fitted: they have two rows of the Megatron column, and none.
+Of A800 there are two dense rows of the Megatron column and no figure 15: its rates are fitted, its contention is not.
+Of H100 there is none.
 
 Speeds change smoothly with the rates, so these are found by Gauss-Newton steps. Gains jump with the plan that is found;
 each contention goes up and down in turn, in steps that become smaller. The two are fitted in turn.
@@ -25,13 +28,13 @@ from functools import cache
 import numpy as np
 
 from hf_helix.paper.ablation import gains
-from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_15, INCREMENTS, MEGATRON
+from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_15, INCREMENTS, MEGATRON
 from hf_helix.paper.runs import Runs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.cluster import Cluster, Curve, Link, load_cluster
 
-CLUSTER = "a40x64"
-RATES = ("matmul", "attention", "island", "node", "network")
+A40, A800 = "a40x64", "a800x64"
+ROWS = {A40: (*FIGURE_11, *FIGURE_12), A800: FIGURE_13A}
 CONTENTION = {
     "beside computation": ((Kind.COMPUTE, Kind.INTRA_NODE), (Kind.COMPUTE, Kind.INTER_NODE)),
     "beside communication": ((Kind.INTRA_NODE, Kind.INTER_NODE),),
@@ -40,10 +43,13 @@ REPORTED, SPREAD = 1.25, 0.15
 LEAST, MOST = 1.0, 2.0
 """Bounds of contention: nothing is faster beside something else; two that share all they need take twice as long."""
 SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
-ASSUMED = {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9}
+ASSUMED = {
+    A40: {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9},
+    A800: {"matmul": 0.77, "attention": 0.55, "node": 0.8, "network": 0.9},
+}
 """Efficiencies at the largest size before the fit: of long products and sequences, as `paper_rows` has them, and of
 links. The file holds what was fitted last, so a fit must not start from there again."""
-SPREADS = {"node": math.log(2)}
+SPREADS = {(A40, "node"): math.log(2)}
 """Errors of rates that are less certain: of the sockets of a node the paper says nothing."""
 STEP = 0.05
 """By how much the logarithm of a rate changes to see what follows."""
@@ -54,22 +60,21 @@ Constants = dict[str, float]
 
 
 def tuned(cluster: Cluster, constants: Constants) -> Cluster:
-    """Returns a cluster with its rates multiplied, and with other contention."""
+    """Returns a cluster with its rates multiplied, and with other contention if there is any among the constants."""
     device = replace(
         cluster.device,
         matmul={key: _scaled(curve, constants["matmul"]) for key, curve in cluster.device.matmul.items()},
         attention={key: _scaled(curve, constants["attention"]) for key, curve in cluster.device.attention.items()},
     )
-    slow = {}
+    slow = dict(cluster.contention)
     for name, kinds in CONTENTION.items():
-        for first, second in kinds:
+        for first, second in kinds if name in constants else ():
             slow[first, second] = slow[second, first] = Curve(((1.0, constants[name]),))
     island = cluster.island
-    assert island is not None, "the nodes of this cluster have sockets"
     return replace(
         cluster,
         device=device,
-        island=replace(island, link=_faster(island.link, constants["island"])),
+        island=island and replace(island, link=_faster(island.link, constants["island"])),
         node=_faster(cluster.node, constants["node"]),
         network=_faster(cluster.network, constants["network"]),
         contention=slow,
@@ -78,14 +83,14 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
 
 def efficiencies(cluster: Cluster) -> Constants:
     """Returns the efficiencies of a cluster at the largest size, by the names of the constants."""
-    assert cluster.island is not None, "the nodes of this cluster have sockets"
     curves = {
         "matmul": cluster.device.matmul["bf16"],
         "attention": cluster.device.attention["bf16"],
-        "island": cluster.island.link.efficiency,
         "node": cluster.node.efficiency,
         "network": cluster.network.efficiency,
     }
+    if cluster.island is not None:
+        curves["island"] = cluster.island.link.efficiency
     return {name: curve.points[-1][1] for name, curve in curves.items()}
 
 
@@ -102,25 +107,26 @@ class Fit:
 
     Args:
         runs: with the cluster as its file has it.
+        name: of the cluster.
     """
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs = runs
-        self.cluster = load_cluster(CLUSTER)
+    def __init__(self, runs: Runs, name: str) -> None:
+        self.runs, self.name = runs, name
+        self.cluster = load_cluster(name)
 
     def with_constants(self, constants: Constants) -> Runs:
         """Returns runs on a cluster with these constants."""
-        return self.runs.with_clusters({CLUSTER: tuned(self.cluster, constants)})
+        return self.runs.with_clusters({self.name: tuned(self.cluster, constants)})
 
     def speeds(self, constants: Constants) -> list[float]:
         """Returns the errors of the Megatron column and those of the rates, each in parts of what it may be."""
-        runs = self.with_constants(constants)
-        rows = (*FIGURE_11, *FIGURE_12)
-        errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) / SPEED_ERROR for row in rows]
-        known = efficiencies(self.cluster)
-        return errors + [
-            math.log(constants[name] * known[name] / ASSUMED[name]) / SPREADS.get(name, RATE_ERROR) for name in RATES
+        runs, known = self.with_constants(constants), efficiencies(self.cluster)
+        speeds = [runs.run(row, MEGATRON).speed / row.printed[MEGATRON] for row in ROWS[self.name]]
+        rates = [
+            math.log(constants[name] * known[name] / assumed) / SPREADS.get((self.name, name), RATE_ERROR)
+            for name, assumed in ASSUMED[self.name].items()
         ]
+        return [math.log(speed) / SPEED_ERROR for speed in speeds] + rates
 
     def steps(self, constants: Constants) -> float:
         """Returns the error of figure 15 (a), with that of contention."""
@@ -194,18 +200,22 @@ def _text(constants: Constants) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", default=A40, choices=list(ASSUMED), help="whose constants are fitted")
     parser.add_argument("--rounds", type=int, default=3, help="how often rates and contention are fitted in turn")
     parser.add_argument("--steps", type=int, default=3, help="Gauss-Newton steps each time at most")
     options = parser.parse_args()
-    fit = Fit(Runs())
-    constants: Constants = dict.fromkeys(RATES, 1.0) | dict.fromkeys(CONTENTION, 1.1)
+    fit, rates = Fit(Runs(), options.cluster), list(ASSUMED[options.cluster])
+    constants: Constants = dict.fromkeys(rates, 1.0)
+    slows = list(CONTENTION) if options.cluster == FIGURE_15["a"].cluster else []
+    constants |= dict.fromkeys(slows, 1.1)
     start = time.time()
-    for _ in range(options.rounds):
+    for _ in range(options.rounds if slows else 1):
         print("rates, on the Megatron column", flush=True)
-        constants = gauss_newton(constants, RATES, fit.speeds, options.steps)
-        print("contention, on figure 15 (a)", flush=True)
-        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05))
-    error = sum(each**2 for each in fit.speeds(constants)) + fit.steps(constants)
+        constants = gauss_newton(constants, rates, fit.speeds, options.steps)
+        if slows:
+            print("contention, on figure 15 (a)", flush=True)
+            constants = descend(constants, slows, fit.steps, (0.1, 0.05, 0.02))
+    error = sum(each**2 for each in fit.speeds(constants)) + (fit.steps(constants) if slows else 0.0)
     print(f"{_text(constants)}: error {error:.2f}, after {time.time() - start:.0f} s")
 
 

@@ -171,7 +171,7 @@ def largest(runs: Runs) -> Artifact:
 
 
 def _largest(runs: Runs, row: Row, name: str, recompute: str) -> float:
-    amounts, cluster = runs.amounts(row, recompute), runs.cluster(row)
+    amounts, cluster = runs.amounts(row, recompute=recompute), runs.cluster(row)
     layer = amounts.model.units[1]
     each = amounts.weights[layer].trained * row.sizes.tp
     ends = sum(amounts.weights[unit].trained for unit in {amounts.model.units[0], amounts.model.units[-1]})

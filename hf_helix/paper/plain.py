@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.paper.published import MEGATRON, MODELS, Row
-from hf_helix.paper.runs import Runs, case_of, speed_of
+from hf_helix.paper.runs import SEARCH, Runs, case_of, speed_of
 from hf_helix.simulation.layouts import check_sizes, layouts
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.step import Step, memory_of_case, simulate_step
@@ -46,7 +46,7 @@ def _fitting(runs: Runs, row: Row) -> Step | None:
         case = replace(case_of(row, MEGATRON), recompute=recompute)
         try:
             check_sizes(row.sizes, row.length, row.layers or shape.layers, max(1, shape.experts))
-            amounts = runs.amounts(row, recompute)
+            amounts = runs.amounts(row, SEARCH, recompute)
             if memory_of_case(amounts, case).total <= cluster.device.memory:
                 return simulate_step(amounts, case, cluster)
         except ValueError:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_helix.engine.on_paper import OnPaper
+from hf_helix.paper.megatron_ring import with_megatron_ring
 from hf_helix.paper.models import build_model
 from hf_helix.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from hf_helix.planning.layout import Layout
@@ -111,7 +112,7 @@ class Runs:
         if (row, method) not in self._runs:
             profile = self.profile(row, method)
             plan = self._plan(row, method, profile)
-            amounts, case, cluster = self.amounts(row), case_of(row, method), self.cluster(row)
+            amounts, case, cluster = self.amounts(row, method), case_of(row, method), self.cluster(row)
             step = simulate_plan(amounts, case, cluster, profile, plan)
             if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
                 step = _with_nothing_beside(step, amounts, profile.layout, cluster)
@@ -127,19 +128,26 @@ class Runs:
     def profile(self, row: Row, method: str) -> Profile:
         """Returns the times of a row's operators, with the layout that a method's schedule has."""
         case, cluster = case_of(row, method), self.cluster(row)
-        amounts = self.amounts(row)
+        amounts = self.amounts(row, method)
         return estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster)
 
-    def amounts(self, row: Row, recompute: str = "none") -> Amounts:
+    def amounts(self, row: Row, method: str = MEGATRON, recompute: str = "none") -> Amounts:
         """Returns what a rank of a row does.
+
+        Args:
+            row: of the paper.
+            method: a key of `RULES`; those of the paper have the ring of Megatron-LM.
+            recompute: as in `HelixConfig`.
 
         Raises:
             ValueError: the model cannot be cut like this.
         """
-        key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute
+        is_ours = method == SEARCH
+        key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute, is_ours
         if key not in self._amounts:
             counted = self.model(row).amounts(replace(case_of(row, MEGATRON), recompute=recompute))
-            self._amounts[key] = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
+            padded = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
+            self._amounts[key] = padded if is_ours else with_megatron_ring(padded)
         return self._amounts[key]
 
     def model(self, row: Row) -> OnPaper:
@@ -150,7 +158,7 @@ class Runs:
         return self._models[key]
 
     def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
-        amounts, sizes = self.amounts(row), row.sizes
+        amounts, sizes = self.amounts(row, method), row.sizes
         mesh = {"tp_size": sizes.tp}
         plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, searching=SEARCHING)
         if isinstance(plan, IntraBatchPlan):

@@ -22,7 +22,7 @@ from hf_helix.paper.published import (
     TABLE_6,
     WAVELET,
 )
-from hf_helix.paper.runs import Runs
+from hf_helix.paper.runs import SEARCH, Runs
 from hf_helix.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.baselines.intra_batch import tile_profile
@@ -68,6 +68,26 @@ def test_what_one_strand_hides_is_left_out_of_the_first_step_of_figure_15(runs: 
     assert Kind.INTER_NODE in {moved.kind(name) for name in profile.times} | {Kind.INTER_NODE}
     assert not [name for name in profile.times if name[0] == "layer" and moved.kind(name) is Kind.INTER_NODE]
     assert seconds(moved) == pytest.approx(seconds(profile), rel=0.01)
+
+
+def test_the_ring_of_the_papers_methods_turns_beside_attention(runs: Runs):
+    """Each step of four ranks but the last brings what the next block of backward needs; the first block has its keys
+    from forward. Ours starts with the layer's backward."""
+    row = FIGURE_13A[1]
+    ours, theirs = (runs.amounts(row, method) for method in (SEARCH, MEGATRON))
+    assert theirs.operators == ours.operators
+    before, after = (amounts.layout.graphs["layer"].backward for amounts in (ours, theirs))
+    assert {op.name for op in after.operators} == {op.name for op in before.operators}
+    place, first = ({op.name: at for at, op in enumerate(graph.operators)} for graph in (after, before))
+    assert first["attention.ring1.again"] < first["mlp.down.I"]
+    assert place["attn.out.I"] < place["attention.ring1.again"]
+    for step in (1, 2, 3):
+        names = f"ring{step}.again", f"block{4 - step}", f"block{3 - step}"
+        fetch, beside, behind = (f"attention.{name}" for name in names)
+        assert place[fetch] == place[beside] - 1
+        assert after[fetch].control_deps == tuple(value for value in after["attention.join"].reads if value[:2] == "d.")
+        assert after[fetch].writes[0] in after[behind].control_deps
+        assert not {*after[fetch].writes} & {*after[beside].depends_on, *after[behind].reads}
 
 
 def test_experts_stay_in_a_node_and_their_capacity_is_computed(runs: Runs):
