@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_helix.engine.on_paper import OnPaper
-from hf_helix.paper.megatron_ring import with_megatron_ring
 from hf_helix.paper.models import build_model
 from hf_helix.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
+from hf_helix.paper.ring import with_megatron_ring
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan

@@ -8,6 +8,7 @@ amounts/    what a rank computes, moves and keeps: counted on the meta device
 sizes       the parallel sizes of a layout                                                   (no torch)
 estimate    amounts and a cluster -> a profile
 peaks       what is alive in a window when most is
+held        until when communication holds the memory that it works with                     (no torch)
 memory      what a rank holds, by part
 step/       a whole optimizer step: time, throughput, memory
 fsdp        a whole step of plain FSDP, as the stock Trainer runs it
