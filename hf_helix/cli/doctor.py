@@ -125,13 +125,13 @@ def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
     print("\n".join(step_lines(best, cluster)))
     if best.case.plan != ONE_STRAND:
         single = replace(best.case, plan=ONE_STRAND)
-        alone = simulate_step(paper.amounts(single), single, cluster, whole=best.is_whole, draws=False)
+        alone = simulate_step(paper.amounts(single), single, cluster, whole=best.is_whole, drawable=False)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
         )
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
-        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster, best.is_whole, draws=False)))
+        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster, best.is_whole, drawable=False)))
 
 
 def parse_count(text: str) -> int:

@@ -185,7 +185,7 @@ class Search:
         room, least = self.cluster.device.memory, 0.0
         for mode in RECOMPUTE[RECOMPUTE.index(case.recompute) :]:
             way = replace(case, recompute=mode)
-            step = simulate_step(self.amounts(way), way, self.cluster, whole=True, draws=False)
+            step = simulate_step(self.amounts(way), way, self.cluster, whole=True, drawable=False)
             least = self._with_margin(way, step.memory)
             if least <= room:
                 return step

@@ -2,7 +2,7 @@
 wait for each other where they meet.
 
 In:   the axes of a machine and what computes.
-Out:  slowdowns by kinds, as a cluster file names them; the wait at a collective, as a share of the computation before.
+Out:  slowdowns by kinds and by what is sent, as a cluster file names them; how long ranks wait at a collective.
 Must hold: both run on the streams that training uses, for about the same time, alone and together in turn; of
 computation the mean over ranks counts, of communication the fastest, as the others wait for the last to arrive.
 """

@@ -223,7 +223,7 @@ def simulate_step(
     cluster: Cluster,
     whole: bool = False,
     known: dict[object, Layers] | None = None,
-    draws: bool = True,
+    drawable: bool = True,
 ) -> Step:
     """Returns what an optimizer step takes.
 
@@ -232,8 +232,8 @@ def simulate_step(
         case: what is trained how.
         cluster: what it runs on.
         whole: whether to order and predict the window operator by operator.
-        draws: whether whole windows of up to `WHOLE` operators are kept for a picture, and search their schedule; else
-            all are predicted by their steady state.
+        drawable: whether whole windows of up to `WHOLE` operators are kept for a picture, and search their schedule;
+            else all are predicted by their steady state.
         known: what this rule made of layers on this cluster in cases that were simulated before; takes up that of this
             one. Layouts that differ in their pipeline have the same layers.
 
@@ -247,7 +247,7 @@ def simulate_step(
         if case.shard_optimizer:
             profile = profile_with_gathers(profile, amounts, axes, cluster)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-    return simulate_plan(amounts, case, cluster, profile, plan, whole, known, draws)
+    return simulate_plan(amounts, case, cluster, profile, plan, whole, known, drawable)
 
 
 def simulate_plan(
@@ -258,7 +258,7 @@ def simulate_plan(
     plan: Plan,
     whole: bool = False,
     known: dict[object, Layers] | None = None,
-    draws: bool = True,
+    drawable: bool = True,
 ) -> Step:
     """Returns what an optimizer step takes under a plan, whatever the case says of plans.
 
@@ -269,7 +269,7 @@ def simulate_plan(
         profile: the times of the operators, with the layout of the case, see `layout_of`. For a whole window it has the
             sums of gradients and the gathers of weights, too.
         plan: for this profile.
-        whole, known, draws: as of `simulate_step`.
+        whole, known, drawable: as of `simulate_step`.
     """
     layout = profile.layout
     names = dict.fromkeys(amounts.model.units[1:-1])
@@ -285,7 +285,7 @@ def simulate_plan(
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     drawn = None
     if whole:
-        is_short = draws and _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
+        is_short = drawable and _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
         found = predict_whole(plan, profile, schedule, drawn=is_short)
