@@ -1,6 +1,6 @@
 """The doctor's quick prediction of a step against the one that is made operator by operator, layout by layout.
 
-`hf-helix doctor` predicts many layouts. It adds up what one more layer and one more micro-batch take, and sums of
+`hf-helix doctor` finds the fastest of many layouts by what one more layer and one more micro-batch take, and sums of
 gradients beside the last backward by a rule, as the gathers of weights beside the first forward with `--optimizer`.
 `hf-helix simulate` orders and simulates all operators of a window, sums included. No device is needed.
 

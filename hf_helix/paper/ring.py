@@ -7,7 +7,7 @@ Must hold: what every operator computes and sends stays as it is.
 Megatron-LM leaves the ring to Transformer Engine (`AttnFuncWithCPAndKVP2P`). Its backward begins with the keys and
 values that forward ended with, and sends the others round the ring only from then on: each step beside the backward of
 one block of attention, the gradients of the block before beside the next one. Ours begins to fetch keys and values with
-the backward of the layer, beside that of the MLP.
+the backward of the layer, beside that of the MLP. In the canonical order, which a plan may change:
 
     ours    ring1.again, ring2.again beside the MLP | block2 | ring2 beside block1 | ring1 beside block0
     here    MLP | ring1.again beside block2 | ring2, ring2.again beside block1 | ring1 beside block0
@@ -38,10 +38,11 @@ def _in_attention(pair: GraphPair) -> Graph:
     """Returns the backward graph with keys and values that are fetched beside blocks of attention."""
     graph = pair.backward
     fetches = [op for op in graph.operators if op.part is Part.R and op.name.startswith(RING)]
-    if not fetches:
+    brought = [value for op in fetches for value in op.writes]
+    recomputes = any(op.part is Part.R and op not in fetches and {*op.reads} & {*brought} for op in graph.operators)
+    if not fetches or recomputes:  # what is recomputed needs all keys and values first
         return graph
     gradients = tuple(value for value in graph[JOIN].reads if value.startswith("d."))
-    brought = [value for op in fetches for value in op.writes]
     before: dict[str, list[Operator]] = {}
     blocks: dict[str, Operator] = {}
     for step, fetch in enumerate(fetches):

@@ -2,7 +2,8 @@
 
 In:   a row, and the name of a method.
 Out:  a `Run`: the step that is simulated, and its speed in the row's unit.
-Must hold: every method runs the same operators at the same rates; methods differ in the plan and the schedule alone.
+Must hold: every method runs the same operators at the same rates; methods differ in the plan and the schedule alone,
+but that the paper's run the ring of Megatron-LM (`hf_helix.paper.ring`).
 Rates come from the files of clusters.
 
 What each method is here:
@@ -29,7 +30,7 @@ from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster
@@ -258,7 +259,10 @@ class TiledOnPaper(IntraBatchPlan):
     def profile_for(self, profile: Profile) -> Profile:
         """Returns the times of the tiled graphs."""
         whole = super().profile_for(profile)
-        return replace(whole, times={**whole.times, **self.seconds})
+        times = {**whole.times, **self.seconds}
+        slow = {pair: (whole.slowdown(*pair), whole.slowdown(*reversed(pair))) for pair in whole.pairs}
+        pairs = {(a, b): Pair.of(times[a], times[b], *slow[a, b]) for a, b in whole.pairs}
+        return replace(whole, times=times, pairs=pairs)
 
 
 def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, cluster: Cluster) -> dict[Name, float]:

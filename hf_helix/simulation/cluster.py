@@ -372,7 +372,7 @@ def _contention(section: Section) -> dict[tuple[Kind, Kind], Curve]:
         if isinstance(section.left[key], list):
             factors[keys[key]] = Curve(tuple(section.points(key, (), SLOWDOWNS, (1.0, math.inf))))
         else:
-            factors[keys[key]] = Curve(((1.0, section.number(key, least=1)),))
+            factors[keys[key]] = Curve(((1.0, section.number(key, least=1, works=f", or a list of {SLOWDOWNS}")),))
     return factors
 
 

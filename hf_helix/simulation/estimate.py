@@ -249,12 +249,14 @@ def contended(
     pairs = {}
     for a, b in itertools.combinations(sorted(longest, key=lambda name: kinds.index(kind_of[name])), 2):
         first, second = kind_of[a], kind_of[b]
+        if first is second or not {(first, second), (second, first)} & cluster.contention.keys():
+            continue
         slow = (
             cluster.slowdown(first, second, sent.get(a) or sent.get(b, 0)),
             cluster.slowdown(second, first, sent.get(b) or sent.get(a, 0)),
         )
-        if first is not second and slow != (1.0, 1.0):
-            pairs[a, b] = Pair.of(times[a], times[b], *slow)
+        # Else these would get the mean of those of their kinds that are slowed.
+        pairs[a, b] = Pair.of(times[a], times[b], *slow)
     if len(longest) == len(set(kind_of.values())):
         return pairs, {}
     return pairs, {name: first for first, names in longest.items() for name in names if name != first}

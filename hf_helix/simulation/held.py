@@ -4,7 +4,7 @@ In:   the program of a rank, and perhaps when each of its instructions ran.
 Out:  for each collective, by its place in the program, the place of the instruction before which it lets go.
 Must hold: the rules are those of `hf_helix.runtime.streams`. On a GPU an event keeps what its work holds until the
 compute stream is told to wait for it, or until nothing knows the event any more; on a CPU a thread drops it once the
-work is done.
+work is done. What is sent to another stage is not followed here: `peaks` frees it when the next transfer begins.
 """
 
 from __future__ import annotations

@@ -169,27 +169,37 @@ class Search:
         while True:
             steps = sorted(steps, key=lambda step: -step.tokens_per_second)
             plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
-            cases = [step.case for step in (*steps[: self.leading], *plain) if not step.is_whole]
+            quick = {step.case: step for step in (*steps[: self.leading], *plain) if not step.is_whole}
             if self.progress is not None:
-                self.progress(1 - (1 - SEARCHING) * len(cases) / max(1, self.leading))
-            if not cases:
+                self.progress(1 - (1 - SEARCHING) * min(1.0, len(quick) / max(1, self.leading)))
+            if not quick:
                 return steps, unfit
-            made = dict(zip(cases, in_processes(self._whole, cases, self.workers), strict=True))
+            made = dict(zip(quick, in_processes(self._whole, list(quick.values()), self.workers), strict=True))
             unfit += [each for each in made.values() if isinstance(each, Dropped)]
             looked_at = [made.get(step.case, step) for step in steps]
             steps = [each for each in looked_at if isinstance(each, Step)]
 
-    def _whole(self, case: Case) -> Step | Dropped:
-        """Returns a case operator by operator, with more recomputation where its programs need more memory than it
-        seemed, or why it does not fit."""
-        room, least = self.cluster.device.memory, 0.0
-        for mode in RECOMPUTE[RECOMPUTE.index(case.recompute) :]:
-            way = replace(case, recompute=mode)
-            step = simulate_step(self.amounts(way), way, self.cluster, whole=True, drawable=False)
-            least = self._with_margin(way, step.memory)
-            if least <= room:
+    def _whole(self, quick: Step) -> Step | Dropped:
+        """Returns a step operator by operator. Where its programs need more memory than it seemed, the fastest way that
+        seems to need so much less is taken instead; where there is none, returns why.
+
+        Args:
+            quick: as it was found.
+        """
+        room, found = self.cluster.device.memory, quick
+        while True:
+            case = found.case
+            known = self._layers[case.plan]
+            step = simulate_step(self.amounts(case), case, self.cluster, whole=True, known=known, drawable=False)
+            needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
+            if needed <= room:
                 return step
-        return Dropped(case, f"needs {bytes_text(least)} of a device that has {bytes_text(room)}")
+            device = replace(self.cluster.device, memory=min(0.99, room / needed) * seemed)
+            other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
+            if isinstance(other, Dropped) or other.case == case:
+                why = f"needs {bytes_text(needed)} of a device that has {bytes_text(room)}, with all that saves memory"
+                return Dropped(case, why)
+            found = other
 
     def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
         """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""

@@ -146,7 +146,7 @@ class _Alive:
             for storage in self._amounts.lifetimes.left.get(name, ()):
                 sort = WEIGHTS if storage.is_weight else ACTIVATIONS
                 self._keep(instruction, storage.bytes, storage.values, storage.last, sort)
-            held = self._held(instruction, name) if holds else held
+            held = self._held(instruction, name, WEIGHTS if op.ahead else ACTIVATIONS) if holds else held
             for block in self._kept.pop((microbatch, (unit, name[1])), ()):
                 self.let_go(block)
         for key in instruction.frees:
@@ -157,10 +157,16 @@ class _Alive:
                 self.let_go(block)
         return held
 
-    def _held(self, instruction: Instruction, name: Name) -> list[_Block]:
-        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive."""
+    def _held(self, instruction: Instruction, name: Name, sort: int) -> list[_Block]:
+        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive.
+
+        Args:
+            instruction: what runs.
+            name: of its operator.
+            sort: what it works with is for.
+        """
         left = sum(storage.bytes for storage in self._amounts.lifetimes.left.get(name, ()))
-        works = _Block(max(0, self._amounts.operators[name].peak - left), ACTIVATIONS)
+        works = _Block(max(0, self._amounts.operators[name].peak - left), sort)
         self._now[works.sort] += works.bytes
         reads = (self._values.get((instruction.microbatch, key), ()) for key in instruction.reads)
         blocks = [works, *dict.fromkeys(block for blocks in reads for block in blocks)]

@@ -63,13 +63,14 @@ class Section:
             raise self._wrong(key, value, f"one of {works}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, least: float | None = None, works: str = "") -> float:
         """Returns a number.
 
         Args:
             key: its name in the section.
             default: what holds where it is not given; None where it must be.
             least: the smallest that is allowed; None for more than 0.
+            works: what else may stand there, for the message.
 
         Raises:
             ValueError: there is none, or no such number.
@@ -81,7 +82,9 @@ class Section:
         value = self.left.pop(key)
         number = _number(value)
         if number is None or (number <= 0 if least is None else number < least):
-            raise self._wrong(key, value, f"a number, {'more than 0' if least is None else f'at least {least:g}'}")
+            raise self._wrong(
+                key, value, f"a number, {'more than 0' if least is None else f'at least {least:g}'}{works}"
+            )
         return number
 
     def count(self, key: str, default: int | None = None) -> int:

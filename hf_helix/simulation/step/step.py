@@ -294,11 +294,14 @@ def simulate_plan(
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
         waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
         seconds = window.seconds + waits
-    if whole:
-        programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
-        peaks = [peak_of_program(amounts, layout, each, held_until_waited(each)) for each in programs]
+    if whole and plan.profile_for(profile) is profile:
+        few = schedule if is_short else scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
+        keeps = cluster.device.host_runs_ahead  # a CPU drops what collectives held once they are over
+        programs = build_programs(few, layout, plan)
+        held = [held_until_waited(program) if keeps else None for program in programs]
+        peaks = [peak_of_program(amounts, layout, *each) for each in zip(programs, held, strict=True)]
         memory = _heaviest(amounts, layout, case, peaks)
-    else:
+    else:  # tiles have other operators than those whose memory is known
         memory = memory_of_case(amounts, case, layout)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     gathers_copies = case.shard_optimizer and bool(weight_gathers(amounts, layout, axes))

@@ -77,7 +77,9 @@ def profile_with_sums(
     seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
     crosses = axes[COPIES].crosses
-    sent = {name: axes[COPIES].sent(2 * made.bytes) for name, (made, _) in zip(names, found, strict=True)}
+    sent = {
+        name: axes[COPIES].sent((1 if spread else 2) * made.bytes) for name, (made, _) in zip(names, found, strict=True)
+    }
     pairs = {**profile.pairs, **_contended(layout, times, {**profile.bytes, **sent}, crosses, cluster)}
     return replace(profile, layout=layout, times=times, pairs=pairs)
 

@@ -104,7 +104,7 @@ def test_memory_of_experts_on_paper_is_what_ranks_count(recompute: str, cluster_
 
 
 def assert_near(cluster_of: Any, helix: dict[str, Any], model: dict[str, Any] | None = None) -> None:
-    job = {"helix": helix, "plans": ("sequential", "greedy"), "model": model or {}}
+    job = {"helix": helix, "plans": ("sequential", "greedy", "dhelix"), "model": model or {}}
     for rank, result in enumerate(cluster_of(2).run(peaks, **job)):
         for plan, (expected, counted) in result.items():
             ratios = [expected / each for each in counted]
