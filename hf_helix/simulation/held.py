@@ -1,7 +1,8 @@
 """Until when communication holds the memory that it reads and works with.
 
 In:   the program of a rank, and perhaps when each of its instructions ran.
-Out:  for each collective, by its place in the program, the place of the instruction before which it lets go.
+Out:  for each collective and each sum of gradients, by its place in the program, the place of the instruction before
+      which it lets go.
 Must hold: the rules are those of `hf_helix.runtime.streams`. On a GPU an event keeps what its work holds until the
 compute stream is told to wait for it, or until nothing knows the event any more; on a CPU a thread drops it once the
 work is done. What is sent to another stage is not followed here: `peaks` frees it when the next transfer begins.
@@ -35,6 +36,8 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
             events.wait_for_all(place)
         elif op.kind in COLLECTIVE:
             events.issue(place, instruction)
+        elif instruction.gradient_sum >= 0:
+            events.until[place] = len(program)  # sums are waited for when the window is over
         elif op.kind is Kind.COMPUTE:
             for key in instruction.needs:
                 events.wait(instruction.microbatch, key, place)

@@ -130,7 +130,11 @@ class _Alive:
         assert op is not None
         if op.kind is Kind.GRADIENTS:  # they are put in one piece
             if self._amounts.spread:
-                self._see(self._layout.sums[instruction.gradient_sum].bytes, GRADIENTS)
+                whole = self._layout.sums[instruction.gradient_sum].bytes
+                self._see(whole, GRADIENTS)
+                if holds:  # the piece, beside what this rank keeps of its sum
+                    self._now[GRADIENTS] += whole // min(self._amounts.spread.values())
+                    self._see(0, GRADIENTS)
             return held
         if op.kind is Kind.PIPELINE:
             for block in self._sent:

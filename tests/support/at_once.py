@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
+from hf_helix.operators.communication.collectives import prepare_reduce_scatter
+from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.gradients import flat
 from hf_helix.runtime.streams import Event, Streams
 
 
@@ -43,7 +48,8 @@ class KeepingEvent(Event):
 
 @contextmanager
 def collectives_kept(streams: Streams) -> Iterator[None]:
-    """Keeps what each collective reads and works with until it is waited for, or its event is gone."""
+    """Keeps what each collective reads and works with until it is waited for, or its event is gone. Gradients are
+    summed inside the collective, as NCCL does: gloo needs room for what arrives."""
     issue, wait, is_over = streams.issue, streams.wait, streams.is_over
 
     def inner(event: Any) -> Any:
@@ -63,7 +69,18 @@ def collectives_kept(streams: Streams) -> Iterator[None]:
         if isinstance(event, KeepingEvent):
             event.keep = None
 
+    def summed_inside(axis: Axis, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        out = value.new_empty((value.shape[0] // axis.size, *value.shape[1:]))
+
+        def work() -> None:
+            arrived, scatter = prepare_reduce_scatter(axis, value)
+            scatter()
+            out.copy_(arrived)
+
+        return out, work
+
     with (
+        mock.patch.object(flat, "prepare_reduce_scatter", summed_inside),
         mock.patch.object(streams, "issue", issue_and_keep),
         mock.patch.object(streams, "wait", wait_and_drop),
         mock.patch.object(streams, "is_over", lambda event: is_over(inner(event))),
