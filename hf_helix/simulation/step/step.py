@@ -233,7 +233,7 @@ def simulate_step(
         cluster: what it runs on.
         whole: whether to order and predict the window operator by operator.
         drawable: whether whole windows of up to `WHOLE` operators are kept for a picture, and search their schedule;
-            else all are predicted by their steady state.
+            else all are predicted by their steady state, and `Step.waits` by rule.
         known: what this rule made of layers on this cluster in cases that were simulated before; takes up that of this
             one. Layouts that differ in their pipeline have the same layers.
 
@@ -283,16 +283,16 @@ def simulate_plan(
     costs = costs_under(profile, layers)
     axes = rings(cluster, case.sizes)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
+    waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
     drawn = None
     if whole:
         is_short = drawable and _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
-        found = predict_whole(plan, profile, schedule, drawn=is_short)
+        found = predict_whole(plan, profile, schedule, is_short, None if drawable else waits)
         seconds, sums, waits, drawn = found.seconds, found.sums, found.waits, found.drawn
     else:
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
-        waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
         seconds = window.seconds + waits
     if whole and plan.profile_for(profile) is profile:
         few = schedule if is_short else scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))

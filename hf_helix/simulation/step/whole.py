@@ -38,7 +38,7 @@ class Whole:
     drawn: tuple[Sequence[Instruction], Timeline] | None
 
 
-def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool) -> Whole:
+def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool, waits: float | None = None) -> Whole:
     """Returns what a window takes.
 
     Args:
@@ -46,13 +46,15 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool)
         profile: the times of the operators.
         schedule: of the window.
         drawn: whether all of it is simulated, so that it can be drawn; else a long one by its steady state.
+        waits: as of `Whole`, where they are known; None to predict the window without gathers, too.
     """
     found = predict_plan(plan, profile, schedule) if drawn else None
     seconds = found[1].seconds if found else predict_seconds(plan, profile, schedule)
     bare, layout = seconds, profile.layout
     if layout.sums:
         bare = _without_sums(found[1]) if found else _seconds_of(plan, profile, replace(layout, sums=()), schedule)
-    waits = seconds - _seconds_of(plan, profile, replace(layout, gathers=()), schedule) if layout.gathers else 0.0
+    if waits is None:
+        waits = seconds - _seconds_of(plan, profile, replace(layout, gathers=()), schedule) if layout.gathers else 0.0
     return Whole(bare, seconds - bare, waits, found)
 
 
