@@ -42,9 +42,16 @@ def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
     assert runs.run(row, MEGATRON).speed == pytest.approx(row.printed[MEGATRON], rel=0.1)
 
 
-@pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[1]], ids=lambda row: row.name)
-def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
+UNLIKE = pytest.mark.xfail(strict=True, reason="0.998 times as fast as Megatron on paper; the paper has 1.087")
+
+
+@pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[1], pytest.param(FIGURE_12[3], marks=UNLIKE)])
+def test_tiles_gain_as_in_the_paper(runs: Runs, row):
     assert runs.gain(row, INTRA_BATCH) > 1.0
+
+
+@pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[3]], ids=lambda row: row.name)
+def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
     assert 1.0 < runs.gain(row, WAVELET) < row.printed["DHelix"] / row.printed[MEGATRON]
 
 
