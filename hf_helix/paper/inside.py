@@ -122,7 +122,7 @@ def _overlaps(cluster: Cluster) -> list[list[float]]:
     def cell(first: Kind, second: Kind) -> float:
         if first is second:
             return 0.0
-        pair = Pair.of(1.0, 1.0, *(cluster.slowdown(*way, SENT) for way in ((first, second), (second, first))))
+        pair = Pair.of(1.0, 1.0, *cluster.slowdowns(first, second, (SENT, SENT)))
         return 2.0 - pair.together
 
     return [[cell(first, second) for second in OPERATORS.values()] for first in OPERATORS.values()]

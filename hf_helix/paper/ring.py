@@ -43,15 +43,12 @@ def _in_attention(pair: GraphPair) -> Graph:
     if not fetches or recomputes:  # what is recomputed needs all keys and values first
         return graph
     gradients = tuple(value for value in graph[JOIN].reads if value.startswith("d."))
-    before: dict[str, list[Operator]] = {}
-    blocks: dict[str, Operator] = {}
-    for step, fetch in enumerate(fetches):
-        before[BLOCK.format(len(fetches) - step)] = [replace(fetch, control_deps=gradients)]
-    for distance in range(len(fetches) + 1):
-        block = graph[BLOCK.format(distance)]
-        step = len(fetches) - distance  # of the ring, after which its keys are there; the first are there from forward
+    changed: dict[str, list[Operator]] = {}
+    for step in range(len(fetches) + 1):
+        block = graph[BLOCK.format(len(fetches) - step)]
         own = tuple(value for value in block.reads if value not in brought)
-        blocks[block.name] = replace(block, reads=own, control_deps=(*block.control_deps, *brought[step - 1 : step]))
-    operators = [op for op in graph.operators if op not in fetches]
-    ordered = [each for op in operators for each in (*before.get(op.name, ()), blocks.get(op.name, op))]
-    return replace(graph, operators=tuple(ordered))
+        arrived = fetches[step - 1].writes if step else ()  # the first block has its keys from forward
+        beside = [replace(fetch, control_deps=gradients) for fetch in fetches[step : step + 1]]
+        changed[block.name] = [*beside, replace(block, reads=own, control_deps=(*block.control_deps, *arrived))]
+    kept = (op for op in graph.operators if op not in fetches)
+    return replace(graph, operators=tuple(each for op in kept for each in changed.get(op.name, [op])))

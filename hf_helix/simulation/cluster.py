@@ -210,6 +210,16 @@ class Cluster:
         curve = self.contention.get((first, second))
         return curve.at(max(1.0, sent)) if curve is not None else 1.0
 
+    def slowdowns(self, first: Kind, second: Kind, sent: tuple[float, float]) -> tuple[float, float]:
+        """Returns how many times longer two operators take beside each other.
+
+        Args:
+            first, second: their kinds.
+            sent: bytes that a rank sends in each of them; 0 in a computation, which is slowed by what the other sends.
+        """
+        mine, other = sent
+        return self.slowdown(first, second, mine or other), self.slowdown(second, first, other or mine)
+
     def waiting_seconds(self, computing: float) -> float:
         """Returns what ranks wait for each other at a collective behind so many seconds of computation: what delays
         them comes by chance, so that its spread grows with the root of the time."""

@@ -251,10 +251,7 @@ def contended(
         first, second = kind_of[a], kind_of[b]
         if first is second or not {(first, second), (second, first)} & cluster.contention.keys():
             continue
-        slow = (
-            cluster.slowdown(first, second, sent.get(a) or sent.get(b, 0)),
-            cluster.slowdown(second, first, sent.get(b) or sent.get(a, 0)),
-        )
+        slow = cluster.slowdowns(first, second, (sent.get(a, 0), sent.get(b, 0)))
         # Else these would get the mean of those of their kinds that are slowed.
         pairs[a, b] = Pair.of(times[a], times[b], *slow)
     if len(longest) == len(set(kind_of.values())):

@@ -150,8 +150,7 @@ class _MicroBatch:
         self, first: _Unit, layers: Sequence[_Unit], last: _Unit, ring: Ring, cluster: Cluster, reduces: bool
     ) -> None:
         kind, gathered = _kind(ring), ring.sent(layers[0].weights)
-        ways = ((Kind.COMPUTE, kind), (kind, Kind.COMPUTE))
-        self._slow = [cluster.slowdown(*way, gathered) for way in ways]
+        self._slow = cluster.slowdowns(Kind.COMPUTE, kind, (0, gathered))
         self.seconds = self.exposed = self.computing = self.sent = 0.0
         ends = first.gather + last.gather
         self._run(0.0, ends)

@@ -43,15 +43,16 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
         held: until when collectives hold what they read and work with; None where each ends as it is issued.
     """
     alive = _Alive(amounts, layout)
+    held = held or {}
     landing: dict[int, list[_Block]] = {}
     for place, instruction in enumerate(program):
         for block in landing.pop(place, ()):
             alive.let_go(block)
         if instruction.operator is None:
             continue
-        until = (held or {}).get(place, 0)
-        blocks = alive.run(instruction, holds=until > place + 1)
-        landing.setdefault(until, []).extend(blocks)
+        until = held.get(place, 0)
+        if blocks := alive.run(instruction, holds=until > place + 1):
+            landing.setdefault(until, []).extend(blocks)
     return alive.peak
 
 

@@ -56,18 +56,18 @@ def measure_contention(
         device: that the values are on.
     """
     factors: dict[str, list[tuple[int, float]]] = {}
+    compute = decoder_work(device)
     for size in BYTES[device.type]:
-        works: dict[Kind, Work] = {Kind.COMPUTE: decoder_work(device)}
+        works: dict[Kind, Work] = {Kind.COMPUTE: compute}
         sent: dict[Kind, int] = {}
         for kind, axis in axes.items():
             works[kind], sent[kind] = collective(axis, "all_gather", size, device)
         counts = {kind: _count(streams, kind, work, device) for kind, work in works.items()}
-        for ways in itertools.permutations(works, 2):
-            factors.setdefault(contention_key(*ways), [])
         for first, second in itertools.combinations(works, 2):
             slow = _slowdowns(streams, {kind: works[kind] for kind in (first, second)}, counts)
             for (kind, other), factor in zip(((first, second), (second, first)), slow, strict=True):
-                factors[contention_key(kind, other)].append((sent.get(kind) or sent[other], factor))
+                points = factors.setdefault(contention_key(kind, other), [])
+                points.append((sent.get(kind) or sent[other], factor))
     return factors
 
 

@@ -117,8 +117,7 @@ def _contended(
         other = max(others, key=lambda name: times[name])
         slow = 2.0, 2.0
         if kind is not link:
-            beside = cluster.slowdown(kind, link, sent.get(other) or sent[summing])
-            slow = cluster.slowdown(link, kind, sent[summing]), beside
+            slow = cluster.slowdowns(link, kind, (sent[summing], sent.get(other, 0)))
         if slow != (1.0, 1.0):
             pairs[summing, other] = Pair.of(times[summing], times[other], *slow)
     return pairs
