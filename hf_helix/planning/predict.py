@@ -1,7 +1,7 @@
 """Predictions of whole windows: their seconds, and when each instruction runs, under a plan.
 
 In:   a plan, a profile, and the schedule of a window.
-Out:  seconds, or a `Timeline`.
+Out:  seconds, a `WindowSeconds`, or a `Timeline`.
 Must hold: seconds are those of `planning.cost.simulate`, but for the rounding of floats, where the window falls into a
 rhythm: all ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a
 long window takes what the last half of those that were simulated took on average.
@@ -10,9 +10,11 @@ long window takes what the last half of those that were simulated took on averag
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from hf_helix.planning.collection import without_collection
-from hf_helix.planning.cost import Timeline, simulate
+from hf_helix.planning.cost import STREAMS, Timeline, simulate
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.issued import Issued
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
@@ -24,9 +26,26 @@ MICROBATCHES = 48  # in all copies, unless they are the fewest
 NEAR = 1e-9  # two times that differ by a smaller part are equal
 
 
-@without_collection
+class WindowSeconds(NamedTuple):
+    """What a window takes.
+
+    Attributes:
+        whole: seconds of all of it.
+        sums: those at its end in which gradients are summed and nothing else runs.
+    """
+
+    whole: float
+    sums: float
+
+
 def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    """The predicted seconds of a window under a plan; of a long window the steady state is predicted once.
+    """The predicted seconds of a window under a plan; arguments as of `predict_window`."""
+    return predict_window(plan, profile, schedule).whole
+
+
+@without_collection
+def predict_window(plan: Plan, profile: Profile, schedule: Schedule) -> WindowSeconds:
+    """What a window takes under a plan; of a long window the steady state is predicted once.
 
     Args:
         plan: the order of issue.
@@ -40,14 +59,14 @@ def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
     for copies in (min(copies, ordered.repeats) for copies in COPIES):
         if copies > COPIES[0] and copies * ordered.shift > MICROBATCHES:
             break
-        seconds, stretches = _simulated(ordered, copies, profile)
+        window, stretches = _simulated(ordered, copies, profile)
         left, rhythm = ordered.repeats - copies, _rhythm(stretches)
         if rhythm:
             if left % rhythm:  # where in the rhythm the window ends decides how long its end takes
-                seconds, stretches = _simulated(ordered, copies + left % rhythm, profile)
-            return seconds + left // rhythm * sum(stretches[0][-rhythm:])
+                window, stretches = _simulated(ordered, copies + left % rhythm, profile)
+            return window._replace(whole=window.whole + left // rhythm * sum(stretches[0][-rhythm:]))
     half = len(stretches[0]) // 2
-    return seconds + left * max(sum(each[-half:]) / half for each in stretches)
+    return window._replace(whole=window.whole + left * max(sum(each[-half:]) / half for each in stretches))
 
 
 def predict_timeline(plan: Plan, profile: Profile, schedule: Schedule) -> Timeline:
@@ -67,8 +86,15 @@ def _timeline(issued: Issued, profile: Profile) -> Timeline:
     return simulate(work, profile.slowdown if profile.pairs else None, order)
 
 
-def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[float, list[list[float]]]:
-    """Returns the seconds of a window that has so many copies of its stretch, and of each rank those that it takes from
+def window_seconds(timeline: Timeline) -> WindowSeconds:
+    """Returns what a window takes whose timeline is known."""
+    ends = zip(timeline.ends, timeline.work.streams, strict=True)
+    bare = max((end for end, stream in ends if STREAMS[stream] is not Kind.GRADIENTS), default=0.0)
+    return WindowSeconds(timeline.seconds, timeline.seconds - bare)
+
+
+def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[WindowSeconds, list[list[float]]]:
+    """Returns what a window takes that has so many copies of its stretch, and of each rank those that it takes from
     each to the next."""
     made = ordered.lengthened(copies)
     timeline = _timeline(made.issued, profile)
@@ -76,7 +102,7 @@ def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[float, 
     for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
         times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]
         gaps.append([later - time for time, later in pairwise(times)])
-    return timeline.seconds, gaps
+    return window_seconds(timeline), gaps
 
 
 def _rhythm(stretches: list[list[float]]) -> int:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import starmap, zip_longest
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from hf_helix.planning.cost import Timeline, entry_of
 from hf_helix.planning.graph.operator import Kind
@@ -262,7 +262,7 @@ def peaks_of_schedules(
     more = passes.largest_layer() if two_strands else 0
     peaks = []
     for rank in range(layout.num_ranks):
-        peak = max((_peak_of_slots(layout, each[rank], passes) for each in schedules), key=lambda each: each.total)
+        peak = max((_peak_of_slots(each[rank], passes) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
         peaks.append(Peak(peak.activations + more, peak.weights, gradients))
     return peaks
@@ -278,6 +278,8 @@ class _Pass:
         weights: those of `delta` that are gathered weights, or copies of these.
         weights_then: likewise above those before, when most is alive.
         gathered: bytes of weights that are gathered for it, before it begins.
+        is_transfer: whether the unit moves what it is given to another stage, or takes it from there; what goes is
+            freed by the next of them.
     """
 
     delta: int = 0
@@ -285,6 +287,7 @@ class _Pass:
     weights: int = 0
     weights_then: int = 0
     gathered: int = 0
+    is_transfer: bool = False
 
 
 class _Passes:
@@ -294,6 +297,7 @@ class _Passes:
         self._amounts, self._layout = amounts, layout
         self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
         self._known: dict[tuple[str, str], _Pass] = {}
+        self._of_slots: dict[tuple[object, ...], list[_Pass]] = {}
         entries = (op for pair in layout.graphs.values() for _, op in pair.entries())
         self.ahead = max((op.ahead for op in entries), default=0)  # units
 
@@ -304,6 +308,18 @@ class _Passes:
             self._known[key] = self._counted(unit, computation_type)
         return self._known[key]
 
+    def of_slot(self, slot: Slot) -> list[_Pass]:
+        """Returns the passes of a slot; all micro-batches change the same."""
+        forward, backward = slot.forward, slot.backward
+        key = forward and forward.stage, backward and (backward.stage, backward.computation_type)
+        if key not in self._of_slots:
+            passes = [self.through(*turn) for turn in _turns(self._layout, slot) if not self._moves_nothing(*turn)]
+            self._of_slots[key] = _one_after_the_other(passes)
+        return self._of_slots[key]
+
+    def _moves_nothing(self, unit: int, computation_type: str) -> bool:
+        return computation_type == "W" and bool(self._layout.transfers(unit))
+
     def largest_layer(self) -> int:
         """Returns the most that a pass through a layer works with."""
         layers = [unit for unit, name in enumerate(self._layout.units) if self._layout.graphs[name].forward.repeats]
@@ -313,7 +329,8 @@ class _Passes:
         layout, forward = self._layout, computation_type == "F"
         if layout.transfers(unit):
             passed = self._amounts.handed_on
-            return _Pass(passed, passed) if forward == (layout.units[unit] == RECEIVE) else _Pass(-passed)
+            taken = forward == (layout.units[unit] == RECEIVE)
+            return _Pass(passed, passed, is_transfer=True) if taken else _Pass(-passed, is_transfer=True)
         parts, name = PARTS_OF[computation_type], layout.units[unit]
         ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
         alive = peak = weights = weights_then = gathered = 0
@@ -329,19 +346,17 @@ class _Passes:
         return _Pass(alive, peak, weights, weights_then, gathered)
 
 
-def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Peak:
-    ways = {unit for chunk in layout.chunks.values() for unit in chunk if layout.transfers(unit)}
-    turns = [each for each in _turns(layout, slots) if each[0] not in ways or each[1] != "W"]
-    coming = deque(change.gathered for change in starmap(passes.through, turns) if change.gathered)
+def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
+    turns = [change for slot in slots for change in passes.of_slot(slot)]
+    coming = deque(change.gathered for change in turns if change.gathered)
     alive = weights = sum(coming.popleft() for _ in range(min(passes.ahead, len(coming))))
     sent = most = then = 0
-    for unit, computation_type in turns:
-        change = passes.through(unit, computation_type)
-        delta = change.delta
+    for change in turns:
         if change.gathered and coming:
             gathered = coming.popleft()
             alive, weights = alive + gathered, weights + gathered
-        if unit in ways:
+        delta = change.delta
+        if change.is_transfer:
             alive -= sent
             sent, delta = max(0, -delta), max(0, delta)
         if alive + change.peak > most:
@@ -351,12 +366,29 @@ def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Pe
     return Peak(most - then, then)
 
 
-def _turns(layout: Layout, slots: Sequence[Slot]) -> Iterator[tuple[int, str]]:
+def _one_after_the_other(passes: Sequence[_Pass]) -> list[_Pass]:
+    """Returns passes that change the same, as few of them as there can be: those between which nothing else is freed or
+    gathered are one."""
+    found: list[_Pass] = []
+    for change in passes:
+        last = found[-1] if found else None
+        if last is None or last.is_transfer or change.is_transfer or change.gathered:
+            found.append(change)
+            continue
+        peak, then = last.peak, last.weights_then
+        if last.delta + change.peak > peak:
+            peak, then = last.delta + change.peak, last.weights + change.weights_then
+        found[-1] = replace(
+            last, delta=last.delta + change.delta, peak=peak, weights=last.weights + change.weights, weights_then=then
+        )
+    return found
+
+
+def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
     """Yields the units that a rank comes to, each with the computation type: strands take turns."""
-    for slot in slots:
-        entering = _units(layout, slot.forward) if slot.forward else []
-        leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
-        yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)
+    entering = _units(layout, slot.forward) if slot.forward else []
+    leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
+    yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)
 
 
 def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:

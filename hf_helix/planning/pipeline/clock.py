@@ -89,7 +89,8 @@ class SlotClock:
 
     def timed(self, slot: Slot) -> TimedSlot:
         """Returns a slot with what it needs, gives, runs and takes."""
-        if slot not in self._timed:
+        timed = self._timed.get(slot)
+        if timed is None:
             needs: list[tuple[int, float]] = []
             gives: list[int] = []
             parts: list[tuple[int, int]] = []
@@ -102,8 +103,9 @@ class SlotClock:
                         gives.append(number)
                     elif number not in gives:
                         needs.append((number, 0.0))
-            self._timed[slot] = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
-        return self._timed[slot]
+            timed = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
+            self._timed[slot] = timed
+        return timed
 
     def no_results(self) -> list[float]:
         """Returns the list of results before anything has run."""

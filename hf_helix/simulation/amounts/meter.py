@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_helix.models.graph import norms
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
 from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel
+from hf_helix.simulation.amounts.made import made_on_meta, tensors_in
 
 aten = torch.ops.aten
 
@@ -111,8 +111,8 @@ class Meter(TorchDispatchMode):
         return None if entry is None else entry[1]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        result = made_on_meta(function, args, kwargs or {})
+        outputs = list(tensors_in(result))
         is_new = False
         for leaf in outputs:
             storage = leaf.untyped_storage()
@@ -125,7 +125,7 @@ class Meter(TorchDispatchMode):
         if self._now is not None and self._counts:
             if is_new:
                 self._now.peak = max(self._now.peak, self.live() - self._start)
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            inputs = list(tensors_in((args, kwargs)))
             kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
             if kernel is not None:
                 self._now.kernels.append(kernel)

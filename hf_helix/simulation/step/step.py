@@ -110,7 +110,7 @@ class Step:
     Attributes:
         case: what was simulated.
         window: seconds of forward and backward of all micro-batches, `waits` and `casts` included.
-        sums: seconds after it in which only gradients are summed, or which their sums add to it.
+        sums: seconds after it in which only gradients are summed, or, predicted quickly, which their sums add to it.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
         exposed: seconds of each kind of communication in a window that run beside no computation, likewise; without

@@ -1,0 +1,86 @@
+"""Operators on the meta device, made again from shapes that are known, against torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_helix.simulation.amounts import made
+from hf_helix.simulation.amounts.made import made_on_meta
+
+aten = torch.ops.aten
+
+
+def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*sizes, dtype=dtype, device="meta")
+
+
+class Runs(TorchDispatchMode):
+    """Counts the operators that torch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is not aten.empty_strided.default
+        return function(*args, **(kwargs or {}))
+
+
+MAKES = {
+    "product": (aten.mm.default, lambda: (meta(3, 4), meta(4, 5)), {}),
+    "transposed": (aten.clone.default, lambda: (meta(3, 4).t(),), {}),
+    "expanded": (aten.mul.Tensor, lambda: (meta(3, 1).expand(3, 4), meta(3, 4)), {}),
+    "whole numbers": (aten.add.Tensor, lambda: (meta(3, dtype=torch.int64), 1), {}),
+    "mixed": (aten.add.Tensor, lambda: (meta(3, dtype=torch.int64), 1.0), {}),
+    "cast": (aten._to_copy.default, lambda: (meta(3, 4),), {"dtype": torch.bfloat16}),
+    "several": (aten.max.dim, lambda: (meta(3, 4), 1), {}),
+    "list": (aten.cat.default, lambda: ([meta(3, 4), meta(2, 4)],), {}),
+    "some are none": (
+        aten.native_layer_norm_backward.default,
+        lambda: (meta(2, 4), meta(2, 4), [4], meta(2, 1), meta(2, 1), meta(4), meta(4), [True, True, False]),
+        {},
+    ),
+}
+
+
+def described(result: Any) -> list[Any]:
+    results = result if isinstance(result, tuple | list) else [result]
+    return [
+        None if each is None else (each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes())
+        for each in results
+    ]
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(made, "_made", {})
+    function, args, kwargs = MAKES[name]
+    expected = described(function(*args(), **kwargs))
+    made_on_meta(function, args(), kwargs)
+    arguments = args()
+    with Runs() as runs:
+        again = made_on_meta(function, arguments, kwargs)
+    assert runs.count == 0, "it was known"
+    assert described(again) == expected
+    assert type(again) is type(function(*args(), **kwargs)) or isinstance(again, tuple)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (aten._unsafe_view.default, lambda: (meta(3, 4), [12])),  # its declaration does not say that it returns a view
+        (aten.t.default, lambda: (meta(3, 4),)),
+        (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4))),
+        (aten.mul.Tensor, lambda: (meta(3), torch.ones(()))),  # a value that may decide
+    ],
+)
+def test_views_and_what_is_written_to_are_never_made_again(function: Any, args: Any):
+    for _ in range(2):
+        arguments = args()
+        with Runs() as runs:
+            result = made_on_meta(function, arguments, {})
+        assert runs.count == 1
+        if arguments[0].dim() == 2:
+            assert result.untyped_storage()._cdata == arguments[0].untyped_storage()._cdata
