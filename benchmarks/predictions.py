@@ -1,13 +1,14 @@
 """Predicted against measured, layout by layout: `python -m benchmarks.predictions`.
 
 Two processes (or as many as `--ranks` says) measure for every speed of an emulated link (docs/emulated_link.md) what
-they carry over it, and before each layout their device and how long ranks wait for each other, as `hf-helix cluster`
-does: a machine that others share is not as fast in every minute. From these numbers alone every window is predicted, as
-`hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
-the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
-backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how unevenly
-routers load the ranks is counted beforehand. Memory is that of activations, counted storage by storage. Nothing else
-should run on the machine.
+they carry over it, and before and after each layout their device and how long ranks wait for each other, as `hf-helix
+cluster` does: a machine that others share is not as fast in every minute. From these numbers alone every window is
+predicted, as `hf-helix simulate` does: each layout, with and without recomputation, under each plan. The plans are made
+from what was measured before, and the mean of two predictions counts: from the numbers before and from those after.
+Between them the same windows run under the same plans, all speeds and plans in turn, and the median of the slowest rank
+counts. A step here is forward, backward and gradient sums of a window, without the optimizer; every layout trains on
+the same tokens, and how unevenly routers load the ranks is counted beforehand, but where experts have a capacity.
+Memory is that of activations, counted storage by storage. Nothing else should run on the machine.
 
     python -m benchmarks.predictions --ranks 2 4 --markdown table.md
 """
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,21 @@ from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.transport import Recorder
+from hf_helix.planning.profile import Profile
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.estimate import estimate_profile
+from hf_helix.simulation.estimate import estimate_profile, rings
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.peaks import peaks_of_timeline
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case, Step, layout_of, simulate_step
+from hf_helix.simulation.step.step import Case, layout_of, simulate_plan
+from hf_helix.simulation.step.sums import profile_with_sums
 from hf_helix.tuning.candidates import plan_runners
 from hf_helix.tuning.measure.machine import describe_device
 from hf_helix.tuning.measure.memory import peak_bytes
@@ -71,11 +75,13 @@ class Layout:
         model: `DENSE` or `EXPERTS`.
         sizes: of the mesh.
         shard_parameters: whether weights are spread over data-parallel ranks.
+        capacity: as `HelixConfig.expert_capacity_factor`.
     """
 
     model: str
     sizes: Sizes
     shard_parameters: bool = False
+    capacity: float | None = None
 
     def config(self, recompute: str, link: str) -> HelixConfig:
         """Returns the options of a run of it."""
@@ -89,6 +95,7 @@ class Layout:
             recompute=recompute,
             link=link,
             shard_parameters=self.shard_parameters,
+            expert_capacity_factor=self.capacity,
         )
 
 
@@ -99,6 +106,7 @@ LAYOUTS = {
     "dp2": Layout(DENSE, Sizes(dp=2)),
     "dp2 sharded": Layout(DENSE, Sizes(dp=2), shard_parameters=True),
     "ep2": Layout(EXPERTS, Sizes(dp=2, ep=2)),
+    "ep2 capacity": Layout(EXPERTS, Sizes(dp=2, ep=2), capacity=1.25),
     "tp2 x dp2": Layout(DENSE, Sizes(tp=2, dp=2)),
     "tp2 x dp2 sharded": Layout(DENSE, Sizes(tp=2, dp=2), shard_parameters=True),
 }
@@ -201,11 +209,17 @@ def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> No
     dist.init_process_group("gloo")
     files = measure(options, ranks)
     rows: list[Row] = []
-    for name in options.layouts:
-        for recompute in options.recompute if LAYOUTS[name].sizes.devices == ranks else ():
-            rows += compare(name, recompute, clusters_now(files, options, ranks), options)
-            if rank == 0:
-                print("\n".join(line(row) for row in rows[-len(options.links) * len(options.plans) :]), flush=True)
+    names = [name for name in options.layouts if LAYOUTS[name].sizes.devices == ranks]
+
+    def measured() -> dict[str, Cluster]:
+        return clusters_now(files, options, ranks)
+
+    now = measured() if names else {}
+    for name, recompute in itertools.product(names, options.recompute):
+        made, now = compare(name, recompute, now, measured, options)
+        rows += made
+        if rank == 0:
+            print("\n".join(map(line, made)), flush=True)
     if rank == 0:
         output.write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -242,8 +256,22 @@ def quiet(stage: str, share: float) -> None:
     """Shows no progress."""
 
 
-def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: argparse.Namespace) -> list[Row]:
-    """Predicts and measures a layout on every link. Collective."""
+def compare(
+    name: str,
+    recompute: str,
+    before: dict[str, Cluster],
+    measured: Callable[[], dict[str, Cluster]],
+    options: argparse.Namespace,
+) -> tuple[list[Row], dict[str, Cluster]]:
+    """Predicts and measures a layout on every link; returns what is known of the machine then, too. Collective.
+
+    Args:
+        name: of the layout.
+        recompute: as in `HelixConfig`.
+        before: this machine by link, as it is now.
+        measured: measures the same.
+        options: of the command.
+    """
     layout = LAYOUTS[name]
     shape = model_of(layout.model, options)
     workload = Workload(shape, layout.config(recompute, options.links[0]), CPU)
@@ -258,36 +286,47 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         recompute=recompute,
         shard_parameters=layout.shard_parameters,
         dtype="fp32",
-        imbalance=imbalance_of(runner, window),
+        imbalance=1.0 if layout.capacity else imbalance_of(runner, window),
+        expert_capacity_factor=layout.capacity,
     )
     assert link is not None
-    steps: dict[tuple[str, str], tuple[Step, int]] = {}
+    amounts = OnPaper(shape, next(iter(before.values()))).amounts(case)
     runners = {}
-    for speed, cluster in clusters.items():
-        amounts = OnPaper(shape, cluster).amounts(case)
-        units = layout_of(amounts, case)
-        profile = estimate_profile(amounts, units, case.sizes, cluster, case.dtype)
+    for speed, cluster in before.items():
+        profile = profile_on(cluster, amounts, case)
         for plan, planned in plan_runners(runner, options.plans, profile, case.microbatches).items():
-            step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
-            assert step.drawn is not None
-            peaks = peaks_of_timeline(amounts, runner.layout, *step.drawn)
-            steps[speed, plan] = step, max(peak.total for peak in peaks)
             runners[speed, plan] = planned
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
-    for _, speed in itertools.product(range(options.repeats), clusters):
+    for _, speed in itertools.product(range(options.repeats), before):
         link.rate = parse_link(speed).rate
         mine = {plan: runners[speed, plan] for plan in options.plans}
         for plan, seconds in time_steps(mine, window, 1).items():
             times[speed, plan] += seconds
-    rows = []
-    for (speed, plan), (step, memory) in steps.items():
+    counted = {}
+    for (speed, plan), planned in runners.items():
         link.rate = parse_link(speed).rate
-        counted = max(all_gather_object(peak_bytes(runners[speed, plan], window)))
+        counted[speed, plan] = max(all_gather_object(peak_bytes(planned, window)))
+    after = measured()
+    rows = []
+    for (speed, plan), planned in runners.items():
+        predicted, memory = [], 0
+        for cluster in (before[speed], after[speed]):
+            profile = profile_on(cluster, amounts, case)
+            step = simulate_plan(amounts, replace(case, plan=plan), cluster, profile, planned.plan, whole=True)
+            assert step.drawn is not None
+            predicted.append(step.window + step.sums)
+            memory = memory or max(peak.total for peak in peaks_of_timeline(amounts, runner.layout, *step.drawn))
         every, median = times[speed, plan], statistics.median(times[speed, plan])
         spread = (max(every) - min(every)) / median
         about = layout.sizes.devices, layout.model, name, recompute, speed, plan
-        rows.append(Row(*about, step.window + step.sums, median, spread, memory, counted))
-    return rows
+        rows.append(Row(*about, statistics.fmean(predicted), median, spread, memory, counted[speed, plan]))
+    return rows, after
+
+
+def profile_on(cluster: Cluster, amounts: Amounts, case: Case) -> Profile:
+    """Returns the times of all operators of a layout, sums of gradients included."""
+    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
+    return profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster, case.spread_gradients)
 
 
 def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:

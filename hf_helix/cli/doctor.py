@@ -15,7 +15,7 @@ from hf_helix.cli.options import add_parser
 from hf_helix.cli.simulate import (
     add_model_and_cluster,
     check_count,
-    check_imbalance,
+    check_experts,
     cluster_of,
     paper_of,
     scaled,
@@ -37,9 +37,9 @@ examples:
 
 HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a run
 on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
---network or --imbalance is not kept. A prediction is as exact as the rates in the cluster's file: `hf-helix
-cluster` measures those of the machine it is started on. Layouts that differ by less than a few percent are best told
-apart by training a few steps with each.
+--network, --imbalance or --expert_capacity_factor is not kept. A prediction is as exact as the rates in the cluster's
+file: `hf-helix cluster` measures those of the machine it is started on. Layouts that differ by less than a few percent
+are best told apart by training a few steps with each.
 """
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     tokens = parse_count(options.batch_tokens)
     for name in ("top", "sequence_length"):
         check_count(name, getattr(options, name))
-    check_imbalance(options.imbalance)
+    check_experts(options)
     cluster = scaled(cluster_of(options), options.network, options.gpus)
     paper = paper_of(options, cluster)
     with progress_bar() as progress:
@@ -86,6 +86,7 @@ def run(options: argparse.Namespace) -> None:
             schedule=options.schedule,
             dtype=options.dtype,
             imbalance=options.imbalance,
+            expert_capacity_factor=options.expert_capacity_factor,
             progress=lambda share: progress("simulating layouts", share),
             workers=usable_cores(),
             leading=options.top,
@@ -97,12 +98,13 @@ def run(options: argparse.Namespace) -> None:
             f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
         )
     best = ranking.steps[0]
-    if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
+    supposed = options.network is not None or options.imbalance > 1 or options.expert_capacity_factor is not None
+    if not supposed:
         remember(base_of(paper.model), ranking, cluster, tokens)
     trained = f", LoRA adapters of rank {options.lora_r}" if options.lora_r else ""
     print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
-    if paper.experts > 1 and options.imbalance == 1:
+    if paper.experts > 1 and options.imbalance == 1 and options.expert_capacity_factor is None:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
     _print_best(best, paper, cluster)
     if options.why:
@@ -161,6 +163,8 @@ def launch_file(step: Step, cluster: Cluster) -> str:
     lines += [f"    plan: {case.plan}"] if runs_one_strand(case.plan) else []
     lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
     lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
+    capacity = case.expert_capacity_factor
+    lines += [f"    expert_capacity_factor: {capacity:g}"] if capacity is not None else []
     lines += ["    shard_optimizer: true"] if case.shard_optimizer else []
     lines += ["    shard_parameters: true"] if case.shard_parameters else []
     machine = "accelerate launch --config_file FILE --machine_rank RANK --main_process_ip HOST YOUR_SCRIPT.py"

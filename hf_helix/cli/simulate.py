@@ -68,6 +68,8 @@ def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence_length", type=int, default=4096, help="tokens in a sequence")
     rows = "rows of the busiest rank's experts in parts of the mean, such as 1.3; 1 spreads them evenly"
     parser.add_argument("--imbalance", type=float, default=1.0, help=rows)
+    most = "the most tokens an expert takes, in parts of an even share, as in HelixConfig; left out, none is dropped"
+    parser.add_argument("--expert_capacity_factor", type=float, help=most)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="the type of matrix products")
     adapters = "the rank of LoRA adapters, which are trained instead of the model, itself loaded in --dtype; 0 for none"
     parser.add_argument("--lora_r", type=int, default=0, help=adapters)
@@ -100,7 +102,7 @@ def paper_of(options: argparse.Namespace, cluster: Cluster) -> OnPaper:
     """Returns the model that is asked for, with adapters if these are.
 
     Raises:
-        ValueError: it gets no such adapters.
+        ValueError: it gets no such adapters, or has no experts for what is said of them.
     """
     import torch
 
@@ -110,10 +112,12 @@ def paper_of(options: argparse.Namespace, cluster: Cluster) -> OnPaper:
     path, rank = configuration_file(options.model), options.lora_r
     if rank < 0:
         raise ValueError(f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself")
-    if not rank:
-        return OnPaper(path, cluster)
     dtype = TYPES[options.dtype] or torch.float32
-    return OnPaper(adapted_on_meta(path, rank, options.target_modules, dtype), cluster)
+    paper = OnPaper(adapted_on_meta(path, rank, options.target_modules, dtype) if rank else path, cluster)
+    capacity = options.expert_capacity_factor
+    if capacity is not None and paper.experts == 1:
+        raise ValueError(f"--expert_capacity_factor {capacity:g}: {paper.name} has no experts; leave it out")
+    return paper
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -173,10 +177,20 @@ def check_count(name: str, count: int) -> None:
         raise ValueError(f"--{name} {count}: give 1 or more")
 
 
-def check_imbalance(factor: float) -> None:
-    """Raises ValueError where the busiest experts would get less than the mean."""
-    if not 1 <= factor < inf:
-        raise ValueError(f"--imbalance {factor:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
+def check_experts(options: argparse.Namespace) -> None:
+    """Raises ValueError where the busiest experts would get less than the mean, or have two numbers of rows."""
+    imbalance, capacity = options.imbalance, options.expert_capacity_factor
+    if not 1 <= imbalance < inf:
+        raise ValueError(f"--imbalance {imbalance:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
+    if capacity is None:
+        return
+    if not 1 <= capacity < inf:
+        raise ValueError(f"--expert_capacity_factor {capacity:g}: give 1 or more, such as 1.25, or leave it out")
+    if imbalance > 1:
+        raise ValueError(
+            f"--imbalance {imbalance:g}: with --expert_capacity_factor every expert gets as many rows, whatever the "
+            "router chooses; leave out one of them"
+        )
 
 
 def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
@@ -186,7 +200,7 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     given = {name: getattr(options, name) for name in SIZES}
     for name in (*SIZES, "batch_size", "microbatches", "sequence_length"):
         check_count(name, getattr(options, name))
-    check_imbalance(options.imbalance)
+    check_experts(options)
     tp, pp, cp, ep = given.values()
     if cluster.devices % (tp * pp * cp):
         raise ValueError(
@@ -197,7 +211,8 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     if dp % ep:
         raise ValueError(f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}")
     case: dict[str, Any] = {
-        name: getattr(options, name) for name in ("microbatches", "schedule", "recompute", "dtype", "imbalance")
+        name: getattr(options, name)
+        for name in ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor")
     }
     sharding = {name: getattr(options, name) for name in ("shard_optimizer", "shard_parameters")}
     HelixConfig(**sharding)  # refuses both at once

@@ -84,16 +84,17 @@ class OnPaper:
         # Over how many ranks weights are spread changes their gathers alone, and which axes leave a node changes the
         # kinds of operators alone.
         cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, tuple(spread)
-        key = cut, case.batch, case.length, case.imbalance
+        key = cut, case.batch, case.length, case.imbalance, case.expert_capacity_factor
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
         amounts = self._amounts[key]
         if isinstance(amounts, ValueError):
             raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        if (cut, crossing) not in self._layouts:
-            self._layouts[cut, crossing] = self._layout(case, crossing)
-        return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
+        graphs = cut, case.expert_capacity_factor, crossing
+        if graphs not in self._layouts:
+            self._layouts[graphs] = self._layout(case, crossing)
+        return replace(amounts, layout=self._layouts[graphs]).over(spread)
 
     def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]
@@ -128,6 +129,7 @@ def _config_of(case: Case) -> HelixConfig:
         ep_size=case.sizes.ep,
         recompute=case.recompute,
         shard_parameters=bool(case.spread_weights),
+        expert_capacity_factor=case.expert_capacity_factor,
     )
 
 

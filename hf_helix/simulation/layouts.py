@@ -117,6 +117,7 @@ class Search:
         schedule: as in `HelixConfig`.
         dtype: the type of matrix products.
         imbalance: see `Case`.
+        expert_capacity_factor: see `Case`.
         progress: told which part of the cases is done.
         workers: processes that search; 1 for this one alone.
         leading: how many of the fastest are predicted operator by operator, plain data parallelism besides; they are
@@ -133,6 +134,7 @@ class Search:
     schedule: str = "auto"
     dtype: str = "bf16"
     imbalance: float = 1.0
+    expert_capacity_factor: float | None = None
     progress: Callable[[float], object] | None = None
     workers: int = 1
     leading: int = 0
@@ -344,6 +346,7 @@ class Search:
             self.schedule,
             dtype=self.dtype,
             imbalance=self.imbalance,
+            expert_capacity_factor=self.expert_capacity_factor,
         )
 
     def _fsdp(self) -> FSDP | None:
@@ -355,6 +358,7 @@ class Search:
                 break
             try:
                 case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
+                case = replace(case, expert_capacity_factor=None)  # the stock Trainer drops nothing
             except ValueError:
                 continue
             try:

@@ -66,6 +66,7 @@ class Case:
             the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
             layer: an upper estimate where layers differ. With the factor of the most uneven layer, 1.27 to 1.50 times
             the memory that two ranks of a small mixture counted.
+        expert_capacity_factor: as in `HelixConfig`: with it every expert gets as many rows, whatever routers choose.
     """
 
     sizes: Sizes
@@ -79,6 +80,7 @@ class Case:
     shard_parameters: bool = False
     dtype: str = "bf16"
     imbalance: float = 1.0
+    expert_capacity_factor: float | None = None
 
     @property
     def tokens(self) -> int:

@@ -96,6 +96,12 @@ def test_memory_of_experts_with_even_rows_is_what_ranks_count(recompute: str, cl
     assert_near(cluster_of, {"ep_size": 2, "recompute": recompute}, {"model_type": "mixtral", **EVEN})
 
 
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_memory_of_experts_with_a_capacity_is_what_ranks_count(recompute: str, cluster_of: Any):
+    helix = {"ep_size": 2, "recompute": recompute, "expert_capacity_factor": 1.25}
+    assert_near(cluster_of, helix, {"model_type": "mixtral", **EXPERTS})
+
+
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="rows are spread evenly on paper, and 0.68 to 0.88 of what is counted is found")
 @pytest.mark.parametrize("recompute", ["none", "full"])

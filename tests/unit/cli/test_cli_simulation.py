@@ -112,6 +112,16 @@ def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: A
     assert load_config_from_file(str(file)).num_processes == 2
 
 
+def test_a_capacity_of_experts_is_in_the_file(small: Path, one_process: None, capsys: Any, tmp_path: Path):
+    model, file = ROOT / "recipes" / "models" / "tiny-mixtral", tmp_path / "helix.yaml"
+    options = ["--model", model, "--batch_tokens", "8k", "--expert_capacity_factor", 1.5, "--write", file]
+    main(words_of("doctor", small, *options))
+    said = capsys.readouterr().out
+    assert "expert_capacity_factor 1.5" in said
+    assert "--imbalance" not in said, "rows are known"
+    assert HelixConfig.from_file(file).expert_capacity_factor == 1.5
+
+
 def memory_for_one(capsys: Any, cluster: Path) -> float:
     """GB that one process needs which holds the whole model."""
     main(words_of("simulate", cluster, "--gpus", 1, "--recompute", "full"))
@@ -137,6 +147,9 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
         (["--imbalance", "0.5"], "--imbalance 0.5: give 1 or more, such as 1.3"),
         (["--imbalance", "nan"], "--imbalance nan: give 1 or more"),
+        (["--expert_capacity_factor", "0.5"], "--expert_capacity_factor 0.5: give 1 or more, such as 1.25"),
+        (["--expert_capacity_factor", "2", "--imbalance", "1.5"], "--imbalance 1.5: with --expert_capacity_factor"),
+        (["--expert_capacity_factor", "2"], "--expert_capacity_factor 2: LlamaForCausalLM has no experts; leave it"),
         (["--network", "fast"], "--network fast: give a factor above 0, such as x2"),
         (["--network", "nan"], "--network nan: give a factor above 0"),
         (["--network", "x2"], "--network x2: one node has no network"),

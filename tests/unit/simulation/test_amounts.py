@@ -233,6 +233,25 @@ def test_rows_of_experts_are_even():
     assert sent["experts"].bytes == rows * HIDDEN * 4 // 2, "half of the rows go to the other rank"
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_experts_with_a_capacity_compute_as_many_rows_as_that(bf16: bool):
+    model = on_meta("mixtral", **EXPERTS)
+    amounts = counted(model, BATCH, LENGTH, bf16, ep_size=2, dp_size=2, expert_capacity_factor=1.25)
+    rows = 1.25 * EXPERTS["num_experts_per_tok"] * TOKENS
+    for way, times in (("F.", 1), ("B.", 2)):  # an input gradient, and a weight gradient
+        names = [name for name in amounts.operators if name[1].startswith(way) and "exp" in name[1]]
+        assert sum(flops(amounts, *name) for name in names) == 3 * times * linear(int(rows), MLP, HIDDEN)
+    sent = {each.bytes for each in sent_on(amounts, "experts")}
+    assert sent == {int(rows) * HIDDEN * (2 if bf16 else 4) // 2}, (
+        "half of the rows leave, and no counts"
+    )
+
+
+def sent_on(amounts: Amounts, axis: str) -> list[Any]:
+    """What goes over an axis."""
+    return [each for result in amounts.operators.values() for each in result.transfers if each.axis == axis]
+
+
 @pytest.mark.parametrize("family", ["phi3", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_derived_families_are_counted_too(family: str):
     special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
