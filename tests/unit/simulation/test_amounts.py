@@ -242,9 +242,7 @@ def test_experts_with_a_capacity_compute_as_many_rows_as_that(bf16: bool):
         names = [name for name in amounts.operators if name[1].startswith(way) and "exp" in name[1]]
         assert sum(flops(amounts, *name) for name in names) == 3 * times * linear(int(rows), MLP, HIDDEN)
     sent = {each.bytes for each in sent_on(amounts, "experts")}
-    assert sent == {int(rows) * HIDDEN * (2 if bf16 else 4) // 2}, (
-        "half of the rows leave, and no counts"
-    )
+    assert sent == {int(rows) * HIDDEN * (2 if bf16 else 4) // 2}, "half of the rows leave, and no counts"
 
 
 def sent_on(amounts: Amounts, axis: str) -> list[Any]:
