@@ -19,6 +19,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
@@ -30,7 +31,7 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
 from hf_helix.simulation.held import held_until_waited
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
-from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
+from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules, peaks_of_timeline
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
 from hf_helix.simulation.step.steady import Layers, costs_under, exposed_seconds, steady_layers
@@ -213,6 +214,16 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
+def _peaks_of_programs(
+    amounts: Amounts, layout: Layout, plan: Plan, schedule: Schedule, cluster: Cluster
+) -> list[Peak]:
+    """Returns what is alive on each rank of a pipeline when most is, operator by operator."""
+    keeps = cluster.device.host_runs_ahead  # a CPU drops what collectives held once they are over, which is not known
+    programs = build_programs(schedule, layout, plan)
+    held = [held_until_waited(program) if keeps else None for program in programs]
+    return [peak_of_program(amounts, layout, *each) for each in zip(programs, held, strict=True)]
+
+
 def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak]) -> Memory:
     """Returns the memory of the rank that needs most, given the peak of each."""
     found = [memory_of(amounts, layout, rank, peak, case.sharing) for rank, peak in enumerate(peaks)]
@@ -297,11 +308,11 @@ def simulate_plan(
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
         seconds = window.seconds + waits
     if whole and plan.profile_for(profile) is profile:
-        few = schedule if is_short else scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
-        keeps = cluster.device.host_runs_ahead  # a CPU drops what collectives held once they are over
-        programs = build_programs(few, layout, plan)
-        held = [held_until_waited(program) if keeps else None for program in programs]
-        peaks = [peak_of_program(amounts, layout, *each) for each in zip(programs, held, strict=True)]
+        if drawn and not cluster.device.host_runs_ahead:
+            peaks = peaks_of_timeline(amounts, layout, *drawn)
+        else:
+            few = schedule if is_short else scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
+            peaks = _peaks_of_programs(amounts, layout, plan, few, cluster)
         memory = _heaviest(amounts, layout, case, peaks)
     else:  # tiles have other operators than those whose memory is known
         memory = memory_of_case(amounts, case, layout)
