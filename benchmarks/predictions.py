@@ -61,7 +61,7 @@ from hf_helix.tuning.measure.memory import peak_bytes
 from hf_helix.tuning.measure.overlap import forget_gradients, time_steps, transports
 
 CPU = torch.device("cpu")
-MODELS = DENSE, EXPERTS = "llama", "mixtral"
+DENSE, EXPERTS = "llama", "mixtral"
 SCHEDULE = "folded_1f1b"
 APART = 0.1
 """Layouts whose steps differ by more than this part must be predicted in the right order."""
@@ -386,7 +386,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """Returns what a table says: the errors, and whether the order of layouts is right."""
     errors = [abs(row.ratio - 1) for row in rows]
     worst = max(rows, key=lambda row: abs(row.ratio - 1))
-    memory = {model: [abs(row.memory / row.counted - 1) for row in rows if row.model == model] for model in MODELS}
+    memory: dict[str, float] = {}
+    for row in rows:
+        memory[row.layout] = max(memory.get(row.layout, 0.0), abs(row.memory / row.counted - 1))
     apart = list(pairs(rows))
     wrong = [(a, b) for a, b in apart if (a.measured < b.measured) != (a.predicted < b.predicted)]
     lines = [
@@ -394,8 +396,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"{len(rows)} within {APART:.0%}, the worst {worst.ratio - 1:+.1%} ({worst.layout}, "
         f"recompute={worst.recompute}, {worst.link}, {worst.plan}).",
         "- Memory: largest error "
-        + ", ".join(f"{max(errors):.1%} ({model})" for model, errors in memory.items() if errors)
-        + "; with experts, routers load every layer differently.",
+        + ", ".join(f"{error:.1%} ({layout})" for layout, error in memory.items())
+        + "; without a capacity of experts, routers load every layer differently.",
         f"- Order: {len(apart) - len(wrong)} of {len(apart)} pairs of layouts that differ by more than {APART:.0%} are "
         "predicted in the right order.",
     ]
