@@ -9,8 +9,8 @@ long window takes what the last half of those that were simulated took on averag
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.cost import STREAMS, Timeline, simulate
@@ -26,7 +26,8 @@ MICROBATCHES = 48  # in all copies, unless they are the fewest
 NEAR = 1e-9  # two times that differ by a smaller part are equal
 
 
-class WindowSeconds(NamedTuple):
+@dataclass(frozen=True)
+class WindowSeconds:
     """What a window takes.
 
     Attributes:
@@ -39,7 +40,11 @@ class WindowSeconds(NamedTuple):
 
 
 def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    """The predicted seconds of a window under a plan; arguments as of `predict_window`."""
+    """The predicted seconds of a window under a plan.
+
+    Args:
+        plan, profile, schedule: as of `predict_window`.
+    """
     return predict_window(plan, profile, schedule).whole
 
 
@@ -64,9 +69,9 @@ def predict_window(plan: Plan, profile: Profile, schedule: Schedule) -> WindowSe
         if rhythm:
             if left % rhythm:  # where in the rhythm the window ends decides how long its end takes
                 window, stretches = _simulated(ordered, copies + left % rhythm, profile)
-            return window._replace(whole=window.whole + left // rhythm * sum(stretches[0][-rhythm:]))
+            return replace(window, whole=window.whole + left // rhythm * sum(stretches[0][-rhythm:]))
     half = len(stretches[0]) // 2
-    return window._replace(whole=window.whole + left * max(sum(each[-half:]) / half for each in stretches))
+    return replace(window, whole=window.whole + left * max(sum(each[-half:]) / half for each in stretches))
 
 
 def predict_timeline(plan: Plan, profile: Profile, schedule: Schedule) -> Timeline:

@@ -47,8 +47,8 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool,
         waits: as of `Whole`, where they are known; None to predict the window without gathers, too.
     """
     found = predict_plan(plan, profile, schedule) if drawn else None
-    seconds, sums = window_seconds(found[1]) if found else predict_window(plan, profile, schedule)
+    window = window_seconds(found[1]) if found else predict_window(plan, profile, schedule)
     if waits is None:
         without = replace(profile, layout=replace(profile.layout, gathers=()))
-        waits = seconds - predict_seconds(plan, without, schedule) if profile.layout.gathers else 0.0
-    return Whole(seconds - sums, sums, waits, found)
+        waits = window.whole - predict_seconds(plan, without, schedule) if profile.layout.gathers else 0.0
+    return Whole(window.whole - window.sums, window.sums, waits, found)
