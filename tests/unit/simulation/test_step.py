@@ -86,6 +86,17 @@ def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnP
     assert 0.95 <= result / expected <= most, "rather too much than too little"
 
 
+def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: OnPaper):
+    """Tiles have other names than the operators that contention is known of; sums of gradients have the same."""
+
+    def seconds(factor: float) -> float:
+        rules = dict.fromkeys(("compute_beside_intra_node", "compute_beside_inter_node"), factor)
+        cluster = cluster_with(2, 2, node={"gb_per_s": 10}, contention=rules)
+        return step_of(paper, True, cluster, tp=2, dp=2, plan="intra_batch").seconds
+
+    assert seconds(2) > seconds(1)
+
+
 @pytest.mark.parametrize("plan", ["sequential", "greedy"])
 @pytest.mark.parametrize("name", ["tp2 pp2", "pp4"])
 def test_a_schedule_that_is_searched_takes_and_keeps_about_what_the_usual_ones_do(name: str, plan: str, paper: OnPaper):

@@ -29,7 +29,7 @@ from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
 from hf_helix.planning.plans.plan import graphs_digest
-from hf_helix.planning.profile import Name, Pair, Profile, named_of_window, named_operators
+from hf_helix.planning.profile import Name, Pair, Profile, is_of_window, named_operators
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -231,10 +231,11 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     layout = tile_layout(old, tiles)
     sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
-    times |= {name: profile.times[name] for name, _ in named_of_window(layout)}
+    of_window = [name for name in profile.times if is_of_window(name)]  # also those that a part of the window has not
+    times |= {name: profile.times[name] for name in of_window}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
-    first |= {name: name for name, _ in named_of_window(old)}
+    first |= {name: name for name in of_window}
     like = {name: first[profile.like.get(source, source)] for name, (source, _) in sources.items()}
     like = {name: other for name, other in like.items() if other != name}
     pairs = {}
