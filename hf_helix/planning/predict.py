@@ -66,6 +66,8 @@ def predict_window(plan: Plan, profile: Profile, schedule: Schedule) -> WindowSe
             break
         window, stretches = _simulated(ordered, copies, profile)
         left, rhythm = ordered.repeats - copies, _rhythm(stretches)
+        if not left:
+            return window
         if rhythm:
             if left % rhythm:  # where in the rhythm the window ends decides how long its end takes
                 window, stretches = _simulated(ordered, copies + left % rhythm, profile)
