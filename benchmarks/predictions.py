@@ -51,7 +51,7 @@ from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.simulation.measured.together import measure_waiting
-from hf_helix.simulation.peaks import peaks_of_timeline
+from hf_helix.simulation.peaks import peaks_of_window
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.step import Case, layout_of, simulate_plan
 from hf_helix.simulation.step.sums import profile_with_sums
@@ -315,7 +315,8 @@ def compare(
             step = simulate_plan(amounts, replace(case, plan=plan), cluster, profile, planned.plan, whole=True)
             assert step.drawn is not None
             predicted.append(step.window + step.sums)
-            memory = memory or max(peak.total for peak in peaks_of_timeline(amounts, runner.layout, *step.drawn))
+            if cluster is before[speed]:
+                memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, *step.drawn))
         every, median = times[speed, plan], statistics.median(times[speed, plan])
         spread = (max(every) - min(every)) / median
         about = layout.sizes.devices, layout.model, name, recompute, speed, plan

@@ -164,7 +164,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
     lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
     lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
     capacity = case.expert_capacity_factor
-    lines += [f"    expert_capacity_factor: {capacity:g}"] if capacity is not None else []
+    lines += [f"    expert_capacity_factor: {capacity}"] if capacity is not None else []
     lines += ["    shard_optimizer: true"] if case.shard_optimizer else []
     lines += ["    shard_parameters: true"] if case.shard_parameters else []
     machine = "accelerate launch --config_file FILE --machine_rank RANK --main_process_ip HOST YOUR_SCRIPT.py"

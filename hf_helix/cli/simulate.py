@@ -178,7 +178,7 @@ def check_count(name: str, count: int) -> None:
 
 
 def check_experts(options: argparse.Namespace) -> None:
-    """Raises ValueError where the busiest experts would get less than the mean, or have two numbers of rows."""
+    """Raises ValueError where experts would get less than the mean, or where both options say what they get."""
     imbalance, capacity = options.imbalance, options.expert_capacity_factor
     if not 1 <= imbalance < inf:
         raise ValueError(f"--imbalance {imbalance:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
@@ -188,8 +188,8 @@ def check_experts(options: argparse.Namespace) -> None:
         raise ValueError(f"--expert_capacity_factor {capacity:g}: give 1 or more, such as 1.25, or leave it out")
     if imbalance > 1:
         raise ValueError(
-            f"--imbalance {imbalance:g}: with --expert_capacity_factor every expert gets as many rows, whatever the "
-            "router chooses; leave out one of them"
+            f"--imbalance {imbalance:g}: with --expert_capacity_factor every expert gets the same number of rows, "
+            "whatever the router chooses; leave out one of them"
         )
 
 

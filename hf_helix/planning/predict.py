@@ -1,7 +1,7 @@
 """Predictions of whole windows: their seconds, and when each instruction runs, under a plan.
 
 In:   a plan, a profile, and the schedule of a window.
-Out:  seconds, a `WindowSeconds`, or a `Timeline`.
+Out:  seconds, a `WindowParts`, or a `Timeline`.
 Must hold: seconds are those of `planning.cost.simulate`, but for the rounding of floats, where the window falls into a
 rhythm: all ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a
 long window takes what the last half of those that were simulated took on average.
@@ -27,7 +27,7 @@ NEAR = 1e-9  # two times that differ by a smaller part are equal
 
 
 @dataclass(frozen=True)
-class WindowSeconds:
+class WindowParts:
     """What a window takes.
 
     Attributes:
@@ -43,13 +43,13 @@ def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
     """The predicted seconds of a window under a plan.
 
     Args:
-        plan, profile, schedule: as of `predict_window`.
+        plan, profile, schedule: as of `predict_parts`.
     """
-    return predict_window(plan, profile, schedule).whole
+    return predict_parts(plan, profile, schedule).whole
 
 
 @without_collection
-def predict_window(plan: Plan, profile: Profile, schedule: Schedule) -> WindowSeconds:
+def predict_parts(plan: Plan, profile: Profile, schedule: Schedule) -> WindowParts:
     """What a window takes under a plan; of a long window the steady state is predicted once.
 
     Args:
@@ -93,14 +93,14 @@ def _timeline(issued: Issued, profile: Profile) -> Timeline:
     return simulate(work, profile.slowdown if profile.pairs else None, order)
 
 
-def window_seconds(timeline: Timeline) -> WindowSeconds:
+def parts_of(timeline: Timeline) -> WindowParts:
     """Returns what a window takes whose timeline is known."""
     ends = zip(timeline.ends, timeline.work.streams, strict=True)
     bare = max((end for end, stream in ends if STREAMS[stream] is not Kind.GRADIENTS), default=0.0)
-    return WindowSeconds(timeline.seconds, timeline.seconds - bare)
+    return WindowParts(timeline.seconds, timeline.seconds - bare)
 
 
-def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[WindowSeconds, list[list[float]]]:
+def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[WindowParts, list[list[float]]]:
     """Returns what a window takes that has so many copies of its stretch, and of each rank those that it takes from
     each to the next."""
     made = ordered.lengthened(copies)
@@ -109,7 +109,7 @@ def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[WindowS
     for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
         times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]
         gaps.append([later - time for time, later in pairwise(times)])
-    return window_seconds(timeline), gaps
+    return parts_of(timeline), gaps
 
 
 def _rhythm(stretches: list[list[float]]) -> int:

@@ -35,7 +35,7 @@ def case_text(case: Case) -> str:
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     capacity = case.expert_capacity_factor
-    parts += [f"expert_capacity_factor {capacity:g}"] if capacity is not None else []
+    parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
     return ", ".join(parts)

@@ -191,8 +191,7 @@ class Search:
         room, found = self.cluster.device.memory, quick
         while True:
             case = found.case
-            known = self._layers[case.plan]
-            step = simulate_step(self.amounts(case), case, self.cluster, whole=True, known=known, drawable=False)
+            step = simulate_step(self.amounts(case), case, self.cluster, whole=True, drawable=False)
             needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
             if needed <= room:
                 return step

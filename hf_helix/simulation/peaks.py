@@ -25,7 +25,7 @@ from hf_helix.planning.profile import Name
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
 from hf_helix.simulation.amounts.lifetimes import outputs_of
-from hf_helix.simulation.held import Held, held_until_over
+from hf_helix.simulation.held import Held, held_until_over, held_until_waited
 from hf_helix.simulation.memory import GRADIENT, Peak
 
 # -- of a program ------------------------------------------------------------------------------------------------------
@@ -56,23 +56,30 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     return alive.peak
 
 
-def peaks_of_timeline(
-    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline
+def peaks_of_window(
+    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
-    """Returns what is alive on each rank of CPUs when most is, in a window that was predicted operator by operator.
+    """Returns what is alive on each rank when most is, operator by operator.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks.
         programs: the instructions of all ranks, one rank after the other.
-        timeline: when each of them runs.
+        timeline: on CPUs, when each of them runs: collectives hold memory until they are over. None on GPUs, where they
+            hold it until they are waited for.
     """
+    places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
+    for place, made in enumerate(programs):
+        places[layout.rank_of(made.unit)].append(place)
     peaks = []
-    for rank in range(layout.num_ranks):
-        places = [place for place, made in enumerate(programs) if layout.rank_of(made.unit) == rank]
-        program = [programs[place] for place in places]
-        starts, ends = ([times[place] for place in places] for times in (timeline.starts, timeline.ends))
-        peaks.append(peak_of_program(amounts, layout, program, held_until_over(program, starts, ends)))
+    for mine in places:
+        program = [programs[place] for place in mine]
+        if timeline is None:
+            held = held_until_waited(program)
+        else:
+            starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
+            held = held_until_over(program, starts, ends)
+        peaks.append(peak_of_program(amounts, layout, program, held))
     return peaks
 
 

@@ -3,23 +3,31 @@
 In:   an operator, and its arguments.
 Out:  what it returns.
 Must hold: what an operator makes of arguments of some shapes, it makes of all such arguments; one that returns views,
-or writes to what it is given, runs each time. The layers of a model ask for the same again and again, and to ask torch
-each time takes half of the time of counting them.
+or writes to what it is given, runs each time (but for one that torch cannot run). The layers of a model ask for the
+same again and again, and to ask torch each time takes half of the time of counting them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_Shape = tuple[Sequence[int], Sequence[int], torch.dtype]
-"""The sizes, strides and type of a tensor."""
 
-_made: dict[object, _Shape | list[_Shape | None] | None] = {}
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The sizes, strides and type of a tensor."""
+
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+
+_made: dict[object, _Shape | Sequence[_Shape | None] | None] = {}
 """What operators made of arguments, by both; None where it cannot be made again without them."""
 
 
@@ -59,6 +67,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 @functools.cache
 def _only_makes(function: Any) -> bool:
     """Returns whether an operator is declared to write to none of its arguments and to return none of them."""
+    if not isinstance(function, torch._ops.OpOverload):
+        return False
     schema = function._schema
     return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
@@ -66,7 +76,8 @@ def _only_makes(function: Any) -> bool:
 def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Returns what decides what an operator makes; None where that is not known."""
     try:
-        key = function, _described(args), tuple((name, _described(value)) for name, value in kwargs.items())
+        named = tuple((name, _described(value)) for name, value in kwargs.items())
+        key = function, _described(args), named, torch.get_default_dtype()
         hash(key)
     except TypeError:
         return None
@@ -77,7 +88,7 @@ def _described(value: Any) -> object:
     """Returns what of an argument decides over shapes.
 
     Raises:
-        TypeError: a tensor that is not on the meta device: its values may.
+        TypeError: a tensor that is not on the meta device, whose values may; NaN, which is never found again.
     """
     if isinstance(value, Tensor):
         if not value.is_meta:
@@ -85,10 +96,12 @@ def _described(value: Any) -> object:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, tuple | list):
         return tuple([_described(each) for each in value])
+    if value != value:
+        raise TypeError
     return type(value), value  # 1, 1.0 and True are equal, but make tensors of different types
 
 
-def _shapes_of(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Shape | list[_Shape | None] | None:
+def _shapes_of(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Shape | Sequence[_Shape | None] | None:
     """Returns the shapes of what an operator made; None unless it is new memory, and no more than the shapes need."""
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
     results = result if isinstance(result, tuple | list) else [result]
@@ -103,16 +116,15 @@ def _shapes_of(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _
             return None
         storages.add(storage._cdata)
     if isinstance(result, tuple | list):
-        return [None if each is None else _shape_of(each) for each in result]
+        return type(result)(None if each is None else _shape_of(each) for each in result)
     return _shape_of(result)
 
 
 def _shape_of(tensor: Tensor) -> _Shape:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return _Shape(tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _new(shapes: _Shape | list[_Shape | None]) -> Any:
-    if isinstance(shapes, list):
-        return tuple(None if each is None else _new(each) for each in shapes)
-    sizes, strides, dtype = shapes
-    return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+def _new(shapes: _Shape | Sequence[_Shape | None]) -> Any:
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(shapes.sizes, shapes.strides, dtype=shapes.dtype, device="meta")
+    return type(shapes)(None if each is None else _new(each) for each in shapes)  # type: ignore[call-arg]

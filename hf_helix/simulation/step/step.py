@@ -19,19 +19,17 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, runs_one_strand
+from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
-from hf_helix.simulation.held import held_until_waited
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
-from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules, peaks_of_timeline
+from hf_helix.simulation.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
 from hf_helix.simulation.step.steady import Layers, costs_under, exposed_seconds, steady_layers
@@ -67,7 +65,7 @@ class Case:
             the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
             layer: an upper estimate where layers differ. With the factor of the most uneven layer, 1.27 to 1.50 times
             the memory that two ranks of a small mixture counted.
-        expert_capacity_factor: as in `HelixConfig`: with it every expert gets as many rows, whatever routers choose.
+        expert_capacity_factor: as in `HelixConfig`: with it experts get equal rows, whatever routers choose.
     """
 
     sizes: Sizes
@@ -214,14 +212,15 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
-def _peaks_of_programs(
-    amounts: Amounts, layout: Layout, plan: Plan, schedule: Schedule, cluster: Cluster
-) -> list[Peak]:
-    """Returns what is alive on each rank of a pipeline when most is, operator by operator."""
-    keeps = cluster.device.host_runs_ahead  # a CPU drops what collectives held once they are over, which is not known
-    programs = build_programs(schedule, layout, plan)
-    held = [held_until_waited(program) if keeps else None for program in programs]
-    return [peak_of_program(amounts, layout, *each) for each in zip(programs, held, strict=True)]
+def _few_microbatches(
+    plan: Plan, profile: Profile, scheduler: Scheduler, case: Case, cluster: Cluster
+) -> tuple[Sequence[Instruction], Timeline | None]:
+    """Returns the instructions of all ranks, one rank after the other, in a window as long as memory depends on, and on
+    CPUs, whose memory depends on it, when they run."""
+    schedule = scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
+    if not cluster.device.host_runs_ahead:
+        return predict_plan(plan, profile, schedule)
+    return [made for of_rank in build_programs(schedule, profile.layout, plan) for made in of_rank], None
 
 
 def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak]) -> Memory:
@@ -308,11 +307,8 @@ def simulate_plan(
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
         seconds = window.seconds + waits
     if whole and plan.profile_for(profile) is profile:
-        if drawn and not cluster.device.host_runs_ahead:
-            peaks = peaks_of_timeline(amounts, layout, *drawn)
-        else:
-            few = schedule if is_short else scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
-            peaks = _peaks_of_programs(amounts, layout, plan, few, cluster)
+        programs, timeline = drawn or _few_microbatches(plan, profile, scheduler, case, cluster)
+        peaks = peaks_of_window(amounts, layout, programs, None if cluster.device.host_runs_ahead else timeline)
         memory = _heaviest(amounts, layout, case, peaks)
     else:  # tiles have other operators than those whose memory is known
         memory = memory_of_case(amounts, case, layout)

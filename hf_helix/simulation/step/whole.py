@@ -15,7 +15,7 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import predict_plan
-from hf_helix.planning.predict import predict_seconds, predict_window, window_seconds
+from hf_helix.planning.predict import parts_of, predict_parts, predict_seconds
 from hf_helix.planning.profile import Profile
 
 
@@ -47,7 +47,7 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool,
         waits: as of `Whole`, where they are known; None to predict the window without gathers, too.
     """
     found = predict_plan(plan, profile, schedule) if drawn else None
-    window = window_seconds(found[1]) if found else predict_window(plan, profile, schedule)
+    window = parts_of(found[1]) if found else predict_parts(plan, profile, schedule)
     if waits is None:
         without = replace(profile, layout=replace(profile.layout, gathers=()))
         waits = window.whole - predict_seconds(plan, without, schedule) if profile.layout.gathers else 0.0

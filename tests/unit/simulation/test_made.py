@@ -35,6 +35,7 @@ MAKES = {
     "whole numbers": (aten.add.Tensor, lambda: (meta(3, dtype=torch.int64), 1), {}),
     "mixed": (aten.add.Tensor, lambda: (meta(3, dtype=torch.int64), 1.0), {}),
     "cast": (aten._to_copy.default, lambda: (meta(3, 4),), {"dtype": torch.bfloat16}),
+    "parts": (aten.unbind_copy.int, lambda: (meta(3, 4),), {}),
     "several": (aten.max.dim, lambda: (meta(3, 4), 1), {}),
     "list": (aten.cat.default, lambda: ([meta(3, 4), meta(2, 4)],), {}),
     "some are none": (
@@ -64,7 +65,24 @@ def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.
         again = made_on_meta(function, arguments, kwargs)
     assert runs.count == 0, "it was known"
     assert described(again) == expected
-    assert type(again) is type(function(*args(), **kwargs)) or isinstance(again, tuple)
+    assert type(again) is type(function(*args(), **kwargs))
+
+
+def test_the_type_that_is_made_by_default_is_that_of_now():
+    args = meta(3, dtype=torch.int64), meta(3, dtype=torch.int64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert made_on_meta(aten.div.Tensor, args, {}).dtype is dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_product_that_torch_cannot_run_on_meta_returns_what_it_adds_to():
+    total, left, right = meta(2, 3, 5), meta(2, 3, 4, dtype=torch.bfloat16), meta(2, 4, 5, dtype=torch.bfloat16)
+    result = made_on_meta(aten.baddbmm.dtype_out, (total, left, right, torch.float32), {"out": total})
+    assert result is total
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,18 @@ def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnP
     assert 0.95 <= result / expected <= most, "rather too much than too little"
 
 
+@pytest.mark.parametrize("runs_ahead", [True, False], ids=["GPU", "CPU"])
+def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool, paper: OnPaper):
+    """What collectives hold does, and on CPUs they hold it until they are over."""
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, host_runs_ahead=runs_ahead))
+    case = case_of(tp=2, dp=2, microbatches=4)
+    amounts = paper.amounts(case)
+    drawn, predicted = (simulate_step(amounts, case, cluster, True, drawable=drawable) for drawable in (True, False))
+    assert drawn.drawn is not None
+    assert predicted.drawn is None
+    assert drawn.memory == predicted.memory
+
+
 def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: OnPaper):
     """Tiles have other names than the operators that contention is known of; sums of gradients have the same."""
 
