@@ -21,6 +21,7 @@ from hf_helix.cli.simulate import (
     scaled,
 )
 from hf_helix.config import AUTO
+from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -59,6 +60,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--write", type=Path, help="write the YAML that launches the best layout")
 
 
+@without_collection
 def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
     from hf_helix.engine.advice import remember

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import SIZES, add_parser
 from hf_helix.config import AUTO, RECOMPUTE, RULES, HelixConfig
+from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -77,6 +78,7 @@ def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target_modules", default="all-linear", help=targets)
 
 
+@without_collection
 def run(options: argparse.Namespace) -> None:
     """Prints what a step of the layout takes."""
     from hf_helix.report.step import step_lines

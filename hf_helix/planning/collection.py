@@ -1,9 +1,9 @@
 """Pauses of Python's collector of cyclic garbage.
 
 In:   a function that makes millions of lists of numbers, which it keeps until it returns.
-Out:  the same function, a quarter faster.
-Must hold: the collector is as it was before once the function has returned or raised. What the function makes has no
-cycles: it is freed by its reference counts, so nothing is lost by not looking for any.
+Out:  the same function, a fifth to a quarter faster.
+Must hold: the collector is as it was before once the function has returned or raised. What the function makes has
+hardly any cycles: it is freed by its reference counts, so next to nothing is lost by not looking for any.
 """
 
 from __future__ import annotations
