@@ -67,10 +67,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 @functools.cache
 def _only_makes(function: Any) -> bool:
     """Returns whether an operator is declared to write to none of its arguments and to return none of them."""
-    if not isinstance(function, torch._ops.OpOverload):
-        return False
-    schema = function._schema
-    return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
+    schema = getattr(function, "_schema", None)  # operators of higher order have none
+    return schema is not None and all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
 
 def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
