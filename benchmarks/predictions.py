@@ -40,21 +40,17 @@ from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.planning.profile import Profile
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
-from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.estimate import estimate_profile, rings
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.peaks import peaks_of_window
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case, layout_of, simulate_plan
-from hf_helix.simulation.step.sums import profile_with_sums
+from hf_helix.simulation.step.step import Case, profile_of, simulate_plan
 from hf_helix.tuning.candidates import plan_runners
 from hf_helix.tuning.measure.machine import describe_device
 from hf_helix.tuning.measure.memory import peak_bytes
@@ -293,7 +289,7 @@ def compare(
     amounts = OnPaper(shape, next(iter(before.values()))).amounts(case)
     runners = {}
     for speed, cluster in before.items():
-        profile = profile_on(cluster, amounts, case)
+        profile = profile_of(amounts, case, cluster, whole=True)
         for plan, planned in plan_runners(runner, options.plans, profile, case.microbatches).items():
             runners[speed, plan] = planned
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
@@ -309,25 +305,19 @@ def compare(
     after = measured()
     rows = []
     for (speed, plan), planned in runners.items():
-        predicted, memory = [], 0
+        way, steps = replace(case, plan=plan), []
         for cluster in (before[speed], after[speed]):
-            profile = profile_on(cluster, amounts, case)
-            step = simulate_plan(amounts, replace(case, plan=plan), cluster, profile, planned.plan, whole=True)
-            assert step.drawn is not None
-            predicted.append(step.window + step.sums)
-            if cluster is before[speed]:
-                memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, *step.drawn))
+            profile = profile_of(amounts, way, cluster, whole=True)
+            steps.append(simulate_plan(amounts, way, cluster, profile, planned.plan, whole=True))
+        drawn = steps[0].drawn
+        assert drawn is not None
+        memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, *drawn))
+        predicted = statistics.fmean(step.window + step.sums for step in steps)
         every, median = times[speed, plan], statistics.median(times[speed, plan])
         spread = (max(every) - min(every)) / median
         about = layout.sizes.devices, layout.model, name, recompute, speed, plan
-        rows.append(Row(*about, statistics.fmean(predicted), median, spread, memory, counted[speed, plan]))
+        rows.append(Row(*about, predicted, median, spread, memory, counted[speed, plan]))
     return rows, after
-
-
-def profile_on(cluster: Cluster, amounts: Amounts, case: Case) -> Profile:
-    """Returns the times of all operators of a layout, sums of gradients included."""
-    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
-    return profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster, case.spread_gradients)
 
 
 def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:

@@ -100,13 +100,13 @@ def run(options: argparse.Namespace) -> None:
             f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
         )
     best = ranking.steps[0]
-    supposed = options.network is not None or options.imbalance > 1 or options.expert_capacity_factor is not None
-    if not supposed:
+    assumes_rows = options.imbalance > 1 or options.expert_capacity_factor is not None
+    if options.network is None and not assumes_rows:  # a run is told nothing that was only supposed
         remember(base_of(paper.model), ranking, cluster, tokens)
     trained = f", LoRA adapters of rank {options.lora_r}" if options.lora_r else ""
     print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
-    if paper.experts > 1 and options.imbalance == 1 and options.expert_capacity_factor is None:
+    if paper.experts > 1 and not assumes_rows:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
     _print_best(best, paper, cluster)
     if options.why:

@@ -83,18 +83,17 @@ class OnPaper:
         sizes, spread = case.sizes, case.spread_weights
         # Over how many ranks weights are spread changes their gathers alone, and which axes leave a node changes the
         # kinds of operators alone.
-        cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, tuple(spread)
-        key = cut, case.batch, case.length, case.imbalance, case.expert_capacity_factor
+        cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, case.expert_capacity_factor, tuple(spread)
+        key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
         amounts = self._amounts[key]
         if isinstance(amounts, ValueError):
             raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        graphs = cut, case.expert_capacity_factor, crossing
-        if graphs not in self._layouts:
-            self._layouts[graphs] = self._layout(case, crossing)
-        return replace(amounts, layout=self._layouts[graphs]).over(spread)
+        if (cut, crossing) not in self._layouts:
+            self._layouts[cut, crossing] = self._layout(case, crossing)
+        return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
 
     def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]

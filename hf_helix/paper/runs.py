@@ -34,9 +34,9 @@ from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings, transfer_seconds
+from hf_helix.simulation.estimate import operator_seconds, rings, transfer_seconds
 from hf_helix.simulation.memory import ELEMENT, held_weights
-from hf_helix.simulation.step.step import Case, Step, layout_of, simulate_plan
+from hf_helix.simulation.step.step import Case, Step, profile_of, simulate_plan
 from hf_helix.simulation.step.sums import sums_behind
 
 SEARCH = "search"
@@ -128,9 +128,7 @@ class Runs:
 
     def profile(self, row: Row, method: str) -> Profile:
         """Returns the times of a row's operators, with the layout that a method's schedule has."""
-        case, cluster = case_of(row, method), self.cluster(row)
-        amounts = self.amounts(row, method)
-        return estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster)
+        return profile_of(self.amounts(row, method), case_of(row, method), self.cluster(row))
 
     def amounts(self, row: Row, method: str = MEGATRON, recompute: str = "none") -> Amounts:
         """Returns what a rank of a row does.
@@ -260,8 +258,9 @@ class TiledOnPaper(IntraBatchPlan):
         """Returns the times of the tiled graphs."""
         whole = super().profile_for(profile)
         times = {**whole.times, **self.seconds}
-        slow = {pair: (whole.slowdown(*pair), whole.slowdown(*reversed(pair))) for pair in whole.pairs}
-        pairs = {(a, b): Pair.of(times[a], times[b], *slow[a, b]) for a, b in whole.pairs}
+        pairs = {
+            (a, b): Pair.of(times[a], times[b], whole.slowdown(a, b), whole.slowdown(b, a)) for a, b in whole.pairs
+        }
         return replace(whole, times=times, pairs=pairs)
 
 

@@ -11,8 +11,8 @@ activations apart). What is sent to another stage of the pipeline is freed when 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from hf_helix.planning.cost import Timeline, entry_of
@@ -296,6 +296,14 @@ class _Pass:
     gathered: int = 0
     is_transfer: bool = False
 
+    def then(self, other: _Pass) -> _Pass:
+        """Returns what both change, one after the other, if all that they gather is there before them."""
+        peak, weights_then = self.peak, self.weights_then
+        if self.delta + other.peak > peak:
+            peak, weights_then = self.delta + other.peak, self.weights + other.weights_then
+        delta, weights = self.delta + other.delta, self.weights + other.weights
+        return _Pass(delta, peak, weights, weights_then, self.gathered + other.gathered, self.is_transfer)
+
 
 class _Passes:
     """What passes through the units of a layout change."""
@@ -320,12 +328,8 @@ class _Passes:
         forward, backward = slot.forward, slot.backward
         key = forward and forward.stage, backward and (backward.stage, backward.computation_type)
         if key not in self._of_slots:
-            passes = [self.through(*turn) for turn in _turns(self._layout, slot) if not self._moves_nothing(*turn)]
-            self._of_slots[key] = _one_after_the_other(passes)
+            self._of_slots[key] = _merged(self.through(*turn) for turn in _turns(self._layout, slot))
         return self._of_slots[key]
-
-    def _moves_nothing(self, unit: int, computation_type: str) -> bool:
-        return computation_type == "W" and bool(self._layout.transfers(unit))
 
     def largest_layer(self) -> int:
         """Returns the most that a pass through a layer works with."""
@@ -335,22 +339,21 @@ class _Passes:
     def _counted(self, unit: int, computation_type: str) -> _Pass:
         layout, forward = self._layout, computation_type == "F"
         if layout.transfers(unit):
+            if computation_type == "W":
+                return _Pass()
             passed = self._amounts.handed_on
             taken = forward == (layout.units[unit] == RECEIVE)
             return _Pass(passed, passed, is_transfer=True) if taken else _Pass(-passed, is_transfer=True)
         parts, name = PARTS_OF[computation_type], layout.units[unit]
         ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
-        alive = peak = weights = weights_then = gathered = 0
+        whole = _Pass()
         for each in sorted(ops, key=self._turns.__getitem__):
             usage = self._amounts.operators[each]
             if ops[each].ahead:
-                gathered += usage.delta
-                continue
-            if alive + usage.peak > peak:
-                peak, weights_then = alive + usage.peak, weights
-            alive += usage.delta
-            weights += usage.weights
-        return _Pass(alive, peak, weights, weights_then, gathered)
+                whole = whole.then(_Pass(gathered=usage.delta))
+            else:
+                whole = whole.then(_Pass(usage.delta, usage.peak, usage.weights))
+        return whole
 
 
 def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
@@ -373,21 +376,15 @@ def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
     return Peak(most - then, then)
 
 
-def _one_after_the_other(passes: Sequence[_Pass]) -> list[_Pass]:
+def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
     """Returns passes that change the same, as few of them as there can be: those between which nothing else is freed or
     gathered are one."""
     found: list[_Pass] = []
     for change in passes:
-        last = found[-1] if found else None
-        if last is None or last.is_transfer or change.is_transfer or change.gathered:
+        if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
+            found[-1] = found[-1].then(change)
+        else:
             found.append(change)
-            continue
-        peak, then = last.peak, last.weights_then
-        if last.delta + change.peak > peak:
-            peak, then = last.delta + change.peak, last.weights + change.weights_then
-        found[-1] = replace(
-            last, delta=last.delta + change.delta, peak=peak, weights=last.weights + change.weights, weights_then=then
-        )
     return found
 
 

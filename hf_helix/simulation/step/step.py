@@ -181,6 +181,27 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     return Layout(names, chunks, graphs, (), ranks)
 
 
+def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
+    """Returns the times of the operators of a case, with its layout.
+
+    Args:
+        amounts: of a rank of this case's layout.
+        case: what is trained how.
+        cluster: what it runs on.
+        whole: whether the sums of gradients and the gathers of weights that happen once in a window are among them.
+
+    Raises:
+        ValueError: the layout cannot be built.
+    """
+    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
+    if whole:
+        axes = rings(cluster, case.sizes)
+        profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
+        if case.shard_optimizer:
+            profile = profile_with_gathers(profile, amounts, axes, cluster)
+    return profile
+
+
 def memory_of_case(
     amounts: Amounts, case: Case, layout: Layout | None = None, peaks: Sequence[Peak] | None = None
 ) -> Memory:
@@ -252,12 +273,7 @@ def simulate_step(
     Raises:
         ValueError: the layout cannot be built.
     """
-    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
-    if whole:
-        axes = rings(cluster, case.sizes)
-        profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
-        if case.shard_optimizer:
-            profile = profile_with_gathers(profile, amounts, axes, cluster)
+    profile = profile_of(amounts, case, cluster, whole)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
     return simulate_plan(amounts, case, cluster, profile, plan, whole, known, drawable)
 
@@ -278,8 +294,7 @@ def simulate_plan(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        profile: the times of the operators, with the layout of the case, see `layout_of`. For a whole window it has the
-            sums of gradients and the gathers of weights, too.
+        profile: the times of the operators, see `profile_of`.
         plan: for this profile.
         whole, known, drawable: as of `simulate_step`.
     """
