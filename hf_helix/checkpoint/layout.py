@@ -57,9 +57,7 @@ class CheckpointLayout:
         whole = _outlines(model, stage, mesh)
         weights = {id(model.get_parameter_or_buffer(name)): outline for name, outline in whole.items()}
         count = sum(weights[id(parameter)].numel() for parameter in model.parameters())
-        tensors = {name: outline for name, outline in whole.items() if name not in model._keys_to_ignore_on_save}
-        tensors = remove_tied_weights_from_state_dict(tensors, model)
-        tensors = revert_weight_conversion(model, tensors)
+        tensors = tensors_on_disk(model, whole)
         split = split_state_dict_into_shards_factory(
             tensors,
             get_storage_size=lambda outline: outline.untyped_storage().nbytes(),
@@ -73,6 +71,12 @@ class CheckpointLayout:
         }
         about = {"metadata": {"total_parameters": count, **split.metadata}, "weight_map": split.tensor_to_filename}
         return cls(tensors, split.tensor_to_filename, files, about if split.is_sharded else None)
+
+
+def tensors_on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what `save_pretrained` writes of a model's state, by the names on disk."""
+    tensors = {name: value for name, value in state.items() if name not in (model._keys_to_ignore_on_save or ())}
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(tensors, model))
 
 
 def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:

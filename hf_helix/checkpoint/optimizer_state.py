@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.local_parameter import LocalParameter, Offset
 from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.local_parameter import LocalParameter, Offset
 
 GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group

@@ -1,10 +1,8 @@
-"""Saves the adapters of a cut PEFT model in PEFT's own files, and loads them.
+"""The adapters of a cut PEFT model in PEFT's own files.
 
-In:   a `PeftModel` whose weights are cut over the ranks; a folder.
-Out:  `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)` loads; or
-      their contents in the cut model.
-Must hold: PEFT says what is saved, under which names, and writes it; only that much is gathered. Nothing is loaded
-before every rank has found that it fits.
+In:   a `PeftModel` whose weights are cut over the ranks; a folder that `save.save_full` has written.
+Out:  the names of what PEFT saves; the contents of the files in the cut model.
+Must hold: PEFT says what is saved, and under which names. Nothing is loaded before every rank has found that it fits.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.checkpoint.whole_slices import WholeSlices
-from hf_helix.models.direct_use import names_allowed
 from hf_helix.runtime.distributed.agreement import agree_on_success
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
@@ -30,36 +26,9 @@ Names = dict[str, dict[str, str]]
 """For every adapter, the names of its tensors in its file, each with the name of the weight in the model."""
 
 
-def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Writes every adapter of a model as `PeftModel.save_pretrained` does, on rank 0. Collective.
-
-    Args:
-        model: the cut `PeftModel`.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-        folder: is made if it is not there.
-    """
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    placements, owners, tensors = stage.all_placements, stage.owners, {}
-    kept = {name for names in _names(model, list(weights)).values() for name in names.values()}
-    with WholeSlices(stage) as slices:
-        for name, weight in weights.items():
-            if name in kept:
-                slices.lend(weight)
-            if name in kept and mesh.holds_first_copy(placements[weight]):
-                whole = whole_parameter(weight, placements[weight], mesh, owners[weight])
-                if whole is not None:
-                    tensors[name] = whole.cpu().clone()
-    if rank() == 0:
-        with names_allowed():
-            type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
-    if world_size() > 1:
-        dist.barrier(control_group())
-
-
 @torch.no_grad()
 def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Reads what `save_adapters` wrote, on any layout, into the adapters of a cut model. Collective.
+    """Reads what `save_full` wrote, on any layout, into the adapters of a cut model. Collective.
 
     Args:
         model: the cut `PeftModel`.
@@ -71,7 +40,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
         ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
-    files = {_file(folder, adapter): names for adapter, names in _names(model, list(weights)).items()}
+    files = {adapter_file(folder, adapter): names for adapter, names in adapter_names(model).items()}
     error: Exception | None = None
     try:
         for path, names in files.items():
@@ -91,7 +60,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
                         weight.copy_(placement.cut(file.get_tensor(key), axis.size, axis.rank))
 
 
-def _file(folder: str | Path, adapter: str) -> Path:
+def adapter_file(folder: str | Path, adapter: str) -> Path:
     """The path of the file that PEFT writes for an adapter."""
     return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
 
@@ -116,7 +85,7 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
             raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted)} in the model")
 
 
-def _names(model: Any, names: list[str]) -> Names:
+def adapter_names(model: Any) -> Names:
     """The weights that PEFT saves: of adapters, of `modules_to_save`, of embeddings that were trained. Rank 0 asks
     PEFT, which may ask the Hub. Collective.
     """
@@ -124,10 +93,11 @@ def _names(model: Any, names: list[str]) -> Names:
     if rank() == 0:
         from peft import get_peft_model_state_dict  # an optional dependency
 
-        own = {name: name for name in names}  # it selects by key, whatever the values are
-        with names_allowed():
-            for adapter in model.peft_config:
-                box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+        own = {
+            name: name for name, _ in model.named_parameters(remove_duplicate=False)
+        }  # it selects by key, whatever the values are
+        for adapter in model.peft_config:
+            box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]

@@ -23,14 +23,18 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_helix.checkpoint.draft import CheckpointDraft, DraftFiles, TensorPart
-from hf_helix.checkpoint.layout import CheckpointLayout
+from hf_helix.checkpoint.layout import CheckpointLayout, tensors_on_disk
+from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import join_slices
+from hf_helix.checkpoint.staged import check_files, staged
 from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.models.peft import is_peft
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.divided import full_of
 from hf_helix.runtime.stage import Stage
 
 _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
@@ -63,11 +67,49 @@ def save_pretrained(
         _Writer(model, stage, mesh, files, layout, draft.writers()).write()
         files.close()
         agree_on_success(files.error)
+        decide_on_rank_0(lambda: check_files([*map(draft.path, layout.files)], layout.tensors))
         decide_on_rank_0(lambda: _publish(model, draft))
     except BaseException:
         if rank() == 0:
             draft.remove()
         raise
+
+
+def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+    """Writes adapters, or a model that is not as it was cut, by its own `save_pretrained` on rank 0. Collective.
+
+    Args:
+        model: a Transformers or PEFT model, with any of its parameters divided over the ranks.
+        folder: is made if it is not there.
+        max_shard_size: see `save_pretrained`.
+
+    Raises:
+        ValueError: on every rank: the model has no `save_pretrained`, or what it has written is not the model.
+    """
+    name = type(model).__name__
+    if not hasattr(type(model), "save_pretrained"):
+        raise ValueError(
+            f"trainer.model is a {name}, which has no save_pretrained; assign the model inside it, such as "
+            "trainer.model = averaged.module"
+        )
+    values = model.state_dict()
+    of_adapters = adapter_names(model) if is_peft(model) else {}
+    state: dict[str, Tensor] = {}
+    for key in {key for names in of_adapters.values() for key in names.values()} or values:
+        full = full_of(values[key])
+        if rank() == 0:
+            state[key] = full.cpu().clone()
+    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+
+    def write() -> None:
+        with staged(Path(folder)) as aside:
+            type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # its own may be refused
+            for adapter, names in of_adapters.items():
+                check_files([adapter_file(aside, adapter)], {key: state[name] for key, name in names.items()})
+            if not of_adapters:
+                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, state))
+
+    decide_on_rank_0(write)
 
 
 class _Writer:

@@ -23,6 +23,7 @@ from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.router_stats import router_entries
@@ -80,7 +81,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         window = self._window_to_repeat("measure_overlap")
-        with watched():
+        with watched(), plain_parameters():
             self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
         return self.overlap
 
@@ -96,7 +97,7 @@ class Diagnostics:
         """
         window = self._window_to_repeat("compare_plans")
         profile = self.tuning.profile if self.tuning is not None else None
-        with watched():
+        with watched(), plain_parameters():
             comparison = compare(self.runner, window, rules, profile, repeats)
         self.overlap = comparison.overlaps[comparison.kept]
         return comparison
@@ -108,7 +109,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         window = self._window_to_repeat("measure_memory")
-        with watched():
+        with watched(), plain_parameters():
             return all_gather_object(peak_bytes(self.runner, window))
 
     def trace(self, path: str | Path) -> None:
@@ -118,7 +119,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         window = self._window_to_repeat("trace")
-        with watched():
+        with watched(), plain_parameters():
             spans = all_gather_object(trace_window(self.runner, window, complete=bool(self.runner.layout.sums)).spans)
         if rank() == 0:
             write_perfetto(path, spans)

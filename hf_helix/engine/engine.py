@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hf_helix.checkpoint.load import load_parameters
-from hf_helix.checkpoint.peft import load_adapters, save_adapters
-from hf_helix.checkpoint.save import save_pretrained
+from hf_helix.checkpoint.peft import load_adapters
+from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.checkpoint.shard import is_cut
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
@@ -38,11 +38,11 @@ from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.optimizer_parts import cut_states, step_shards
-from hf_helix.engine.parameter_counts import ParameterCounts
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.whole_weights import whole_weights
-from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
+from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
@@ -53,6 +53,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.divided import DividedParameters, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.input_ranges import extents
@@ -80,7 +81,6 @@ class Engine(Diagnostics):
         runner: runs windows under the plan in use.
         tuner: decides which plan is used.
         limits: how far the ids, labels and positions of batches may reach.
-        sizes: the numbers of parameters of the whole model.
         graphs: CUDA graphs of windows; None where windows run operator by operator.
 
     Raises:
@@ -96,10 +96,9 @@ class Engine(Diagnostics):
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)
-        self.sizes = ParameterCounts(model)
+        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._has_checked_again = False
         self._has_said_link = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, mesh, options.autocast_dtype, modes)
@@ -110,7 +109,9 @@ class Engine(Diagnostics):
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # which of them the last window trained
+        self._snapshot = Snapshot(model, self._called)
         self.graphs = self._make_graphs()
+        self._divided = DividedParameters(model, self.runner.stage, mesh, full)
         self._refuse_direct_use(instead)
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
@@ -135,17 +136,14 @@ class Engine(Diagnostics):
         for whole in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
             refuse_calls(whole, instead)
-            self.sizes.put_on(whole)
         if has_parts:
-            refuse_parts(self.model, instead)
-        for whole in {self.model, self.base} if self.runner.stage.flats else ():
-            whole.zero_grad = functools.partial(self._zero_grad, whole.zero_grad)
+            refuse_saving(self.model, instead)
 
-    def _check_forwards_again(self) -> None:
-        """Hooks may have come between construction and the first batch."""
-        if not self._has_checked_again:
+    def _check_unchanged(self) -> None:
+        """Refuses what a script has changed since the model was cut, and what would never run."""
+        self._snapshot.check()
+        if self._snapshot.hooks_changed():
             check_forwards(self.model, self.base, self.family, self._called)
-            self._has_checked_again = True
 
     def close(self) -> None:
         """Ends the threads of this engine, so that another can take its place."""
@@ -156,6 +154,7 @@ class Engine(Diagnostics):
     # -- between steps -------------------------------------------------------------------------------------------
 
     @collective
+    @plain_parameters()
     def tune(
         self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, steps_left: int | None = None
     ) -> TuningResult | None:
@@ -177,6 +176,7 @@ class Engine(Diagnostics):
             self.runner = self.tuner.update(self.runner, make_window, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
+    @plain_parameters()
     def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> None:
         """Says once how fast an emulated link is; measures first where it is to be even. Collective.
 
@@ -206,6 +206,7 @@ class Engine(Diagnostics):
         """Refuses a batch that was not announced in a window, as `limits.judge`. Waits for the device."""
         self.limits.judge([self.extents([batch]).tolist()])
 
+    @plain_parameters()
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[Tensor]:
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
@@ -219,6 +220,7 @@ class Engine(Diagnostics):
         """
         window = self.last_window = self._checked_window(batches, scale, step)
         longest = max(batch["input_ids"].shape[-1] for batch in batches)
+        self._divided.note_gradients()
         if self.graphs is not None:
             self.graphs.keep_gradients()
             with set_aside(self.runner.stage.stepped):
@@ -232,7 +234,7 @@ class Engine(Diagnostics):
         if trained != self._trained_then:
             check_trained(self.model, self.runner.stage, self._trains)
             self._trained_then = trained
-        self._check_forwards_again()
+        self._check_unchanged()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self._advice.say(batches)
@@ -256,26 +258,19 @@ class Engine(Diagnostics):
 
     # -- gradients and the optimizer -----------------------------------------------------------------------------
 
+    @plain_parameters()
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the gradient of the whole model, on every rank. Collective."""
         stage = self.runner.stage
         return gradient_norm(stage.placements, self.mesh, stage.flats)
 
+    @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of `max_norm`; returns the norm it had. Collective."""
         norm = self.gradient_norm()
         parameters = [parameter for parameter in self.runner.stage.stepped if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    def _zero_grad(self, stock: Any, set_to_none: bool = True) -> None:
-        """Does what `model.zero_grad` does, for the shards as well: what the optimizer steps is not in the model."""
-        stock(set_to_none)
-        for shard in self.runner.stage.shards.values():
-            if set_to_none:
-                shard.grad = None
-            elif shard.grad is not None:
-                shard.grad.zero_()
 
     def whole_weights(self) -> AbstractContextManager[Any]:
         """Returns a context in which the model has all weights, which it otherwise is without between windows
@@ -289,12 +284,14 @@ class Engine(Diagnostics):
         """
         return whole_weights(self.model, self.runner.stage, self.mesh)
 
+    @plain_parameters()
     def free_spread_parameters(self) -> None:
         """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
         copies what is on `cpu`."""
         for flat in self.runner.stage.flats:
             flat.take_back()
 
+    @plain_parameters()
     def step_parts(self, optimizer: Any) -> None:
         """Lets an optimizer of the model's parameters step what this rank has of them. It has not stepped; the states
         that some optimizers start with stay (Adagrad)."""
@@ -303,6 +300,7 @@ class Engine(Diagnostics):
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
+    @plain_parameters()
     def evaluate(
         self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -318,7 +316,7 @@ class Engine(Diagnostics):
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
-        self._check_forwards_again()
+        self._check_unchanged()
         self.check_extents(batch)
         self.model.eval()
         make_window = functools.partial(self._make_window, scale=scale, step=step)
@@ -327,19 +325,26 @@ class Engine(Diagnostics):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @collective
-    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None, model: Any = None) -> None:
         """Writes an ordinary Hugging Face checkpoint, each rank its part; of a PEFT model the adapters. Collective.
 
         Args:
             folder: where the checkpoint is written.
             max_shard_size: the size of a file, such as "5GB"; None for the default of Transformers. Adapters are one
                 file.
+            model: another model that the script has made of the cut one, such as by merging adapters; None for the cut
+                one. That, and a cut model whose modules were changed, is put together in the memory of rank 0's host.
         """
-        if is_peft(self.model):
-            save_adapters(self.model, self.runner.stage, self.mesh, folder)
+        model = self.model if model is None else model
+        is_as_cut = model is self.model and not self._snapshot.change_of_structure()
+        check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
+        if is_as_cut and not is_peft(model):
+            with plain_parameters():
+                save_pretrained(model, self.runner.stage, self.mesh, folder, max_shard_size)
         else:
-            save_pretrained(self.model, self.runner.stage, self.mesh, folder, max_shard_size)
+            save_full(model, folder, max_shard_size)
 
+    @plain_parameters()
     def load_weights(self, folder: str | Path) -> None:
         """Reads what `save_pretrained` wrote, from any layout: each rank its slices. Collective.
 

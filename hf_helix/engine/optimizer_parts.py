@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.stage import Stage
 
 
@@ -40,16 +42,21 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
 
 
 def step_shards(optimizer: Any, stage: Stage) -> None:
-    """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these; also of those that
-    it is given later.
+    """Lets an optimizer step what this rank holds of the parameters, and of those that are spread this rank's parts in
+    place of them; also of those that it is given later.
 
     Args:
         optimizer: of the model's parameters, or of these parts already; also as Accelerate wraps it.
         stage: what this rank holds of the model.
     """
     shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
-    if not shards or steps_shards(optimizer):  # as at a second `train()`
+    if steps_shards(optimizer):  # as at a second `train()`
         return
+    for name in ("step", "train", "eval"):  # schedule-free optimizers have modes, between which they write to weights
+        method = getattr(optimizer, name, None)
+        if callable(method):
+            function = plain_parameters()(getattr(method, "__func__", method))
+            setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
     optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:

@@ -16,6 +16,7 @@ from hf_helix.checkpoint.shard import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.stage import Stage
 
@@ -50,7 +51,7 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
         for flat in stage.flats:
             flat.lend(flat.gather())
     try:
-        with direct_use_allowed():
+        with direct_use_allowed(), plain_parameters():
             yield model
     finally:
         for flat in stage.flats:

@@ -146,37 +146,21 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
         )
 
 
-def watch_steps(engine: Engine, needed: str) -> None:
-    """Watches the steps of all optimizers for as long as the cut model lives, where ranks share its parameters or the
-    optimizer. A step of an optimizer that holds parameters of the model is an error: what is stepped are this rank's
-    parts of them, so it would change nothing that is read. An optimizer of these parts that nobody has prepared is
-    taken over at its first step.
+def watch_steps(engine: Engine) -> None:
+    """Takes over every optimizer of the model's parameters at its first step, for as long as the cut model lives.
 
     Args:
         engine: the cut model.
-        needed: how an optimizer of the model is handed over, for the error.
     """
-    parts, config = engine.runner.stage.shards, engine.config
-    if not parts:
-        return
-    option = "shard_parameters" if config.shard_parameters else "shard_optimizer"
-    names = {parameter: name for name, parameter in engine.model.named_parameters() if parameter in parts}
-    stepped, alive = set(parts.values()), weakref.ref(engine)
+    stage, config = engine.runner.stage, engine.config
+    owned, alive = {*stage.all_placements, *stage.shards.values()}, weakref.ref(engine)
 
-    def check(optimizer: Any, *_: Any) -> None:
+    def take_over(optimizer: Any, *_: Any) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stray = [names[parameter] for parameter in held if parameter in names]
-        kind = type(optimizer).__name__
-        if stray:
-            raise RuntimeError(
-                f"{kind}.step(): the optimizer holds {len(stray)} parameters of the cut model itself, such as "
-                f"{stray[0]}; with {option}=True this rank's parts of them are trained, and the step would change "
-                f"nothing: {needed}"
-            )
         owner = alive()
-        if owner is not None and not steps_shards(optimizer) and not stepped.isdisjoint(held):
+        if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", type(optimizer), config)
             owner.step_parts(optimizer)
 
     # The hook has the parameters, but not the model, which can therefore end.
-    weakref.finalize(engine, register_optimizer_step_pre_hook(check).remove)
+    weakref.finalize(engine, register_optimizer_step_pre_hook(take_over).remove)

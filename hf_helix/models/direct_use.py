@@ -1,9 +1,9 @@
-"""Refuses direct use of a cut model: calling it, and saving, loading or reading its state.
+"""Refuses direct use of a cut model: calling it, and saving it by its own methods.
 
 In:   a cut model, which scripts hold as an ordinary Transformers or PEFT model.
 Out:  the same model, whose methods raise and say what to call where they would work on one rank's slices.
-Must hold: no slice is returned as if it were the whole tensor; single parameters can still be read. Copies of the model
-refuse, too, and it cannot be pickled.
+Must hold: copies of the model refuse, too. Its parameters and `state_dict()` can be read and written, see
+`hf_helix.runtime.divided`.
 """
 
 from __future__ import annotations
@@ -46,33 +46,24 @@ def refuse_calls(model: nn.Module, instead: Instead) -> None:
     model.forward = refuse
 
 
-def refuse_parts(model: nn.Module, instead: Instead) -> None:
-    """Makes saving, loading and reading the state of a model and of its modules an error.
-
-    These methods do not gather the whole instead: they would wait for ever for a rank that does not call them.
-    """
+def refuse_saving(model: nn.Module, instead: Instead) -> None:
+    """Makes the methods of a model that save it an error: every rank would write the same files."""
     for module in model.modules():
-        module.register_state_dict_pre_hook(_RefusalOfNames("state_dict()", instead.saving))
-        module.register_load_state_dict_pre_hook(_Refusal("load_state_dict()", instead.saving))
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(type(module), name):
-                setattr(module, name, _Refusal(f"{name}()", instead.saving))
+                setattr(module, name, functools.partial(_refuse_to_save, name, instead.saving))
 
 
-@contextlib.contextmanager
-def names_allowed() -> Iterator[None]:
-    """Allows `state_dict()` of modules, for PEFT, which reads only its names where it is given the tensors."""
-    global _names_allowed
-    _names_allowed = True
-    try:
-        yield
-    finally:
-        _names_allowed = False
+def _refuse_to_save(name: str, saving: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"this model's weights are cut over several ranks, and {name}() would write the part of every rank to the same "
+        f"files; call {saving} on every rank"
+    )
 
 
 @contextlib.contextmanager
 def direct_use_allowed() -> Iterator[None]:
-    """Allows calls of models and `state_dict()`, while all weights are in them."""
+    """Allows calls of models, while all weights are in them."""
     global _use_allowed
     _use_allowed = True
     try:
@@ -82,37 +73,3 @@ def direct_use_allowed() -> Iterator[None]:
 
 
 _use_allowed = False
-
-
-_names_allowed = False
-
-
-class _Refusal:
-    """A method or hook that raises. Copies of the model share it, and it cannot be pickled."""
-
-    def __init__(self, what: str, saving: str) -> None:
-        self._what = what
-        self._saving = saving
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise self._error(self._what)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise self._error("pickling it, as torch.save(model) does,")
-
-    def _error(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"this model's weights are cut over several ranks, and {what} would be about one rank's part; call "
-            f"{self._saving} on every rank, and load the whole with from_pretrained(folder)"
-        )
-
-
-class _RefusalOfNames(_Refusal):
-    """The refusal of `state_dict()`, see `names_allowed` and `direct_use_allowed`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not (_names_allowed or _use_allowed):
-            super().__call__()

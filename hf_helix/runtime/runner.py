@@ -25,6 +25,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.program import Program, build_program, validate_program
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import Reduction
@@ -83,6 +84,7 @@ class Runner:
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
         return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
 
+    @plain_parameters()
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.
 
@@ -125,6 +127,7 @@ class Runner:
     def _trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.stage.placements]
 
+    @plain_parameters()
     def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
         """Forward only: the sum of the losses and, if asked for, this rank's logits.
 

@@ -25,6 +25,7 @@ from support.tuning_jobs import hasty
 from hf_helix import HelixTrainer
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
 
 RANDOM = "random"
@@ -144,6 +145,7 @@ def _trainer_of(folder: str, given: dict[str, Any]) -> HelixTrainer:
     return trainer
 
 
+@plain_parameters()
 def _window(trainer: Any, runner: Runner, batches: dict[str, Any], whole: bool) -> dict[str, Any]:
     """Losses, what routers counted, this rank's parts of the gradients and, if asked for, whole gradients (on rank 0).
 

@@ -21,6 +21,7 @@ from support.pipeline_jobs import batches_of, items_in, make, window_of
 from transformers import AutoConfig
 
 from hf_helix.operators.communication.transport import Recorder
+from hf_helix.runtime.divided import plain_parameters
 
 AUTOCAST: dict[str, Any] = {"bf16": True}
 FLOOR = 2.0**-9  # half a unit in the last place
@@ -134,6 +135,7 @@ def test_activations_travel_in_bf16_and_gradients_stay_in_fp32(cluster_of: Any, 
     assert len({result["about"]["model"] for result in (mixed, whole, half)}) == 3
 
 
+@plain_parameters()
 def types(folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
     """The types of what a window moves between tensor-parallel ranks with how often, and of what it leaves."""
     trainer = make(folder, helix, model, training)

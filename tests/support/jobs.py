@@ -15,6 +15,7 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.trace import Trace
 
 
@@ -67,6 +68,7 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
     return result
 
 
+@plain_parameters()
 def window_gradients(
     folder: str,
     helix: dict[str, Any],
@@ -107,6 +109,7 @@ def _microbatches(trainer: Any, count: int) -> list[Any]:
     ]
 
 
+@plain_parameters()
 def reference_gradients(folder: str, num_microbatches: int, **options: Any) -> dict[str, Any]:
     """The same window through the unsplit model, in one process."""
     trainer = make_trainer(folder, None, **options)

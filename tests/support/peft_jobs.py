@@ -12,8 +12,10 @@ from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.graph.operator import Part
+from hf_helix.runtime.divided import plain_parameters
 
 
+@plain_parameters()
 def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tuple[str, ...] = ()) -> dict[str, Any]:
     """The weight gradients in this rank's graphs, and the bytes of gradients that a window leaves."""
     made = frozen(tiny(**model), freeze)

@@ -18,6 +18,7 @@ from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
 
 Batch = dict[str, Tensor]
@@ -122,6 +123,7 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
     return [trainer.helix.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
 
 
+@plain_parameters()
 def whole_gradients(trainer: Any) -> dict[str, Any]:
     """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
     stage = trainer.helix.runner.stage

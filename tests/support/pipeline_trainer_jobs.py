@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
@@ -172,6 +173,7 @@ def train_with_accumulation_of_rank(folder: str, helix: dict[str, Any], late: bo
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
+@plain_parameters()
 def reductions(
     folder: str, helix: dict[str, Any], sizes: Sequence[int], model: dict[str, Any], count: int = 3
 ) -> dict[str, Any]:
@@ -284,6 +286,7 @@ def tune(
     return result | (_extras(trainer, folder) if extras else {})
 
 
+@plain_parameters()
 def _extras(trainer: Any, folder: str) -> dict[str, Any]:
     overlap = trainer.measure_overlap(repeats=2)
     memory = trainer.measure_memory()

@@ -21,9 +21,9 @@ from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.local_parameter import local_parameters
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.runtime.gradients.reduce import gradient_norm
+from hf_helix.runtime.local_parameter import local_parameters
 
 # Three steps in an epoch of 12 samples: a run of four is interrupted in the first one and goes on into the second.
 TRAINING = {

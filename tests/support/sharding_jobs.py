@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.planning.profile import named_gathers
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning.measure.memory import LiveBytes
 from hf_helix.tuning.measure.overlap import transports
 from hf_helix.tuning.measure.profiler import measure_profile
@@ -26,6 +27,7 @@ from hf_helix.tuning.measure.shares import bytes_spared, bytes_summed
 LENGTHS = (33, 16, 21)
 
 
+@plain_parameters()
 def windows(
     folder: str,
     sharded: dict[str, Any],
@@ -86,6 +88,7 @@ def windows(
     return result
 
 
+@plain_parameters()
 def held(
     folder: str,
     sharded: dict[str, Any],
@@ -115,12 +118,14 @@ def held(
     return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements, "spared": spared}
 
 
+@plain_parameters()
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes of the memory that tensors are in, each once."""
     result = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(result.values())
 
 
+@plain_parameters()
 def peaks(
     folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -144,6 +149,7 @@ def peaks(
     return {**result, "flats": [flat.length for flat in flats], "sizes": sizes}
 
 
+@plain_parameters()
 def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Trains as users do who say nothing of plans, and then asks for everything that can be measured."""
     trainer = jobs.make_trainer(folder, {**sharded, "tuning_share": 1.0}, **options)
@@ -167,6 +173,7 @@ def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any
     }
 
 
+@plain_parameters()
 def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
     """Times of gathers of weights, in a profile; the bytes that this rank sends in each; what a measurement leaves."""
     trainer = make(folder, {**sharded, "plan": "sequential"}, {"num_hidden_layers": 2}, training)
@@ -189,6 +196,7 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
     return result
 
 
+@plain_parameters()
 def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: int) -> dict[str, Any]:
     """The bytes that this rank sends over the data-parallel axes in a window of so many micro-batches.
 
@@ -224,6 +232,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     }
 
 
+@plain_parameters()
 def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
     """Losses of one batch before the first step and behind every step, twice each; how often weights were gathered for
     each; and of a window that follows."""
@@ -253,6 +262,7 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
     return result
 
 
+@plain_parameters()
 def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Trains, and uses the model directly: refused by itself, and with all weights in it."""
     trainer: Any = jobs.make_trainer(folder, helix, **options)
@@ -291,11 +301,13 @@ class StepsAnother(TrainerCallback):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+@plain_parameters()
 def step_another(folder: str, helix: dict[str, Any]) -> None:
     """Trains with an optimizer beside the Trainer's."""
     jobs.make_trainer(folder, helix, callbacks=[StepsAnother()]).train()
 
 
+@plain_parameters()
 def whole_weights_of_a_part(folder: str, helix: dict[str, Any]) -> None:
     """Asks for all weights where every rank has slices."""
     with jobs.make_trainer(folder, helix).helix.whole_weights():  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import profile_json, save_profile
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning.measure import profiler
 from hf_helix.tuning.measure.bench import Bench
@@ -49,6 +50,7 @@ def train(**case: Any) -> dict[str, Any]:
 # -- the profiler ------------------------------------------------------------------------------------------------
 
 
+@plain_parameters()
 def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -> dict[str, Any]:
     """Measure a window of two; what came out, and whether anything else changed. Rank 0 saves the file."""
     trainer = make_trainer(folder, {"tp_size": options.pop("tp_size", 2), "plan": "sequential"}, **options)
@@ -208,6 +210,7 @@ def _differences(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 # -- the scorecard while training ----------------------------------------------------------------------------------
 
 
+@plain_parameters()
 def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = False, **options: Any) -> dict[str, Any]:
     """Train, and return the logs; write a trace; measure the overlap at the end."""
     with hasty(), contextlib.redirect_stdout(io.StringIO()):

@@ -37,6 +37,7 @@ from hf_helix.models.direct_use import Instead
 from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
@@ -50,11 +51,6 @@ USE_INSTEAD = Instead(
     "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
 
-HOW_TO_STEP = (
-    "make it from model.parameters() of the whole model and give both to one call, as in "
-    "`model, optimizer = plugin.prepare(accelerator, model, optimizer)`, or make it from model.parameters() of what "
-    "HelixPlugin.prepare returns"
-)
 
 # Methods of the Accelerator that do not work on a cut model, and what to do instead.
 REFUSED = {
@@ -148,15 +144,15 @@ def _cut(
         ),
         USE_INSTEAD,
     )
-    model.to(accelerator.device)
+    with plain_parameters():
+        model.to(accelerator.device)
     engine.free_spread_parameters()
-    watch_steps(engine, HOW_TO_STEP)
+    watch_steps(engine)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     cut = HelixModel(engine, accelerator)
     for name, instead in REFUSED.items():
         setattr(accelerator, name, _refuse(f"accelerator.{name}", instead))
     accelerator.clip_grad_norm_ = cut._clip
-    accelerator.clip_grad_value_ = cut._clip_values
     accelerator.gather_for_metrics = cut._gather
     return cut
 
@@ -239,10 +235,8 @@ class HelixModel:
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer steps of the parameters of the model: this rank's slices, empty where another pipeline rank
-        holds the parameter; with `shard_optimizer` and `shard_parameters`, this rank's parts of them."""
-        shards = self.engine.runner.stage.shards
-        return (shards.get(parameter, parameter) for parameter in self.module.parameters())
+        """The parameters of the model, see `hf_helix.runtime.divided`."""
+        return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -254,27 +248,11 @@ class HelixModel:
         return send_to_device(batch, self.engine.mesh.device)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Takes the place of `accelerator.clip_grad_norm_`, whose norm would be that of this rank's slices."""
-        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        if norm_type != 2 or given != {id(parameter) for parameter in self.parameters()}:
-            raise ValueError(
-                f"accelerator.clip_grad_norm_ with norm_type={norm_type} and {len(given)} parameters: of a cut model, "
-                "the 2-norm of all its parameters is built; use model.clip_grad_norm_(max_norm)"
-            )
-        return self.clip_grad_norm_(max_norm)
-
-    def _clip_values(self, parameters: Any, clip_value: float) -> None:
-        """Takes the place of `accelerator.clip_grad_value_`, which would pass over parameters without a gradient: those
-        of the model have none where ranks step parts of them."""
+        """Takes the place of `accelerator.clip_grad_norm_`, which is slower for all parameters."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        stray = {id(parameter) for parameter in given} - {id(parameter) for parameter in self.parameters()}
-        if stray:
-            raise ValueError(
-                f"accelerator.clip_grad_value_ with {len(given)} parameters, of which {len(stray)} are not what the "
-                "optimizer steps of the cut model; use accelerator.clip_grad_value_(model.parameters(), clip_value) "
-                "with the model that HelixPlugin.prepare returned"
-            )
-        torch.nn.utils.clip_grad_value_(given, clip_value)
+        if norm_type != 2 or {*map(id, given)} != {*map(id, self.parameters())}:
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+        return self.clip_grad_norm_(max_norm)
 
     def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
         """Takes the place of `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""

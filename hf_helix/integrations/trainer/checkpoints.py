@@ -27,7 +27,6 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import atomic
-from hf_helix.checkpoint.local_parameter import LocalParameter, local_parameters
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
@@ -35,8 +34,10 @@ from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameter import LocalParameter, local_parameters
 
 logger = get_logger(__name__)
 
@@ -128,6 +129,7 @@ class CheckpointHooks:
             "HelixTrainer has saved there; use resume_from_checkpoint=None to start anew"
         )
 
+    @plain_parameters()
     def _describe(self, optimizer: Any = None) -> Manifest:
         """Describes this run as a checkpoint of it would. Collective."""
         args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
@@ -153,6 +155,7 @@ class CheckpointHooks:
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self.helix.load_weights(best)
 
+    @plain_parameters()
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
@@ -263,13 +266,14 @@ class CheckpointHooks:
         """Writes an ordinary Hugging Face checkpoint; every rank writes the slices that it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        self.helix.save_pretrained(folder)
+        self.helix.save_pretrained(folder, model=self.model)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
                 processing.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
+    @plain_parameters()
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
         save_states(_unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER))

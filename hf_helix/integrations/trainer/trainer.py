@@ -42,6 +42,7 @@ from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
@@ -60,7 +61,6 @@ USE_INSTEAD = Instead(
     "within trainer.helix.whole_weights()",
     "trainer.save_model(folder)",
 )
-HOW_TO_STEP = "hand it to the trainer, which steps it, as HelixTrainer(..., optimizers=(optimizer, scheduler))"
 
 
 def _accumulation_steps(args: TrainingArguments) -> int:
@@ -119,7 +119,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if model is not None:
             call.set("model", model)
             self._cut(model, arguments)
-        super().__init__(*call.positional, **call.named)
+        with plain_parameters():
+            super().__init__(*call.positional, **call.named)
         if model is not None:
             self.helix.free_spread_parameters()  # which the stock Trainer has moved to its device
         check_trainer(self, arguments)
@@ -184,7 +185,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         )
         if before is not None:
             before.close()
-        watch_steps(self.helix, HOW_TO_STEP)
+        watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -251,10 +252,6 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         before = self.state.total_flos
         super().store_flos()  # type: ignore[misc]
         self.state.total_flos = before + (self.state.total_flos - before) / self.helix_config.ranks_per_batch
-
-    def get_num_trainable_parameters(self) -> int:
-        """The number of trained parameters of the whole model."""
-        return self.helix.sizes.count(only_trainable=True)
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 

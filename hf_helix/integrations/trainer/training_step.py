@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import trainer as stock_trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
@@ -101,16 +100,14 @@ class WindowHooks:
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the stock method does, and makes its log count the parameters of the whole model."""
+        """Trains as the stock method does.
+
+        Raises:
+            ValueError: the evaluations of the run would return outputs beside the logits.
+        """
         if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
-        names: dict[str, Any] = vars(stock_trainer)
-        stock = names[_COUNT]
-        names[_COUNT] = lambda model, trainable_only=False: self.helix.sizes.count(trainable_only)
-        try:
-            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            names[_COUNT] = stock
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.

@@ -18,9 +18,9 @@ from support.derived_models import HOME
 from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import atomic, manifest
-from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.operators.unit import Placement
+from hf_helix.runtime.local_parameter import LocalParameter, Stretch
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}

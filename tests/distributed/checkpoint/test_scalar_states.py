@@ -12,7 +12,6 @@ import torch
 from support.models import arguments
 from torch import Tensor, nn
 
-from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.engine.optimizer_parts import step_shards
 from hf_helix.operators.communication.transport import Axis
@@ -20,6 +19,7 @@ from hf_helix.operators.unit import COPIED
 from hf_helix.operators.weights.flat import Flat
 from hf_helix.operators.weights.kept import KeptFlat
 from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.local_parameter import LocalParameter, Stretch
 
 SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
 

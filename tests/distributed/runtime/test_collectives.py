@@ -29,6 +29,7 @@ from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_R
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.streams import make_streams
@@ -154,6 +155,7 @@ def whole_gradient(name: str, dp_rank: int) -> Tensor:
     return contribution(dp_rank, PLACED[name][0], torch.float32, seed=len(name))
 
 
+@plain_parameters()
 def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
     """Complete gradients of every kind of parameter, and take their norm."""
     mesh, usual = mesh_of(tp_size), buckets.BUCKET_BYTES
@@ -273,6 +275,7 @@ def test_groups_of_one_dimension(tp_size: int, dp: Any, cluster_of: Any) -> None
 
 @pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), (2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@plain_parameters()
 def test_gradients_are_completed_and_their_norm_is_that_of_the_whole(
     ranks: int, tp_size: int, bucket_bytes: int, cluster_of: Any
 ) -> None:

@@ -17,6 +17,7 @@ from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.report.scorecard import format_scorecard
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning.measure.overlap import forget_gradients, transports
 
 # What the ranks run
@@ -26,6 +27,7 @@ def model_of(helix: dict[str, Any]) -> dict[str, int]:
     return {"num_hidden_layers": 2 * helix.get("pp_size", 1)}
 
 
+@plain_parameters()
 def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     """The same window without a link and with one: losses, gradients, and what a recorder and the link count."""
     result: dict[str, Any] = {}

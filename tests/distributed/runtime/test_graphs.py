@@ -23,6 +23,7 @@ from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.runtime import cuda_graphs as graphs
 from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.streams import CudaStreams
 
@@ -99,6 +100,7 @@ def test_routers_are_counted_on() -> None:
     assert entries[0][1] > 1
 
 
+@plain_parameters()
 def test_gradients_of_earlier_windows_are_added_to() -> None:
     window = batches(2, lengths=(12,))
     scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)

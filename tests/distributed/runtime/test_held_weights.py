@@ -17,6 +17,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import complete_gradients
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
@@ -31,6 +32,7 @@ LAYOUTS = [{}, {"cp_size": 2}]
 # What the ranks run
 
 
+@plain_parameters()
 def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) -> dict[str, Any]:
     """One window in several ways: its gradients, and by number of units that hold back, traces.
 

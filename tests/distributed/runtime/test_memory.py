@@ -9,11 +9,13 @@ from support.jobs import _microbatches, make_trainer
 from support.pipeline_jobs import runner_of
 from torch import Tensor
 
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning.measure.memory import LiveBytes
 
 LAYERS = 5
 
 
+@plain_parameters()
 def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) -> int:
     """The most bytes of tensors alive in a window of two ranks, parameters and gradients left out."""
     model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}

@@ -1,0 +1,110 @@
+"""The modules, tensors and numbers of a model when it was cut: operators have copied them.
+
+In:   a model, and the submodules that operators call as they are.
+Out:  nothing, or an error that names a change which the operators would not follow.
+Must hold: a submodule that operators call may change at any time; a comparison takes a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from copy import copy
+from typing import Any
+
+from torch import nn
+
+Entry = tuple[str, dict[str, Any], str, Any]
+"""The name of the module, and a dictionary of it with a key and its value."""
+
+
+class Snapshot:
+    """The state of a model that its operators have copied.
+
+    Args:
+        model: the model, cut.
+        called: the submodules that operators call, which are not compared.
+    """
+
+    def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
+        runs = {id(module) for given in called for module in given.modules()}
+        self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
+        self._structure = list(self._tensors_and_modules())
+        self._numbers = list(self._copied_numbers(model))
+        self._sizes = list(self._count())
+        self._hooks: list[int] = []
+
+    def _tensors_and_modules(self) -> Iterator[Entry]:
+        for name, module in self._modules:
+            for values in (module._parameters, module._buffers, module._modules):
+                held = {
+                    key: value for key, value in values.items() if not isinstance(value, nn.Module) or _holds(value)
+                }
+                yield from ((name, values, key, value) for key, value in held.items())
+
+    def _copied_numbers(self, model: Any) -> Iterator[Entry]:
+        yield from _numbers("config", vars(model.config), (float,))
+        for name, module in self._modules:
+            yield from _numbers(name, vars(module), (int, float))
+            for value in vars(module).values():
+                if isinstance(value, dict):  # such as PEFT's scaling of every adapter
+                    yield from _numbers(name, value, (int, float))
+            if hasattr(module, "active_adapters"):
+                values = vars(module)
+                yield from ((name, values, key, copy(values[key])) for key in _OF_PEFT if key in values)
+
+    def _count(self) -> Iterator[int]:
+        return (len(module._modules) + len(module._parameters) for _, module in self._modules)
+
+    def hooks_changed(self) -> bool:
+        """Whether hooks or forwards have come or gone since the last call."""
+        hooks = [
+            len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
+            for _, module in self._modules
+        ]
+        before, self._hooks = self._hooks, hooks
+        return hooks != before
+
+    def change_of_structure(self) -> str:
+        """Returns which module or tensor was replaced, removed or added; empty for none."""
+        for name, values, key, value in self._structure:
+            if values.get(key) is not value:
+                return f"{_joined(name, key)} was replaced or removed"
+        for (name, _), was, now in zip(self._modules, self._sizes, self._count(), strict=True):
+            if was != now:
+                return f"{name or 'the model'} has got a module or parameter"
+        return ""
+
+    def check(self) -> None:
+        """Refuses a model that is not as it was.
+
+        Raises:
+            ValueError: names the module and what was changed.
+        """
+        change = self.change_of_structure()
+        for name, values, key, value in self._numbers:
+            now = values.get(key)
+            if now is not value and now != value:
+                change = f"{_joined(name, key)} was {value} and is {now}"
+        if change:
+            raise ValueError(
+                f"{change} since the model was cut, which training would not follow; change it before HelixTrainer or "
+                "HelixPlugin.prepare is given the model, or save the model and go on with from_pretrained(folder)"
+            )
+
+
+_OF_PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters")
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, map(str, names)))
+
+
+def _numbers(name: str, values: dict[str, Any], kinds: tuple[type, ...]) -> Iterator[Entry]:
+    for key, value in values.items():
+        if type(value) in kinds and not str(key).startswith("_"):
+            yield name, values, key, value
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether a module holds parameters: others, such as activations, may be replaced where operators call them."""
+    return any(True for _ in module.parameters())

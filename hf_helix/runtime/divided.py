@@ -1,0 +1,573 @@
+"""Divided parameters: what a script sees of a parameter that ranks divide is the full parameter.
+
+In:   the parameters of a cut model (tensor, expert and pipeline parallelism, `shard_optimizer`, `shard_parameters`),
+      each with the place of this rank's elements in the full one.
+Out:  the same objects, whose shape, gradient and values are those of the full parameter, also where they are written.
+Must hold: within `plain_parameters` they are ordinary parameters that hold this rank's elements, so that operators,
+optimizers and checkpoints read plain tensors at no cost. Element-wise functions and writes communicate nothing. Norms
+and sums communicate a number, all else gathers the full tensor: then every rank must do the same, which is checked.
+
+`__torch_function__` is how torch lets a subclass decide what a function does. Which functions are element-wise and
+which return views is asked of torch: by the tags of its operators, and by a trial on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameter import LocalParameter, local_parameters
+from hf_helix.runtime.stage import Stage
+
+
+class Division:
+    """The places of a rank's elements in a full tensor. All tensors that are made of a parameter share its division.
+
+    Args:
+        name: of the parameter.
+        shape: of the full parameter.
+        device: where tensors must lie to be communicated.
+        local: the place of this rank's elements; None where another pipeline rank holds the parameter.
+        counts: whether a sum over all ranks counts this rank's elements: of copies, one rank's are counted.
+    """
+
+    def __init__(
+        self, name: str, shape: torch.Size, device: torch.device, local: LocalParameter | None, counts: bool
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self._device = device
+        self._local = local
+        self._counts = counts
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether another pipeline rank holds the parameter, and this one no element of it."""
+        return self._local is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Division:
+        return self
+
+    def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """Yields views of this rank's elements, each with its place in the full tensor."""
+        pieces = {} if self._local is None else self._local.pieces(held)
+        for offset, piece in pieces.items():
+            yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
+
+    def cut(self, full: Tensor, held: Tensor) -> Tensor:
+        """Returns this rank's elements of a full tensor, in the form in which it holds them."""
+        result = torch.empty_like(held, dtype=full.dtype)
+        for piece, place in self._boxes(result):
+            piece.copy_(full[place])
+        return result
+
+    def gather(self, held: Tensor) -> Tensor:
+        """Returns the full tensor on every rank. Collective over all ranks."""
+        full = torch.zeros(self.shape, dtype=held.dtype, device=self._device)
+        if self._counts:
+            for piece, place in self._boxes(held):
+                full[place] = piece
+        self._reduce(full.view(-1).view(torch.uint8))  # bits, to which the others add zeros
+        return full.to(held.device)
+
+    def total(self, number: Tensor) -> Tensor:
+        """Returns the sum over all ranks of what each has found in its elements, as float64. Collective."""
+        total = number.to(self._device, torch.float64)
+        self._reduce(total := total if self._counts else torch.zeros_like(total))
+        return total.to(number.device)
+
+    def _reduce(self, tensor: Tensor) -> None:
+        check_same_on_all_ranks(f"reads {self.name}", "calls")
+        if world_size() > 1:
+            with watched():
+                dist.all_reduce(tensor)
+
+
+class DividedTensor(Tensor):
+    """A tensor that ranks divide, or a view of one: to a script, the full tensor.
+
+    Its own memory holds this rank's elements. A view holds no elements: it is a path from the full tensor, which is
+    gathered when the view is read, and written back when the view is written.
+    """
+
+    _division: Division
+    _path: tuple[Callable[[Any], Any], ...] = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        is_recording = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return _call(func, args, kwargs or {}, is_recording)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        return memo[id(self)]
+
+    def _copied(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            copy = _full(self).clone() if self._path else _divided(_held(self).clone(), self._division)
+            if isinstance(self, DividedParameter):
+                copy.__class__ = DividedParameter
+                copy.requires_grad_(self.requires_grad)
+            return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            full = _full(self)
+            return (nn.Parameter(full) if isinstance(self, DividedParameter) else full).__reduce_ex__(protocol)
+
+    def __repr__(
+        self, *, tensor_contents: Any = None
+    ) -> str:  # reading values would be collective, and debuggers do it on one rank
+        with torch._C.DisableTorchFunctionSubclass():
+            outline = _outline(self)
+            about = f"{self._division.name}, shape={tuple(outline.shape)}, dtype={outline.dtype}"
+        return f"{type(self).__name__}({about}, divided over the ranks)"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+class DividedParameter(DividedTensor, nn.Parameter):
+    """A parameter of a cut model, outside of `plain_parameters`.
+
+    Where data-parallel ranks divide it, this rank's elements are in `_shard`. Where another pipeline rank holds it,
+    `_trained` and `_has_gradient` say what is known of it.
+    """
+
+    _shard: Tensor | None = None
+    _trained = False
+    _has_gradient = False
+
+    def numel(self) -> int:
+        """Returns the number of elements of the full parameter; said here since it is asked in every step."""
+        return prod(self._division.shape)
+
+
+class DividedParameters:
+    """The parameters of a cut model that ranks divide. They are ordinary ones again while nobody refers to this.
+
+    Args:
+        model: the cut model.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+        full: of every parameter by its name, the full shape and whether it was trained when the model was cut.
+    """
+
+    def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
+        placements, shards = stage.all_placements, stage.shards
+        locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
+        self._parameters: list[Any] = []
+        for name, parameter in model.named_parameters():
+            local, placement = locals_of.get(name), placements[parameter]
+            is_cut = placement.dim is not None and mesh.axis_of(placement).size > 1
+            if not (is_cut or parameter in shards or mesh.pipe.size > 1):
+                continue
+            shape, trained = full[name]
+            is_first = mesh.holds_first_copy(placement) if parameter not in shards else local and local.is_first_copy
+            is_first = is_first and (is_cut or parameter in shards or mesh.axis_of(placement).rank == 0)
+            division = Division(name, shape, mesh.device, local, local is not None and bool(is_first))
+            shard = shards.get(parameter)
+            parameter._trained, parameter._shard = trained, shard  # type: ignore[attr-defined]
+            for each in (parameter,) if shard is None else (parameter, shard):
+                each._division = division  # type: ignore[attr-defined]
+                self._parameters.append(each)
+        self._absent = [parameter for parameter in self._parameters if parameter._division.is_absent]
+        _live.add(self)
+        self.show(not _depth)
+
+    def show(self, full: bool) -> None:
+        """Makes the parameters show the full ones, or what this rank holds."""
+        kind = DividedParameter if full else nn.Parameter
+        for parameter in self._parameters:
+            parameter.__class__ = kind
+
+    def note_gradients(self) -> None:
+        """Says that a window has left gradients, also of what other pipeline ranks hold."""
+        for parameter in self._absent:
+            parameter._has_gradient = parameter._trained
+
+
+_live: weakref.WeakSet[DividedParameters] = weakref.WeakSet()
+_depth = 0
+
+
+@contextlib.contextmanager
+def plain_parameters() -> Iterator[None]:
+    """The context in which parameters are ordinary ones that hold this rank's elements. Also decorates functions."""
+    global _depth
+    _depth += 1
+    if _depth == 1:
+        _show(full=False)
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth:
+            _show(full=True)
+
+
+def _show(full: bool) -> None:
+    for parameters in _live:
+        parameters.show(full)
+
+
+def full_of(value: Tensor) -> Tensor:
+    """Returns the full tensor, of a divided one and of any other. Collective where it is divided."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return _full(value)
+
+
+# -- what a function does -----------------------------------------------------------------------------------------
+
+_OF_FULL = {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__"}
+_OF_FULL |= {"is_contiguous", "storage_offset"}
+_OF_HELD = {"element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "type", "is_inference"}
+_OF_HELD |= {"_has_compatible_shallow_copy_type", "is_tensor", "is_neg", "is_conj"}
+_VIEWS = {"T", "mT", "H", "mH", "real"}
+_ELEMENTWISE = {"copy", "fill", "zero", "to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+_ELEMENTWISE |= {"cpu", "cuda", "contiguous", "detach", "zeros_like", "ones_like", "full_like", "empty_like"}
+_ELEMENTWISE |= {"__rsub__", "__rpow__", "__rdiv__", "__rtruediv__", "multiply", "subtract", "__and__", "__or__"}
+_UNREAD = ("rand_like", "randn_like", "randint_like", "new_")
+_REFUSED = {
+    "register_hook": "change the gradient in a callback's on_pre_optimizer_step",
+    "register_post_accumulate_grad_hook": "change the gradient in a callback's on_pre_optimizer_step",
+    **dict.fromkeys(
+        ("set_", "resize_", "resize_as_", "share_memory_", "storage", "untyped_storage", "data_ptr"),
+        "read or write the values, as in parameter.data.copy_(values)",
+    ),
+}
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__
+        if name == "__get__":
+            return _read_attribute(args[0], attribute, func)
+        return _write_attribute(args[0], attribute, args[1] if name == "__set__" else None)
+    if name in _REFUSED:
+        owner = next(each for each in args if isinstance(each, DividedTensor))
+        raise RuntimeError(
+            f"{owner._division.name}.{name}(): the ranks hold parts of this parameter and run no such thing; "
+            f"{_REFUSED[name]}"
+        )
+    if name in _OF_FULL:
+        return func(*_map(args, _outline), **kwargs)
+    if name in _OF_HELD:
+        return func(*_map(args, _held), **kwargs)
+    if name == "requires_grad_":
+        _write_attribute(args[0], "requires_grad", (*args[1:], True)[0] if not kwargs else kwargs["requires_grad"])
+        return args[0]
+    if name.startswith("_foreach_"):
+        return _foreach(name, args, kwargs, is_recording)
+    if _is_in_place(name) or kwargs.get("out") is not None:
+        return _write(func, name, args, kwargs, is_recording)
+    return _read(func, name, args, kwargs)
+
+
+def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
+    if attribute in _OF_FULL:
+        return get(_outline(value))
+    if attribute in _VIEWS:
+        return _view(value, get)
+    if attribute == "data":
+        return value if value._path else _divided(_held(value).data, value._division)
+    if isinstance(value, DividedParameter) and attribute in ("grad", "requires_grad"):
+        if attribute == "requires_grad":
+            return value._trained if value._division.is_absent else value.requires_grad
+        held = _held(value)
+        gradient = held.grad
+        if value._division.is_absent:
+            gradient = held.new_empty(0) if value._has_gradient else None
+        return None if gradient is None else _divided(gradient, value._division)
+    return get(value)
+
+
+def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
+    held = _held(value)
+    if attribute == "grad" and isinstance(value, DividedParameter):
+        value._has_gradient = new is not None
+        if not value._division.is_absent and not _shares_memory(new, held.grad):
+            held.grad = None if new is None else _elements(new, value._division, held).to(held.dtype).detach()
+    elif attribute == "requires_grad" and isinstance(value, DividedParameter):
+        value._trained = bool(new)
+        if not value._division.is_absent:
+            value.requires_grad = bool(new)
+    elif attribute == "data" and not value._path:
+        if tuple(_outline(new).shape) != tuple(value._division.shape):
+            raise ValueError(
+                f"{value._division.name}.data = a tensor of shape {list(_outline(new).shape)}, and the parameter has "
+                f"{list(value._division.shape)}: a cut model keeps its shapes; save it, and change what "
+                "from_pretrained(folder) returns"
+            )
+        elements = _elements(new, value._division, held)
+        if elements.dtype is held.dtype and elements.device == held.device:
+            if not _shares_memory(elements, held):
+                held.copy_(elements)
+        elif held is value:
+            value.data = elements
+        else:
+            raise ValueError(
+                f"{value._division.name} is {held.dtype} on {held.device}, and {elements.dtype} on "
+                f"{elements.device} is asked for: what data-parallel ranks divide (shard_optimizer, shard_parameters) "
+                "cannot be converted; save the model, and convert it with from_pretrained(folder, dtype=...)"
+            )
+    else:
+        setattr(value, attribute, new)
+
+
+def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function returns that writes to none of its arguments."""
+    first = next(each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor))
+    if not first._path:
+        if name.strip("_") in _SUMS and len(args) == 1 and not kwargs:
+            return _sum(name.strip("_"), first)
+        if name in _NORMS and (order := _order(args, kwargs)) is not None:
+            return _norms([first], order)[0]
+        if _is_elementwise(name) and (name in _ELEMENTWISE or _keeps_shape(func, args, kwargs, first)):
+            with contextlib.suppress(_NotElementwise):
+                return _run_elementwise(func, args, kwargs, first._division)
+    if name.startswith(_UNREAD):
+        return func(*_map(args, lambda each: torch.empty_like(_outline(each), device=_held(each).device)), **kwargs)
+    if sum(isinstance(each, DividedTensor) for each in _tensors((args, kwargs))) == 1 and args and args[0] is first:
+        view = _view(first, lambda full: func(full, *args[1:], **kwargs))
+        if view is not None:
+            return view
+    return func(*_map(args, _full), **{key: _map(value, _full) for key, value in kwargs.items()})
+
+
+def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    """Runs a function that writes to its first argument, or to `out`."""
+    written = kwargs.get("out", next(_tensors((args, kwargs))))
+    if not isinstance(written, DividedTensor):
+        func(*_map(args, _full), **kwargs)
+        return written
+    records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
+    if records and isinstance(written, DividedParameter) and written.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    division, held = written._division, _held(written)
+    if not written._path and "out" not in kwargs:
+        if _is_elementwise(name):
+            with contextlib.suppress(_NotElementwise):
+                _run_elementwise(func, args, kwargs, division)
+                return written
+        if name == "__setitem__" and not any(isinstance(each, DividedTensor) for each in _tensors(args[1:])):
+            _set_items(written, args[1], args[2])
+            return None
+    full = division.gather(held)
+    place = _along(full, written._path)
+    with_place = lambda each: place if each is written else _full(each)  # noqa: E731
+    result = func(*_map(args, with_place), **{key: _map(value, with_place) for key, value in kwargs.items()})
+    held.copy_(division.cut(full, held))
+    return written if result is place else result
+
+
+def _set_items(value: DividedTensor, index: Any, new: Any) -> None:
+    """Does what `full[index] = new` does, without a look at what other ranks hold."""
+    held, division = _held(value), value._division
+    is_set = torch.zeros(division.shape, dtype=torch.bool, device=held.device)
+    is_set[index] = True
+    full = torch.zeros(division.shape, dtype=held.dtype, device=held.device)
+    full[index] = new
+    held.copy_(torch.where(division.cut(is_set, held), division.cut(full, held), held))
+
+
+def _foreach(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    """Does what a function over lists of tensors does, one tensor after the other."""
+    values = args[0]
+    order = _order(args, kwargs) if name == "_foreach_norm" else None
+    if order is not None and all(isinstance(each, DividedTensor) and not each._path for each in values):
+        return _norms(values, order)
+    single = getattr(torch.Tensor, name.removeprefix("_foreach_"))
+    results = []
+    for place, value in enumerate(values):
+        others = [each[place] if isinstance(each, (list, tuple)) else each for each in args[1:]]
+        is_divided = any(isinstance(each, DividedTensor) for each in (value, *others))
+        run = _call if is_divided else lambda func, given, keywords, _: func(*given, **keywords)
+        results.append(run(single, (value, *others), kwargs, is_recording))
+    return None if name.endswith("_") else results
+
+
+# -- sums ---------------------------------------------------------------------------------------------------------
+
+_SUMS = {"sum", "mean", "any", "all", "count_nonzero"}
+_NORMS = {"norm", "linalg_vector_norm"}
+
+
+def _sum(name: str, value: DividedTensor) -> Tensor:
+    held, count = _held(value), prod(value._division.shape)
+    if name in ("any", "all", "count_nonzero"):
+        total = value._division.total(held.count_nonzero())
+        return {"any": total > 0, "all": total == count}.get(name, total.long())
+    dtype = getattr(held.new_ones(1), name)().dtype
+    total = value._division.total(held.double().sum() if held.is_floating_point() else held.sum())
+    return (total / count if name == "mean" else total).to(dtype)
+
+
+def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """The p of a norm over all elements; None where the arguments ask for another norm."""
+    order = next(iter(kwargs.values()), 2) if len(args) == 1 else args[1]
+    is_plain = len(args) + len(kwargs) <= 2 and kwargs.keys() <= {"p", "ord"}
+    order = 2 if order in ("fro", None) else order
+    return float(order) if is_plain and isinstance(order, (int, float)) and 0 < order < torch.inf else None
+
+
+def _norms(values: Iterable[Any], order: float) -> list[Tensor]:
+    """The norms of tensors, whose parts are summed over the ranks in one collective."""
+    values = list(values)
+    powers = [torch.linalg.vector_norm(_held(value), order, dtype=torch.float32).double() ** order for value in values]
+    counted = [power if value._division._counts else power * 0 for value, power in zip(values, powers, strict=True)]
+    first = values[0]._division
+    total = torch.stack(counted).to(first._device)
+    first._reduce(total)
+    norms = total.pow(1 / order)
+    return [norm.to(power.device, _held(value).dtype) for norm, power, value in zip(norms, powers, values, strict=True)]
+
+
+# -- element-wise functions ---------------------------------------------------------------------------------------
+
+
+class _NotElementwise(Exception):
+    """The result is no tensor of the same shape."""
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
+
+
+_AUGMENTED = {f"__i{name}__" for name in ["and", "or", "xor", "lshift", "rshift", "floordiv", "mod", "pow"]}
+
+
+def _is_elementwise(name: str) -> bool:
+    """Whether every element of the result depends on the same element of the operands alone, and on no chance."""
+    name = name if name.startswith("__") else name.removesuffix("_")
+    if name in _ELEMENTWISE:
+        return True
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = operator.overloads() if isinstance(operator, torch._ops.OpOverloadPacket) else ()
+    tags = {tag for each in overloads for tag in getattr(operator, each).tags}
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: DividedTensor) -> bool:
+    """Whether a function returns a tensor of the same shape: `max` is element-wise of two tensors alone. All ranks must
+    find the same, so that they look at full tensors."""
+    outline = lambda each: _outline(each).to("meta")  # noqa: E731
+    result = func(*_map(args, outline), **{key: _map(given, outline) for key, given in kwargs.items()})
+    return isinstance(result, Tensor) and result.shape == value._division.shape
+
+
+def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], division: Division) -> Any:
+    """Runs a function on this rank's elements; a divided tensor of the result, or the argument that it returns."""
+    divided = [each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor)]
+    held = _held(next(each for each in divided if each._division is division and not each._path))
+    local = lambda each: _elements(each, division, held) if each.dim() else each  # noqa: E731
+    result = func(*_map(args, local), **{key: _map(value, local) for key, value in kwargs.items()})
+    same = next((each for each in divided if _held(each) is result), None)
+    return same if same is not None else _divided(result, division)
+
+
+def _elements(value: Tensor, division: Division, held: Tensor) -> Tensor:
+    """This rank's elements of a tensor: of a divided one, or of one that every rank has."""
+    if isinstance(value, DividedTensor) and value._division is division and not value._path:
+        return _held(value)
+    full = _full(value).to(held.device)
+    try:
+        expanded = full.expand(division.shape)
+    except RuntimeError as error:
+        raise _NotElementwise from error
+    return division.cut(expanded, held)
+
+
+# -- tensors ------------------------------------------------------------------------------------------------------
+
+
+def _held(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    shard = getattr(value, "_shard", None) if isinstance(value, DividedParameter) else None
+    return value if shard is None else shard
+
+
+def _shares_memory(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.data_ptr() == other.data_ptr() and one.numel() > 0
+
+
+def _divided(held: Tensor, division: Division) -> DividedTensor:
+    """The divided tensor of which this rank holds these elements, in the same memory."""
+    tensor: DividedTensor = held.detach().as_subclass(DividedTensor)
+    tensor._division = division
+    return tensor
+
+
+def _full(value: Tensor) -> Tensor:
+    """The full tensor, gathered where it is divided."""
+    if not isinstance(value, DividedTensor):
+        return value
+    return _along(value._division.gather(_held(value)), value._path)
+
+
+def _outline(value: Tensor) -> Tensor:
+    """A tensor on the meta device that is as the full one."""
+    if not isinstance(value, DividedTensor):
+        return value
+    return _along(torch.empty(value._division.shape, dtype=_held(value).dtype, device="meta"), value._path)
+
+
+def _along(full: Tensor, path: Iterable[Callable[[Any], Any]]) -> Tensor:
+    for step in path:
+        full = step(full)
+    return full
+
+
+def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
+    """The view that a function makes, or the views; None where it makes none."""
+    try:
+        outline = step(_outline(value))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # of values, such as `item`
+    if isinstance(outline, Tensor) and outline._is_view():
+        return _viewed(value, step)
+    if isinstance(outline, (tuple, list)) and all(isinstance(each, Tensor) and each._is_view() for each in outline):
+        return tuple(_viewed(value, step, itemgetter(place)) for place in range(len(outline)))
+    return None
+
+
+def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor:
+    view = _divided(_held(value), value._division)
+    view._path = (*value._path, *steps)
+    return view
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with every tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map(each, change) for each in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,214 @@
+"""What scripts do with the parameters of a trainer's model: read and write weights and gradients.
+
+Each reading returns a number or several, and each writing leaves other weights or gradients. A job does all of them one
+after the other, under the stock Trainer and on a cut model alike, and returns what was seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+from support.jobs import build
+from support.models import sequences, tiny
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
+
+TABLE, CUT, NORM = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
+ROWS = "model.layers.0.mlp.down_proj.weight"  # cut by columns
+
+
+def number(value: Any) -> float:
+    return float(torch.as_tensor(value).double().sum())
+
+
+def _named(model: Any, name: str) -> Any:
+    return next(p for key, p in model.named_parameters() if key.endswith(name))
+
+
+def each(function: Any) -> Any:
+    """A reading of a few parameters that are cut in different ways."""
+    return lambda model: [number(function(_named(model, name))) for name in (TABLE, CUT, ROWS, NORM)]
+
+
+READINGS: dict[str, Any] = {
+    "shapes": lambda model: [list(p.shape) for p in model.parameters()],
+    "counts": lambda model: sum(p.numel() for p in model.parameters() if p.requires_grad),
+    "num_parameters": lambda model: model.num_parameters(only_trainable=True),
+    "norms": lambda model: [p.norm().item() for p in model.parameters()],
+    "gradient norms": lambda model: [p.grad.detach().data.norm(2).item() for p in model.parameters()],
+    "1-norms": lambda model: [torch.linalg.vector_norm(p.grad, 1).item() for p in model.parameters()],
+    "total norm": lambda model: get_total_norm([p.grad for p in model.parameters()]).item(),
+    "largest": lambda model: [p.grad.abs().max().item() for p in model.parameters()],
+    "means": each(lambda p: p.mean()),
+    "deviations": each(lambda p: p.std()),
+    "squares": each(lambda p: (p.detach() ** 2).sum()),
+    "ratio": each(lambda p: p.grad.norm() / p.norm()),
+    "any": each(lambda p: torch.isnan(p.grad).any()),
+    "all": each(lambda p: torch.isfinite(p.data).all()),
+    "zeros": lambda model: (_named(model, TABLE).grad == 0).all(dim=1).sum().item(),
+    "zeros of all": each(lambda p: (p.grad == 0).sum()),
+    "rows": lambda model: [row.norm().item() for row in _named(model, TABLE).grad],
+    "row": lambda model: _named(model, TABLE)[3].tolist(),
+    "column": lambda model: _named(model, ROWS)[:, 5].norm().item(),
+    "element": lambda model: _named(model, CUT)[2, 3].item(),
+    "by dimension": lambda model: _named(model, CUT).norm(dim=1).tolist(),
+    "product": lambda model: number(_named(model, CUT) @ _named(model, CUT).T),
+    "cosine": lambda model: nn.functional.cosine_similarity(
+        _named(model, ROWS).flatten(), _named(model, ROWS).grad.flatten(), dim=0
+    ).item(),
+    "vector": lambda model: parameters_to_vector(model.parameters()).abs().sum().item(),
+    "numpy": lambda model: float(abs(_named(model, CUT).detach().cpu().numpy()).sum()),
+    "chunks": lambda model: [number(part) for part in _named(model, CUT).chunk(3)],
+    "bfloat16": each(lambda p: p.to(torch.bfloat16).float().norm()),
+    "trained": lambda model: [p.requires_grad for p in model.parameters()],
+    "pickled": lambda model: number(_saved(_named(model, CUT))),
+    "state": lambda model: [number(value.abs()) for value in model.state_dict().values()],
+}
+
+
+def _saved(value: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def mask_rows(model: Any) -> None:
+    _named(model, TABLE).grad[:7] = 0
+
+
+def scale_rows(model: Any) -> None:
+    _named(model, TABLE).grad[40:90] *= 0.5
+    _named(model, ROWS).grad[:, 3:9].mul_(2)
+    _named(model, CUT).grad[2].zero_()
+
+
+def mask(model: Any) -> None:
+    parameter = _named(model, CUT)
+    parameter.grad.mul_((torch.arange(parameter.shape[1]) % 3 == 0).float())
+    parameter.grad[parameter.grad > 0.01] = 0.01
+    parameter.grad.masked_fill_(torch.ones(parameter.shape).tril().bool(), 0.5)
+
+
+def noise(model: Any) -> None:
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+
+def assign(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clone() * 2
+        parameter.grad += 0.1 * parameter.data
+    _named(model, ROWS).grad = torch.ones(_named(model, ROWS).shape)
+
+
+@torch.no_grad()
+def edit(model: Any) -> None:
+    table = model.get_input_embeddings().weight
+    table[90:] = table[:90].mean(0)
+    table[5] = table[6]
+    table.data[1:3] += 0.25
+    _named(model, NORM).mul_(1.5)
+    _named(model, CUT).data = _named(model, CUT).data * 0.5
+    _named(model, ROWS).data.copy_(torch.arange(_named(model, ROWS).numel()).view(_named(model, ROWS).shape) / 1e4)
+
+
+def initialize(model: Any) -> None:
+    torch.manual_seed(4)
+    nn.init.normal_(_named(model, CUT), std=0.02)
+    nn.init.orthogonal_(_named(model, ROWS))
+    with torch.no_grad():
+        _named(model, TABLE).uniform_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def average(model: Any) -> None:
+    copied = copy.deepcopy(model)
+    for mean, parameter in zip(copied.parameters(), model.parameters(), strict=True):
+        mean.lerp_(parameter * 2, 0.1)
+    for mean, parameter in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.copy_(mean)
+    torch._foreach_lerp_(list(model.parameters()), list(copied.parameters()), 0.5)
+
+
+def load(model: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state[next(key for key in state if key.endswith(CUT))] *= 2
+    model.load_state_dict(state)
+
+
+def step(model: Any) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def decay(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data -= 0.01 * parameter.data.sign()
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+WRITINGS: dict[str, Any] = {
+    "clip": lambda model: clip_grad_norm_(model.parameters(), 0.5),
+    "clip a layer": lambda model: clip_grad_norm_(
+        [p for n, p in model.named_parameters() if ".1." in n], 0.1, norm_type=1
+    ),
+    "clip by the largest": lambda model: clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf),
+    "clip values": lambda model: clip_grad_value_(model.parameters(), 0.003),
+    "mask rows": mask_rows,
+    "scale rows": scale_rows,
+    "mask": mask,
+    "noise": noise,
+    "assign": assign,
+    "edit": edit,
+    "step": step,
+    "decay": decay,
+    "average": average,
+    "load": load,
+    "initialize": initialize,
+    "zero": lambda model: [p.grad.zero_() for p in model.parameters()],
+}
+
+
+def state_of(model: Any) -> list[float]:
+    """Two numbers of every weight and gradient, which depend on where its elements lie."""
+    result = []
+    for parameter in model.parameters():
+        for value in (parameter, parameter.grad):
+            full = value.detach().double().cpu() * torch.linspace(1, 2, value.numel(), dtype=torch.double).view(
+                value.shape
+            )
+            result += [full.sum().item(), full.abs().sum().item()]
+    return result
+
+
+def look(folder: str, helix: dict[str, Any] | None, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What every reading sees after a window, and what every writing leaves."""
+    made = tiny(**(model or {"num_hidden_layers": 4}))
+    trainer = build(folder, helix, {"per_device_train_batch_size": 2}, model=made, train_dataset=sequences(8))
+    trainer.current_gradient_accumulation_steps = 1
+    batch = {key: torch.stack([row[key] for row in sequences(2)]) for key in sequences(1)[0]}
+    trainer.training_step(trainer.model, batch)
+    seen: dict[str, Any] = {}
+    for name, reading in READINGS.items():
+        seen[name] = _tried(reading, trainer.model)
+    for name, writing in WRITINGS.items():
+        error = _tried(writing, trainer.model)
+        seen[name] = error if isinstance(error, str) else state_of(trainer.model)
+    trainer.model.zero_grad()
+    seen["no gradients"] = [parameter.grad is None for parameter in trainer.model.parameters()]
+    trainer.training_step(trainer.model, batch)
+    seen["trained on"] = state_of(trainer.model)
+    return seen
+
+
+def _tried(act: Any, model: Any) -> Any:
+    try:
+        return act(model)
+    except Exception as error:
+        import traceback
+
+        return f"{type(error).__name__}: {error}" + traceback.format_exc()[-1500:]
