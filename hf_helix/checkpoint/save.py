@@ -92,22 +92,25 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
             f"trainer.model is a {name}, which has no save_pretrained; assign the model inside it, such as "
             "trainer.model = averaged.module"
         )
-    values = model.state_dict()
+    values = model.state_dict(keep_vars=True)
     of_adapters = adapter_names(model) if is_peft(model) else {}
     state: dict[str, Tensor] = {}
-    for key in {key for names in of_adapters.values() for key in names.values()} or values:
-        full = full_of(values[key])
-        if rank() == 0:
-            state[key] = full.cpu().clone()
+    made: dict[int, Tensor] = {}  # of tied weights, which are one tensor
+    for key in [key for names in of_adapters.values() for key in names.values()] or values:
+        if id(values[key]) not in made:
+            full = full_of(values[key])
+            made[id(values[key])] = full.detach().cpu().clone() if rank() == 0 else full.new_empty(0)
+        state[key] = made[id(values[key])]
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
 
     def write() -> None:
+        outlines = {key: value.to("meta") for key, value in state.items()}
         with staged(Path(folder)) as aside:
             type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # its own may be refused
             for adapter, names in of_adapters.items():
-                check_files([adapter_file(aside, adapter)], {key: state[name] for key, name in names.items()})
+                check_files([adapter_file(aside, adapter)], {key: outlines[name] for key, name in names.items()})
             if not of_adapters:
-                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, state))
+                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, outlines))
 
     decide_on_rank_0(write)
 

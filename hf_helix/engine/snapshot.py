@@ -8,10 +8,10 @@ Must hold: a submodule that operators call may change at any time; a comparison 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from copy import copy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Entry = tuple[str, dict[str, Any], str, Any]
 """The name of the module, and a dictionary of it with a key and its value."""
@@ -43,14 +43,12 @@ class Snapshot:
 
     def _copied_numbers(self, model: Any) -> Iterator[Entry]:
         yield from _numbers("config", vars(model.config), (float,))
+        of_adapters = {
+            id(part) for _, module in self._modules if hasattr(module, "active_adapters") for part in module.modules()
+        }
         for name, module in self._modules:
-            yield from _numbers(name, vars(module), (int, float))
-            for value in vars(module).values():
-                if isinstance(value, dict):  # such as PEFT's scaling of every adapter
-                    yield from _numbers(name, value, (int, float))
-            if hasattr(module, "active_adapters"):
-                values = vars(module)
-                yield from ((name, values, key, copy(values[key])) for key in _OF_PEFT if key in values)
+            if id(module) not in of_adapters:  # whose state operators read
+                yield from _numbers(name, vars(module), (int, float))
 
     def _count(self) -> Iterator[int]:
         return (len(module._modules) + len(module._parameters) for _, module in self._modules)
@@ -67,7 +65,10 @@ class Snapshot:
     def change_of_structure(self) -> str:
         """Returns which module or tensor was replaced, removed or added; empty for none."""
         for name, values, key, value in self._structure:
-            if values.get(key) is not value:
+            now = values.get(key)
+            if now is value:
+                continue
+            if isinstance(value, nn.Module | nn.Parameter) or not (isinstance(now, Tensor) and torch.equal(now, value)):
                 return f"{_joined(name, key)} was replaced or removed"
         for (name, _), was, now in zip(self._modules, self._sizes, self._count(), strict=True):
             if was != now:
@@ -90,9 +91,6 @@ class Snapshot:
                 f"{change} since the model was cut, which training would not follow; change it before HelixTrainer or "
                 "HelixPlugin.prepare is given the model, or save the model and go on with from_pretrained(folder)"
             )
-
-
-_OF_PEFT = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 def _joined(*names: str) -> str:

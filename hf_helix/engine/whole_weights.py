@@ -43,19 +43,20 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             f"whole_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
-    for flat in stage.flats:
-        flat.check_not_lent()
-    # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
-    before = {flat: flat.shard.clone() for flat in kept_flats(stage.flats) if flat.cast_to is None}
-    with watched():
+    with plain_parameters():
         for flat in stage.flats:
-            flat.lend(flat.gather())
-    try:
-        with direct_use_allowed(), plain_parameters():
-            yield model
-    finally:
-        for flat in stage.flats:
-            flat.take_back()
-        for flat, stretch in before.items():
-            flat.shard.copy_(stretch)
-            flat.outdate()
+            flat.check_not_lent()
+        # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
+        before = {flat: flat.shard.clone() for flat in kept_flats(stage.flats) if flat.cast_to is None}
+        with watched():
+            for flat in stage.flats:
+                flat.lend(flat.gather())
+        try:
+            with direct_use_allowed():
+                yield model
+        finally:
+            for flat in stage.flats:
+                flat.take_back()
+            for flat, stretch in before.items():
+                flat.shard.copy_(stretch)
+                flat.outdate()

@@ -17,6 +17,7 @@ from transformers import Trainer
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.optimizer_parts import steps_shards
+from hf_helix.runtime.divided import plain_parameters
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
 ELEMENTWISE_OPTIMIZERS = (
@@ -161,6 +162,11 @@ def watch_steps(engine: Engine) -> None:
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", type(optimizer), config)
             owner.step_parts(optimizer)
+            plain = plain_parameters()  # from the next step on, the optimizer enters it itself
+            plain.__enter__()
+            leave: Any = optimizer.register_step_post_hook(
+                lambda *_: (plain.__exit__(None, None, None), leave.remove())
+            )
 
     # The hook has the parameters, but not the model, which can therefore end.
     weakref.finalize(engine, register_optimizer_step_pre_hook(take_over).remove)

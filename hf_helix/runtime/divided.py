@@ -62,7 +62,7 @@ class Division:
 
     def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Yields views of this rank's elements, each with its place in the full tensor."""
-        pieces = {} if self._local is None else self._local.pieces(held)
+        pieces = {} if self._local is None else self._local.pieces(held.detach())
         for offset, piece in pieces.items():
             yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
 
@@ -355,6 +355,8 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
     """Runs a function that writes to its first argument, or to `out`."""
     written = kwargs.get("out", next(_tensors((args, kwargs))))
+    if args and isinstance(args[0], (list, tuple)):
+        raise RuntimeError(f"{name}() writes to a list of tensors that the ranks hold parts of; use foreach=False")
     if not isinstance(written, DividedTensor):
         func(*_map(args, _full), **kwargs)
         return written
@@ -469,7 +471,10 @@ def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], va
     """Whether a function returns a tensor of the same shape: `max` is element-wise of two tensors alone. All ranks must
     find the same, so that they look at full tensors."""
     outline = lambda each: _outline(each).to("meta")  # noqa: E731
-    result = func(*_map(args, outline), **{key: _map(given, outline) for key, given in kwargs.items()})
+    try:
+        result = func(*_map(args, outline), **{key: _map(given, outline) for key, given in kwargs.items()})
+    except (RuntimeError, TypeError):
+        return False  # of values, such as `equal`
     return isinstance(result, Tensor) and result.shape == value._division.shape
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.load import load_parameters
+from hf_helix.runtime.divided import plain_parameters
 
 STEPS = 2
 
@@ -24,6 +25,7 @@ def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -
     return HelixTrainer(model=model, args=args, train_dataset=data, helix_config=config, **options)
 
 
+@plain_parameters()
 def held(trainer: HelixTrainer) -> dict[str, Any]:
     """Everything that this rank has of a model, buffers and what is not trained included; of parameters that are
     spread, its parts."""
@@ -60,6 +62,7 @@ def outline(family: str, changes: dict[str, Any], dtype: torch.dtype = torch.flo
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+@plain_parameters()
 def start_in_every_way(
     folder: str, helix: dict[str, Any], source: str, family: str, changes: dict[str, Any], train: bool = False
 ) -> dict[str, Any]:
@@ -91,6 +94,7 @@ def start_in_every_way(
     }
 
 
+@plain_parameters()
 def refused(folder: str, helix: dict[str, Any], source: str, model: dict[str, Any], own_folder: bool = False) -> None:
     """Load what does not fit into a cut model; nothing of it may change."""
     trainer = trainer_of(folder, helix, tiny(**model))
@@ -127,6 +131,7 @@ def construct_by_name(folder: str, helix: dict[str, Any], name: str, **options: 
     trainer_of(folder, helix, name, **options)
 
 
+@plain_parameters()
 def draw(folder: str, helix: dict[str, Any], family: str, changes: dict[str, Any], dtype: str = "float32") -> list[str]:
     """Start from a model on the meta device alone, train nothing, save; what is left on the meta device."""
     trainer = trainer_of(folder, helix, outline(family, changes, getattr(torch, dtype)))

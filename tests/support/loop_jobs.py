@@ -170,15 +170,13 @@ def misuse(helix: dict[str, Any]) -> dict[str, str]:
 
 
 def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]:
-    """What is said of the model's own parameters; the largest gradient before its values are clipped, and behind."""
+    """What is said where the model's own parameters are given; the largest gradient before its values are clipped, and
+    after."""
     accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, plan="sequential", **helix)), 1, 8)
     model.train_window([next(iter(loader))])
+    result = [max(float(p.grad.abs().max()) for p in model.parameters())]
     words = said(lambda: accelerator.clip_grad_value_(model.module.parameters(), limit))
-    result = []
-    for _ in range(2):
-        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
-        result.append(max(float(gradient.abs().max()) for gradient in gradients))
-        accelerator.clip_grad_value_(model.parameters(), limit)
+    result.append(max(float(p.grad.abs().max()) for p in model.parameters()))
     model.engine.close()
     return words, *result
 

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.manifest import describe_parameters
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import gradient_norm
 from hf_helix.runtime.local_parameter import local_parameters
 
@@ -46,11 +47,13 @@ def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     best = trainer.state.best_model_checkpoint
     stepped = trainer.model.parameters() if helix is None else trainer.helix.runner.stage.stepped
+    with plain_parameters():
+        weights = [digest(parameter) for parameter in stepped]
     return {
         "losses": {entry["step"]: entry["loss"] for entry in history},
         "rates": {entry["step"]: entry["learning_rate"] for entry in history},
         "eval": evaluated,
-        "weights": [digest(parameter) for parameter in stepped],
+        "weights": weights,
         "checkpoints": sorted(path.name for path in Path(folder).iterdir()),
         "tokens": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,

@@ -13,7 +13,6 @@ from support import jobs
 from support.at_once import collectives_at_once
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
-from transformers import TrainerCallback
 
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.weights.kept import kept_flats
@@ -81,7 +80,7 @@ def windows(
             "unlike the first plan": [name for name, each in bits.items() if not torch.equal(each, first_bits[name])],
             "left": [names[p] for p in flats if p.grad is not None or not p.isnan().all()],
         }
-        trainer.model.zero_grad()
+        forget_gradients(trainer)
         assert all(shard.grad is None for shard in stage.shards.values())
     del result["bits"]
     trainer.helix.close()
@@ -107,7 +106,7 @@ def held(
     gradients = [parameter.grad for parameter in kept if parameter.is_leaf and parameter.grad is not None]
     after = bytes_of([*kept, *gradients])
     optimizer.step()
-    trainer.model.zero_grad()
+    forget_gradients(trainer)
     averages = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     stepped = bytes_of([*kept, *averages])
     flats = [(flat.length, flat.axis.size) for flat in stage.flats]
@@ -116,6 +115,12 @@ def held(
     spared = sum(map(bytes_spared, stage.flats))
     trainer.helix.close()
     return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements, "spared": spared}
+
+
+def forget_gradients(trainer: Any) -> None:
+    """Does to what this rank steps what `zero_grad` does."""
+    for parameter in trainer.helix.runner.stage.stepped:
+        parameter.grad = None
 
 
 @plain_parameters()
@@ -136,7 +141,10 @@ def peaks(
     window = window_of(trainer, 2, 1, (17,))
     runner.train_window(window)  # what is made once is there, and gradients where they stay
     flats = runner.stage.flats
-    trainer.model.zero_grad(set_to_none=bool(flats))
+    if flats:
+        forget_gradients(trainer)
+    else:
+        trainer.model.zero_grad(set_to_none=False)
     kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
     kept += [flat.piece for flat in kept_flats(flats)]
     result = {}
@@ -149,7 +157,6 @@ def peaks(
     return {**result, "flats": [flat.length for flat in flats], "sizes": sizes}
 
 
-@plain_parameters()
 def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Trains as users do who say nothing of plans, and then asks for everything that can be measured."""
     trainer = jobs.make_trainer(folder, {**sharded, "tuning_share": 1.0}, **options)
@@ -257,19 +264,18 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
         result["losses"] += [loss.item() for loss in runner.train_window(window)]
         evaluate()
         optimizer.step()
-        trainer.model.zero_grad()
+        forget_gradients(trainer)
     trainer.helix.close()
     return result
 
 
-@plain_parameters()
 def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Trains, and uses the model directly: refused by itself, and with all weights in it."""
     trainer: Any = jobs.make_trainer(folder, helix, **options)
     trainer.train()
     model, ids = trainer.model, torch.tensor([[1, 2, 3]])
     refused = []
-    for use in (lambda: model(ids), model.state_dict):
+    for use in (lambda: model(ids),):
         try:
             use()
         except RuntimeError as error:
@@ -288,26 +294,13 @@ def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
         if trainer.args.process_index == 0:  # is lost
             for parameter in model.parameters():
                 parameter.data.zero_()
-    left = [name for name, parameter in model.named_parameters() if not parameter.isnan().all()]
+    with plain_parameters():
+        left = [name for name, parameter in model.named_parameters() if not parameter.isnan().all()]
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(folder)
     return {"text": text, "weights": weights, "left": left, "refused": refused, "eval": evaluated}
 
 
-class StepsAnother(TrainerCallback):
-    """Steps an optimizer of its own that holds the model's parameters."""
-
-    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@plain_parameters()
-def step_another(folder: str, helix: dict[str, Any]) -> None:
-    """Trains with an optimizer beside the Trainer's."""
-    jobs.make_trainer(folder, helix, callbacks=[StepsAnother()]).train()
-
-
-@plain_parameters()
 def whole_weights_of_a_part(folder: str, helix: dict[str, Any]) -> None:
     """Asks for all weights where every rank has slices."""
     with jobs.make_trainer(folder, helix).helix.whole_weights():  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.runtime.divided import plain_parameters
 
 
 class Accuracy:
@@ -111,6 +112,7 @@ def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
+@plain_parameters()
 def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any] | None = None) -> dict[str, Any]:
     """What NEFTune adds to this rank's embeddings in training and in evaluation."""
     result: dict[str, Any] = {}

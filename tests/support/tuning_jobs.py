@@ -210,7 +210,6 @@ def _differences(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 # -- the scorecard while training ----------------------------------------------------------------------------------
 
 
-@plain_parameters()
 def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = False, **options: Any) -> dict[str, Any]:
     """Train, and return the logs; write a trace; measure the overlap at the end."""
     with hasty(), contextlib.redirect_stdout(io.StringIO()):

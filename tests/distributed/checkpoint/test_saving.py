@@ -26,11 +26,13 @@ from hf_helix.checkpoint import safetensors_file
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.operators.unit import Placement
 from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning.measure.memory import LiveBytes
 
 # What the ranks run
 
 
+@plain_parameters()
 def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> dict[str, dict[str, int]]:
     """Save models that nobody has trained; of each, the bytes that this rank has written and the peak of its tensors.
 

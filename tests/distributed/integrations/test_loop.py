@@ -140,8 +140,6 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
             "load_state": "use from_pretrained(folder) before prepare()",
             "call": "cannot be called directly; use model.train_window(batches)",
             "module": "cannot be called directly; use model.train_window(batches)",
-            "some parameters": "use model.clip_grad_norm_(max_norm)",
-            "another norm": "norm_type=1",
             "no batch": "such as [batch]; got none",
             "no labels": "no labels",
             "cut twice": "cut by an earlier HelixTrainer or HelixPlugin.prepare",
@@ -153,21 +151,16 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
 def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of: Any) -> None:
     limit = 2**-10  # has no error in fp32
     for words, before, after in cluster_of(2).run(JOBS + "clip_values", helix={option: True}, limit=limit):
-        assert "use accelerator.clip_grad_value_(model.parameters(), clip_value)" in words
+        assert words == ""
         assert before > limit >= after > limit / 2
 
 
 @pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
-def test_steps_that_would_change_nothing(option: str, cluster_of: Any) -> None:
-    """Of an optimizer that holds the model's parameters, not this rank's parts of them, however it has come to them."""
+def test_optimizers_that_nobody_has_prepared(option: str, cluster_of: Any) -> None:
+    """They step the model's parameters, however they have come to them."""
     for found in cluster_of(2).run(JOBS + "stray", option=option):
-        for name in ("made before", "made afterwards", "of Accelerate", "changed by hand"):
-            assert f"with {option}=True this rank's parts of them are trained" in found[name], name
-            assert "model, optimizer = plugin.prepare(accelerator, model, optimizer)" in found[name], name
-        assert "AdamW.step(): the optimizer holds 30 parameters" in found["made before"]
-        assert "holds 1 parameters of the cut model itself, such as lm_head.weight" in found["made afterwards"]
-        assert "use one of AdamW, Adam, SGD" in found["of matrices"]
-        assert found["another model's"] == found["prepared"] == ""
+        assert "use one of AdamW, Adam, SGD" in found.pop("of matrices")
+        assert set(found.values()) == {""}, found
 
 
 @pytest.mark.parametrize("option", ["shard_optimizer", pytest.param("shard_parameters", marks=SLOW)])

@@ -299,16 +299,6 @@ def test_what_cannot_be_honoured_is_refused(case: str, cluster_of: Any, tmp_path
         assert words in error.message
 
 
-@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
-def test_an_optimizer_of_stand_ins_is_refused(option: str, cluster_of: Any, tmp_path: Path) -> None:
-    helix = {option: True, "plan": "greedy"}
-    for error in cluster_of(2).errors(sharding_jobs.step_another, folder=str(tmp_path), helix=helix):
-        assert error.kind == "RuntimeError"
-        assert "SGD.step(): the optimizer holds 30 parameters of the cut model itself" in error.message
-        assert f"with {option}=True" in error.message
-        assert "HelixTrainer(..., optimizers=(optimizer, scheduler))" in error.message
-
-
 def test_a_flat_splits_alike_on_all_ranks() -> None:
     """Every element of every parameter belongs to one rank."""
     from hf_helix.operators.communication.transport import Axis, SilentTransport
