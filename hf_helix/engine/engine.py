@@ -9,8 +9,9 @@ window is trained; nothing here knows which of the two calls it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, plain_parameters
+from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.input_ranges import extents
@@ -271,6 +272,29 @@ class Engine(Diagnostics):
         parameters = [parameter for parameter in self.runner.stage.stepped if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    @contextlib.contextmanager
+    def full_weight(self, name: str) -> Iterator[Tensor]:
+        """Yields a full weight by its name in the model; what is written to it is kept. Collective."""
+        parameter = self.model.get_parameter(name)
+        full = full_of(parameter).detach()
+        yield full
+        parameter.data = full
+
+    @contextlib.contextmanager
+    def full_gradient(self, name: str) -> Iterator[Tensor]:
+        """Yields a full gradient by its name in the model, between a window and the optimizer's step; what is written
+        to it is kept. Collective.
+
+        Raises:
+            ValueError: there is no gradient.
+        """
+        parameter = self.model.get_parameter(name)
+        if parameter.grad is None:
+            raise ValueError(f"{name} has no gradient; ask for it in a callback's on_pre_optimizer_step")
+        full = full_of(parameter.grad)
+        yield full
+        parameter.grad = full
 
     def whole_weights(self) -> AbstractContextManager[Any]:
         """Returns a context in which the model has all weights, which it otherwise is without between windows

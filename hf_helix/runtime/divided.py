@@ -131,17 +131,6 @@ class DividedTensor(Tensor):
             full = _full(self)
             return (nn.Parameter(full) if isinstance(self, DividedParameter) else full).__reduce_ex__(protocol)
 
-    def __repr__(
-        self, *, tensor_contents: Any = None
-    ) -> str:  # reading values would be collective, and debuggers do it on one rank
-        with torch._C.DisableTorchFunctionSubclass():
-            outline = _outline(self)
-            about = f"{self._division.name}, shape={tuple(outline.shape)}, dtype={outline.dtype}"
-        return f"{type(self).__name__}({about}, divided over the ranks)"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
 
 class DividedParameter(DividedTensor, nn.Parameter):
     """A parameter of a cut model, outside of `plain_parameters`.
@@ -271,6 +260,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         return func(*_map(args, _outline), **kwargs)
     if name in _OF_HELD:
         return func(*_map(args, _held), **kwargs)
+    if name in ("__repr__", "__format__"):  # debuggers call them on one rank, so no values are gathered
+        outline, kind = _outline(args[0]), type(args[0]).__name__
+        return f"{kind}({args[0]._division.name}, {list(outline.shape)}, {outline.dtype}, divided over the ranks)"
     if name == "requires_grad_":
         _write_attribute(args[0], "requires_grad", (*args[1:], True)[0] if not kwargs else kwargs["requires_grad"])
         return args[0]

@@ -15,6 +15,7 @@ from support.jobs import build
 from support.models import sequences, tiny
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
+from transformers import TrainerCallback
 
 TABLE, CUT, NORM = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"
 ROWS = "model.layers.0.mlp.down_proj.weight"  # cut by columns
@@ -212,3 +213,120 @@ def _tried(act: Any, model: Any) -> Any:
         import traceback
 
         return f"{type(error).__name__}: {error}" + traceback.format_exc()[-1500:]
+
+
+# -- what a callback changes in the middle of a run -----------------------------------------------------------------
+
+
+def scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling = 0.1
+
+
+def drop(model: Any) -> None:
+    model.model.layers[0].self_attn.attention_dropout = 0.9
+
+
+def weigh_routers(model: Any) -> None:
+    model.router_aux_loss_coef = 0.5
+
+
+def set_config(model: Any) -> None:
+    model.config.rms_norm_eps = 1.0
+    model.config.attention_dropout = 0.5
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+def add_module(model: Any) -> None:
+    model.model.layers[0].mlp.extra = nn.Linear(2, 2)
+
+
+def replace_module(model: Any) -> None:
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(140)
+
+
+def soften_norms(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.5
+
+
+def freeze(model: Any) -> None:
+    for parameter in model.model.layers[1].parameters():
+        parameter.requires_grad = False
+
+
+def soften_adapters(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            module.scaling["default"] *= 3
+
+
+CHANGES: dict[str, Any] = {
+    "scale": scale,
+    "drop": drop,
+    "weigh_routers": weigh_routers,
+    "set_config": set_config,
+    "add_hook": add_hook,
+    "add_module": add_module,
+    "replace_module": replace_module,
+    "resize": resize,
+    "soften_norms": soften_norms,
+    "freeze": freeze,
+    "soften_adapters": soften_adapters,
+}
+
+
+class Changes(TrainerCallback):
+    """Changes the model after the first step."""
+
+    def __init__(self, name: str) -> None:
+        self.change = CHANGES[name]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.change(model)
+
+
+def change(folder: str, helix: dict[str, Any] | None, name: str) -> Any:
+    """The losses of a run whose model a callback changes; the error where the run is ended."""
+    options: dict[str, Any] = {"num_hidden_layers": 4}
+    if name == "weigh_routers":
+        options |= {"family": "mixtral", "output_router_logits": True}
+    if name == "soften_adapters":
+        options |= {"lora": {}}
+    training = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "optim": "sgd"}
+    made = tiny(**options)
+    trainer = build(folder, helix, training, model=made, train_dataset=sequences(8), callbacks=[Changes(name)])
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# -- a full weight and a full gradient ------------------------------------------------------------------------------
+
+
+def write_full(folder: str, helix: dict[str, Any] | None) -> list[float]:
+    """The state after a script has written a gradient and a weight by name, and read them again."""
+    trainer: Any = build(folder, helix, {}, model=tiny(num_hidden_layers=4), train_dataset=sequences(8))
+    trainer.current_gradient_accumulation_steps = 1
+    batch = {key: torch.stack([row[key] for row in sequences(2)]) for key in sequences(1)[0]}
+    trainer.training_step(trainer.model, batch)
+    table = _named(trainer.model, TABLE)
+    if helix is None:
+        table.grad[:5] = 2.0
+        table.data[:5] += table.grad[:5]
+    else:
+        name = next(key for key, value in trainer.model.named_parameters() if value is table)
+        with trainer.helix.full_gradient(name) as gradient, trainer.helix.full_weight(name) as weight:
+            gradient[:5] = 2.0
+            weight[:5] += gradient[:5]
+    return state_of(trainer.model)
