@@ -8,7 +8,7 @@ microbatches      from batches to what a runner takes
 checks            what cannot be run, refused by name
 recompute         which layers are recomputed
 evaluate          what evaluation does before and after the runner
-parameter_counts  how many parameters the whole model has
+snapshot          what a script may not change once the model is cut
 whole_weights     all weights in the model for a while, where ranks have spread them
 optimizer_parts   an optimizer of the whole model's parameters, on a rank that has a part of them
 advice            what the doctor found, for a run to say at its start

@@ -110,9 +110,10 @@ class Engine(Diagnostics):
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # which of them the last window trained
-        self._snapshot = Snapshot(model, self._called)
-        self.graphs = self._make_graphs()
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)
+        self._snapshot = Snapshot(model, self._called)
+        self._hooks: list[int] = []  # how many the model had when they were checked last
+        self.graphs = self._make_graphs()
         self._refuse_direct_use(instead)
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
@@ -143,8 +144,10 @@ class Engine(Diagnostics):
     def _check_unchanged(self) -> None:
         """Refuses what a script has changed since the model was cut, and what would never run."""
         self._snapshot.check()
-        if self._snapshot.hooks_changed():
+        hooks = self._snapshot.count_hooks()
+        if hooks != self._hooks:
             check_forwards(self.model, self.base, self.family, self._called)
+            self._hooks = hooks
 
     def close(self) -> None:
         """Ends the threads of this engine, so that another can take its place."""

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DIVISION = "_division"
+"""The attribute of a parameter that ranks divide, see `hf_helix.runtime.divided`."""
+
 Entry = tuple[str, dict[str, Any], str, Any]
 """The name of the module, and a dictionary of it with a key and its value."""
 
@@ -28,18 +31,9 @@ class Snapshot:
     def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
         runs = {id(module) for given in called for module in given.modules()}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
-        self._structure = list(self._tensors_and_modules())
+        self._structure = list(_tensors_and_modules(model))
         self._numbers = list(self._copied_numbers(model))
         self._sizes = list(self._count())
-        self._hooks: list[int] = []
-
-    def _tensors_and_modules(self) -> Iterator[Entry]:
-        for name, module in self._modules:
-            for values in (module._parameters, module._buffers, module._modules):
-                held = {
-                    key: value for key, value in values.items() if not isinstance(value, nn.Module) or _holds(value)
-                }
-                yield from ((name, values, key, value) for key, value in held.items())
 
     def _copied_numbers(self, model: Any) -> Iterator[Entry]:
         yield from _numbers("config", vars(model.config), (float,))
@@ -53,14 +47,12 @@ class Snapshot:
     def _count(self) -> Iterator[int]:
         return (len(module._modules) + len(module._parameters) for _, module in self._modules)
 
-    def hooks_changed(self) -> bool:
-        """Whether hooks or forwards have come or gone since the last call."""
-        hooks = [
+    def count_hooks(self) -> list[int]:
+        """Returns how many hooks and forwards of its own every module has."""
+        return [
             len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
             for _, module in self._modules
         ]
-        before, self._hooks = self._hooks, hooks
-        return hooks != before
 
     def change_of_structure(self) -> str:
         """Returns which module or tensor was replaced, removed or added; empty for none."""
@@ -68,6 +60,8 @@ class Snapshot:
             now = values.get(key)
             if now is value:
                 continue
+            if key == DIVISION:
+                return f"{name} has got another shape"
             if isinstance(value, nn.Module | nn.Parameter) or not (isinstance(now, Tensor) and torch.equal(now, value)):
                 return f"{_joined(name, key)} was replaced or removed"
         for (name, _), was, now in zip(self._modules, self._sizes, self._count(), strict=True):
@@ -95,6 +89,16 @@ class Snapshot:
 
 def _joined(*names: str) -> str:
     return ".".join(filter(None, map(str, names)))
+
+
+def _tensors_and_modules(model: nn.Module) -> Iterator[Entry]:
+    for name, module in model.named_modules():
+        for values in (module._parameters, module._buffers, module._modules):
+            for key, value in values.items():
+                if not isinstance(value, nn.Module) or _holds(value):
+                    yield name, values, key, value
+                if isinstance(value, nn.Parameter) and DIVISION in vars(value):
+                    yield _joined(name, key), vars(value), DIVISION, vars(value)[DIVISION]
 
 
 def _numbers(name: str, values: dict[str, Any], kinds: tuple[type, ...]) -> Iterator[Entry]:

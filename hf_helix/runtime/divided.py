@@ -102,7 +102,7 @@ class DividedTensor(Tensor):
     gathered when the view is read, and written back when the view is written.
     """
 
-    _division: Division
+    _division: Any  # a `Division`; None once a parameter has got another shape, and every rank all of it
     _path: tuple[Callable[[Any], Any], ...] = ()
 
     @classmethod
@@ -132,6 +132,9 @@ class DividedTensor(Tensor):
             return (nn.Parameter(full) if isinstance(self, DividedParameter) else full).__reduce_ex__(protocol)
 
 
+_GRADIENT: Any = torch.Tensor.grad
+
+
 class DividedParameter(DividedTensor, nn.Parameter):
     """A parameter of a cut model, outside of `plain_parameters`.
 
@@ -143,9 +146,32 @@ class DividedParameter(DividedTensor, nn.Parameter):
     _trained = False
     _has_gradient = False
 
+    # What the Trainer asks for in every step is said here, without the way through `__torch_function__`.
+
     def numel(self) -> int:
-        """Returns the number of elements of the full parameter; said here since it is asked in every step."""
+        """Returns the number of elements of the full parameter."""
         return prod(self._division.shape)
+
+    @property
+    def grad(self) -> Any:
+        """The full gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            held = _held(self)
+            gradient = _GRADIENT.__get__(held)
+            if self._has_gradient and self._division.is_absent:
+                gradient = held.new_empty(0)
+            return None if gradient is None else _divided(gradient, self._division)
+
+    @grad.setter
+    def grad(self, new: Any) -> None:
+        self._has_gradient = new is not None
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            held = _held(self)
+            if new is not None and not self._division.is_absent:
+                if _shares_memory(new, _GRADIENT.__get__(held)):
+                    return
+                new = _elements(new, self._division, held).to(held.dtype).detach()
+            _GRADIENT.__set__(held, None if self._division.is_absent else new)
 
 
 class DividedParameters:
@@ -182,9 +208,8 @@ class DividedParameters:
 
     def show(self, full: bool) -> None:
         """Makes the parameters show the full ones, or what this rank holds."""
-        kind = DividedParameter if full else nn.Parameter
         for parameter in self._parameters:
-            parameter.__class__ = kind
+            parameter.__class__ = DividedParameter if full and parameter._division is not None else nn.Parameter
 
     def note_gradients(self) -> None:
         """Says that a window has left gradients, also of what other pipeline ranks hold."""
@@ -232,6 +257,7 @@ _VIEWS = {"T", "mT", "H", "mH", "real"}
 _ELEMENTWISE = {"copy", "fill", "zero", "to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
 _ELEMENTWISE |= {"cpu", "cuda", "contiguous", "detach", "zeros_like", "ones_like", "full_like", "empty_like"}
 _ELEMENTWISE |= {"__rsub__", "__rpow__", "__rdiv__", "__rtruediv__", "multiply", "subtract", "__and__", "__or__"}
+_FOREACH = "_foreach_norm".removesuffix("norm")
 _UNREAD = ("rand_like", "randn_like", "randint_like", "new_")
 _REFUSED = {
     "register_hook": "change the gradient in a callback's on_pre_optimizer_step",
@@ -266,7 +292,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
     if name == "requires_grad_":
         _write_attribute(args[0], "requires_grad", (*args[1:], True)[0] if not kwargs else kwargs["requires_grad"])
         return args[0]
-    if name.startswith("_foreach_"):
+    if name.startswith(_FOREACH):
         return _foreach(name, args, kwargs, is_recording)
     if _is_in_place(name) or kwargs.get("out") is not None:
         return _write(func, name, args, kwargs, is_recording)
@@ -280,34 +306,22 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
         return _view(value, get)
     if attribute == "data":
         return value if value._path else _divided(_held(value).data, value._division)
-    if isinstance(value, DividedParameter) and attribute in ("grad", "requires_grad"):
-        if attribute == "requires_grad":
-            return value._trained if value._division.is_absent else value.requires_grad
-        held = _held(value)
-        gradient = held.grad
-        if value._division.is_absent:
-            gradient = held.new_empty(0) if value._has_gradient else None
-        return None if gradient is None else _divided(gradient, value._division)
+    if attribute == "requires_grad" and isinstance(value, DividedParameter) and value._division.is_absent:
+        return value._trained
     return get(value)
 
 
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
     held = _held(value)
-    if attribute == "grad" and isinstance(value, DividedParameter):
-        value._has_gradient = new is not None
-        if not value._division.is_absent and not _shares_memory(new, held.grad):
-            held.grad = None if new is None else _elements(new, value._division, held).to(held.dtype).detach()
-    elif attribute == "requires_grad" and isinstance(value, DividedParameter):
+    if attribute == "requires_grad" and isinstance(value, DividedParameter):
         value._trained = bool(new)
         if not value._division.is_absent:
             value.requires_grad = bool(new)
     elif attribute == "data" and not value._path:
-        if tuple(_outline(new).shape) != tuple(value._division.shape):
-            raise ValueError(
-                f"{value._division.name}.data = a tensor of shape {list(_outline(new).shape)}, and the parameter has "
-                f"{list(value._division.shape)}: a cut model keeps its shapes; save it, and change what "
-                "from_pretrained(folder) returns"
-            )
+        if _outline(new).shape != value._division.shape:  # as where a table is resized: every rank has the new values
+            value.data, value._division = _full(new).detach(), None
+            value.__class__ = nn.Parameter  # type: ignore[assignment]
+            return
         elements = _elements(new, value._division, held)
         if elements.dtype is held.dtype and elements.device == held.device:
             if not _shares_memory(elements, held):
@@ -388,7 +402,7 @@ def _foreach(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_rec
     order = _order(args, kwargs) if name == "_foreach_norm" else None
     if order is not None and all(isinstance(each, DividedTensor) and not each._path for each in values):
         return _norms(values, order)
-    single = getattr(torch.Tensor, name.removeprefix("_foreach_"))
+    single = getattr(torch.Tensor, name.removeprefix(_FOREACH))
     results = []
     for place, value in enumerate(values):
         others = [each[place] if isinstance(each, (list, tuple)) else each for each in args[1:]]
@@ -454,7 +468,7 @@ def _is_elementwise(name: str) -> bool:
     if name in _ELEMENTWISE:
         return True
     operator = getattr(torch.ops.aten, name, None)
-    overloads = operator.overloads() if isinstance(operator, torch._ops.OpOverloadPacket) else ()
+    overloads = operator.overloads() if hasattr(operator, "overloads") else ()
     tags = {tag for each in overloads for tag in getattr(operator, each).tags}
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 

@@ -32,13 +32,6 @@ OTHERS: tuple[Used, ...] = tuple(
         ),
         used(
             _ACCELERATOR,
-            "clip_grad_value_",
-            f"{_INSTEAD}, so it refuses parameters that have no gradients of their own",
-            "it would clip nothing where ranks step parts of parameters",
-            takes="self, parameters, clip_value",
-        ),
-        used(
-            _ACCELERATOR,
             "gather_for_metrics",
             f"{_INSTEAD}, so it counts ranks that share a batch once",
             "metrics would count samples several times",

@@ -43,6 +43,15 @@ TORCH: tuple[Used, ...] = tuple(
             "runs a small backward graph without the checks of `torch.autograd.backward`",
             NO_STEP,
         ),
+        used(
+            "torch",
+            "_foreach_norm _has_compatible_shallow_copy_type",
+            "knows these functions where a script calls them with divided parameters",
+            "clipping by a script is slower, and `model.to()` of a cut model an error",
+        ),
+        used(
+            "torch:Tensor", "_is_view", "tells which functions return views", "reading a row of a parameter is an error"
+        ),
         used("torch", "_foreach_copy_ _foreach_div_", "copies and divides many gradients at once", NO_STEP),
         used(
             _MODULE,

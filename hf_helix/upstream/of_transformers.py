@@ -56,13 +56,6 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
         ),
         used(
             "transformers.trainer",
-            "get_model_param_count",
-            "replaced while training runs, so that the log counts the whole model",
-            "training is an error",
-            takes="model, trainable_only=",
-        ),
-        used(
-            "transformers.trainer",
             "SCHEDULER_NAME TRAINER_STATE_NAME TRAINING_ARGS_NAME",
             "names files of a checkpoint as the stock Trainer does",
             NO_IMPORT,

@@ -31,8 +31,8 @@ OVERRIDDEN: tuple[Overridden, ...] = (
     ),
     _trainer(
         "_inner_training_loop",
-        "counts the parameters of the whole model for the log, and refuses outputs that cannot be collected",
-        "the log would count the parameters of one rank",
+        "refuses outputs that cannot be collected",
+        "evaluations would leave outputs out without a word",
         needs="ignore_keys_for_eval",
     ),
     _trainer(
@@ -77,12 +77,6 @@ OVERRIDDEN: tuple[Overridden, ...] = (
         "it would step stand-ins",
     ),
     _trainer("log", "adds the scorecard to the training loss", "the log would have no figures of overlap"),
-    _trainer(
-        "get_num_trainable_parameters",
-        "counts those of the whole model",
-        "it would return the parameters of one rank",
-        by_users=True,
-    ),
     # Construction.
     _trainer(
         "call_model_init",
@@ -222,5 +216,15 @@ OVERRIDDEN: tuple[Overridden, ...] = (
         "steps once for each data-parallel rank",
         "the learning rate would change too fast where ranks share a batch",
         callers=(),
+    ),
+    *(
+        Overridden(
+            "torch._C:TensorBase",
+            name,
+            "is that of the full parameter",
+            "scripts would see this rank's part",
+            callers=(),
+        )
+        for name in ("grad", "numel")
     ),
 )

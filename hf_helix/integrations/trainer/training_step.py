@@ -32,8 +32,6 @@ from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
 
-_COUNT = "get_model_param_count"
-
 
 class FetchedWindow:
     """The micro-batches of an optimizer step, as they were fetched.
