@@ -32,8 +32,7 @@ class Form:
 
     Attributes:
         is_masked: the mask hides a token, or is not a mask of tokens [batch, sequence].
-        needs_mask: more than causal attention is needed: a token follows one that the mask hides, or what hidden tokens
-            attend to is read (padding on the right).
+        needs_mask: a token follows one that the mask hides, or what attention gives for a hidden one is read.
         starts_anew: a position is not the one before it plus one.
         num_documents: the number of tokens of all rows that are at the smallest position.
         longest: the largest number of tokens from one of these to the next.
@@ -93,11 +92,9 @@ def document_ends(positions: Tensor, form: Form) -> dict[str, Any]:
 
 
 def _form(batch: Mapping[str, Any], figures: Sequence[int]) -> Form:
-    hidden, needed, anew, num_documents, longest = figures
+    hidden, needs, anew, num_documents, longest = figures
     mask = batch.get("attention_mask")
-    return Form(
-        bool(hidden) or (mask is not None and mask.dim() != 2), bool(needed), bool(anew), num_documents, longest
-    )
+    return Form(bool(hidden) or (mask is not None and mask.dim() != 2), bool(needs), bool(anew), num_documents, longest)
 
 
 def _figures(batch: Mapping[str, Any]) -> Tensor | None:

@@ -235,8 +235,8 @@ class Family(ABC):
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)
-        hiding = {DOCUMENTS: documents, MASKED: mask is not None}
-        return {**side, **hiding, **self.context_inputs(model, ids, counted, cut)}
+        side |= {DOCUMENTS: documents, MASKED: mask is not None}
+        return {**side, **self.context_inputs(model, ids, counted, cut)}
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the positions [batch or 1, sequence] of tokens that come without any: from 0 on, padding counted.

@@ -147,11 +147,7 @@ def _by_error(difference: Difference) -> float:
 
 
 def compare(
-    kind: str,
-    plan: str,
-    outcome: Outcome,
-    wanted: Outcome,
-    exact: Callable[[], Outcome | None],
+    kind: str, plan: str, outcome: Outcome, wanted: Outcome, exact: Callable[[], Outcome | None]
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit one.
 

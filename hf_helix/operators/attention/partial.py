@@ -73,8 +73,7 @@ class AttentionKernel(ABC):
 
     Attributes:
         averages: see `Exact`.
-        unpads: whether hidden tokens are taken out as flash attention of Transformers does: as queries they get zeros,
-            and a window does not count them.
+        unpads: whether hidden tokens are left out, as flash attention of Transformers does; no window counts them.
     """
 
     averages = unpads = False

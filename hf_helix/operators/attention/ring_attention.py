@@ -27,12 +27,9 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
 
-DOCUMENTS = "documents"
-"""Side input: the document of every token [batch, whole sequence], or one of the marks below; None where there is but
-one document."""
-
-MASKED = "masked"
-"""Side input: whether a mask says which tokens are padding."""
+DOCUMENTS, MASKED = "documents", "masked"
+"""Side inputs: the document of every token [batch, whole sequence], or one of the marks below, None where there is but
+one document; and whether a mask says which tokens are padding."""
 
 PADDING, ABSENT = -1, -2
 """A token that is padding, and one that was added to make the sequence divide."""
@@ -266,7 +263,7 @@ def _seen_within(
 
 
 def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
-    """A mask hides keys alone: unless taken out, hidden queries are of the one document that a row then has."""
+    """A mask hides keys alone: unless left out, hidden queries are of the one document that a row then has."""
     real = documents >= 0
     own = documents if unpads else documents.clamp(min=0)
     places = real.cumsum(1) if unpads else torch.arange(documents.shape[1], device=documents.device).unsqueeze(0)
