@@ -43,6 +43,7 @@ from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.whole_weights import whole_weights
+from hf_helix.models.batch_form import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
@@ -243,12 +244,11 @@ class Engine(Diagnostics):
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
-        return self._make_window(batches, scale, step)
+        return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
-        if self.config.expert_capacity_factor is not None:
-            batches = share_lengths(batches, self.mesh)
-        return self._maker.window(batches, scale, step)
+        is_shared = self.config.expert_capacity_factor is not None
+        return self._maker.window(share_lengths(batches, self.mesh) if is_shared else batches, scale, step)
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
         """Returns a batch as the runner takes it, see `WindowMaker.microbatch`.

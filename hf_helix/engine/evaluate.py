@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_helix.models.batch_form import LOSS_ALONE, targets_of
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
@@ -41,6 +42,7 @@ def evaluate_batch(
     Returns:
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
+    batch = {**batch, LOSS_ALONE: not keep_logits}
     pieces = split_rows(batch, runner) if family_of(base).loss_adds_up(base) else [batch]
     with torch.no_grad():
         loss, logits = runner.evaluate(make_window(pieces), keep_logits)
@@ -75,8 +77,7 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
     """Returns the number of tokens of a batch that count in its loss, as a scalar."""
-    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-    return (targets != IGNORED).sum()
+    return (targets_of(batch) != IGNORED).sum()
 
 
 def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:

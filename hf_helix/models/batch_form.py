@@ -16,6 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_helix.operators.vocab_parallel import IGNORED
+
+LOSS_ALONE = "loss_alone"
+"""The key of a batch of which only the model's own loss is read. What attention gives for padding on the right is then
+read only where it has a target: no other token attends to it, and losses of routers do not count it."""
+
 FORM = "form"
 """The key of a batch under which its `Form` stands, where that was read before."""
 
@@ -26,14 +32,14 @@ class Form:
 
     Attributes:
         is_masked: the mask hides a token, or is not a mask of tokens [batch, sequence].
-        rises: a token that is seen follows one that the mask hides (padding on the left).
+        needs_mask: a token follows one that the mask hides, or what attention gives for a hidden one is read.
         starts_anew: a position is not the one before it plus one.
         num_documents: the number of tokens of all rows that are at the smallest position.
         longest: the largest number of tokens from one of these to the next.
     """
 
     is_masked: bool = False
-    rises: bool = False
+    needs_mask: bool = False
     starts_anew: bool = False
     num_documents: int = 0
     longest: int = 0
@@ -54,6 +60,15 @@ def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
         Form() if figures is None else _form(batch, next(values))
         for batch, figures in zip(batches, tensors, strict=True)
     ]
+
+
+def targets_of(batch: Mapping[str, Any]) -> Tensor:
+    """Returns the token that follows each token of a batch [batch, sequence], `IGNORED` where it does not count."""
+    targets, labels = batch.get("shift_labels"), batch.get("labels")
+    if targets is None:
+        targets = torch.full_like(batch["input_ids"], IGNORED) if labels is None else labels
+        targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
+    return targets
 
 
 def starts_of(positions: Tensor) -> Tensor:
@@ -77,9 +92,9 @@ def document_ends(positions: Tensor, form: Form) -> dict[str, Any]:
 
 
 def _form(batch: Mapping[str, Any], figures: Sequence[int]) -> Form:
-    hidden, rises, anew, num_documents, longest = figures
+    hidden, needs, anew, num_documents, longest = figures
     mask = batch.get("attention_mask")
-    return Form(bool(hidden) or (mask is not None and mask.dim() != 2), bool(rises), bool(anew), num_documents, longest)
+    return Form(bool(hidden) or (mask is not None and mask.dim() != 2), bool(needs), bool(anew), num_documents, longest)
 
 
 def _figures(batch: Mapping[str, Any]) -> Tensor | None:
@@ -90,7 +105,9 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
     zero = torch.zeros((), dtype=torch.long, device=ids.device)
     figures = [zero] * 5
     if mask is not None and mask.dim() == 2:
-        figures[:2] = (mask == 0).any(), (mask[:, 1:] > mask[:, :-1]).any()
+        hidden = mask == 0
+        read = hidden & (targets_of(batch) != IGNORED) if batch.get(LOSS_ALONE) else hidden
+        figures[:2] = hidden.any(), read.any() | (hidden[:, :-1] & ~hidden[:, 1:]).any()
     if positions is not None:
         figures[2:] = starts_of(positions).any(), *_documents(positions.flatten())
     return torch.stack([figure.to(ids.device, torch.long) for figure in figures])

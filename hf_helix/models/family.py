@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.models.batch_form import document_ends, form_of, starts_of
+from hf_helix.models.batch_form import document_ends, form_of, starts_of, targets_of
 from hf_helix.models.derived.alike import description
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
-from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS
+from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS, MASKED
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import IGNORED
@@ -216,16 +216,11 @@ class Family(ABC):
             batch_scale: the factor of a loss of the batch as a whole.
         """
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
-        targets = batch.get("shift_labels")
-        if targets is None:
-            labels = batch.get("labels")
-            targets = torch.full_like(ids, IGNORED) if labels is None else labels
-            targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
         counted = self.count_positions(ids, mask) if positions is None else positions
         side = {
             "ids": cut.take(ids, 1).t().contiguous(),
             "places": cut.take(counted, 1).t(),
-            "targets": cut.take(targets, 1, IGNORED).t().contiguous(),
+            "targets": cut.take(targets_of(batch), 1, IGNORED).t().contiguous(),
             "length": ids.shape[1],
             "loss_scale": loss_scale,
         }
@@ -240,7 +235,8 @@ class Family(ABC):
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)
-        return {**side, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
+        side |= {DOCUMENTS: documents, MASKED: mask is not None}
+        return {**side, **self.context_inputs(model, ids, counted, cut)}
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the positions [batch or 1, sequence] of tokens that come without any: from 0 on, padding counted.

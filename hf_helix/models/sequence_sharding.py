@@ -78,7 +78,7 @@ def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, for
 
     Returns:
         The document of every token [batch, sequence], `PADDING` for padding; None where a token attends to all tokens
-        before it (only padding attends to padding at the end).
+        before it, or where only tokens that nobody reads attend to others (padding on the right, see `Form`).
 
     Raises:
         ValueError: the mask is not of two dimensions.
@@ -90,5 +90,5 @@ def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, for
         )
     form = form or form_of({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
     if mask is not None:
-        return torch.where(mask > 0, 0, PADDING) if form.rises else None
+        return torch.where(mask != 0, 0, PADDING) if form.needs_mask else None
     return starts_of(positions).cumsum(1).expand(len(ids), -1) if positions is not None and form.starts_anew else None

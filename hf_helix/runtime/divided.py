@@ -467,7 +467,7 @@ def _is_elementwise(name: str) -> bool:
     name = name if name.startswith("__") else name.removesuffix("_")
     if name in _ELEMENTWISE:
         return True
-    operator = getattr(torch.ops.aten, name, None)
+    operator: Any = getattr(torch.ops.aten, name, None)
     overloads = operator.overloads() if hasattr(operator, "overloads") else ()
     tags = {tag for each in overloads for tag in getattr(operator, each).tags}
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

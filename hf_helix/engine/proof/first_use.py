@@ -31,7 +31,7 @@ from hf_helix.runtime.notices import about_time, say
 from hf_helix.tuning.cache import result_folder, write_file
 from hf_helix.version import __version__
 
-FORMAT = "hf_helix.proof/1"
+FORMAT = "hf_helix.proof/2"
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:

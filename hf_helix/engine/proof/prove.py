@@ -29,6 +29,7 @@ from hf_helix.engine.proof.reference import Outcome, Unsplit, add_up
 from hf_helix.engine.proof.samples import ITEMS, KINDS, Batch, make_batches, scale_weights
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
 from hf_helix.engine.recompute import modes_of
+from hf_helix.models.batch_form import LOSS_ALONE
 from hf_helix.models.copies import copy_module
 from hf_helix.models.registry import family_of
 from hf_helix.planning.plans.registry import make_plan
@@ -153,7 +154,7 @@ class _Copy:
         batches = self.windows[dp_rank % len(self.windows)][kind]
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
-        losses = runner.train_window(make_window(batches))
+        losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
         gradients = self._whole_gradients(runner)
         self.model.zero_grad()
         _, logits = evaluate_batch(runner, self.model, batches[0], make_window, keep_logits=True)
@@ -182,7 +183,6 @@ class _Copy:
         """A window beside the unsplit model."""
         unsplit = self.unsplit
         assert unsplit is not None
-        mask = batches[0].get("attention_mask")  # what attention gives for padding is nobody's concern
         expected = self._expected(unsplit, kind, batches)
 
         def exact() -> Outcome | None:
@@ -191,7 +191,7 @@ class _Copy:
             except (RuntimeError, NotImplementedError):  # an operator without fp64
                 return None
 
-        return compare(kind, plan, outcome, expected, exact, None if mask is None else mask.bool().cpu())
+        return compare(kind, plan, outcome, expected, exact)
 
     def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
         """What the unsplit model gives for a window of this rank, with gradients averaged over data-parallel ranks."""

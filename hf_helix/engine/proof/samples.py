@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_helix.operators.vocab_parallel import IGNORED
 
@@ -79,30 +78,27 @@ def make_batches(kind: str, vocab_size: int, pad: int, device: torch.device, pla
 
 
 def _make_batch(kind: str, length: int, vocab_size: int, pad: int, generator: torch.Generator) -> Batch:
-    """Two rows; the second is shorter where rows are padded."""
-    rows = [
-        _make_row(length if place == 0 or kind in (ROWS, PACKED) else length // 2, vocab_size, generator)
-        for place in range(2)
-    ]
+    """Two rows of random tokens, most of which count in the loss; where rows are padded, the second is."""
+    ids = torch.randint(0, vocab_size, (2, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(2, length, generator=generator) < 0.1, IGNORED)
+    batch = {"input_ids": ids, "labels": labels}
     if kind in (LEFT, RIGHT):
-        rows = [_padded(row, length, kind, pad) for row in rows]
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        _hide(batch, kind, pad)
     if kind == PACKED:
         positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
         batch["position_ids"] = positions.expand(2, -1).contiguous()
     return batch
 
 
-def _make_row(length: int, vocab_size: int, generator: torch.Generator) -> Batch:
-    """Random tokens, most of which count in the loss."""
-    ids = torch.randint(0, vocab_size, (length,), generator=generator)
-    left_out = torch.rand(length, generator=generator) < 0.1
-    return {"input_ids": ids, "labels": ids.masked_fill(left_out, IGNORED)}
-
-
-def _padded(row: Batch, length: int, kind: str, pad: int) -> Batch:
-    missing = length - len(row["input_ids"])
-    sides = (missing, 0) if kind == LEFT else (0, missing)
-    fill = {"input_ids": pad, "labels": IGNORED, "attention_mask": 0}
-    row = {**row, "attention_mask": torch.ones_like(row["input_ids"])}
-    return {name: functional.pad(value, sides, value=fill[name]) for name, value in row.items()}
+def _hide(batch: Batch, kind: str, pad: int) -> None:
+    """Hides half of the second row and, with padding on the left, tokens inside of the first. The labels of what is
+    hidden count, but for padding on the right in the shortest batch, which is as most collators make it."""
+    mask = torch.ones_like(batch["input_ids"])
+    length = mask.shape[1]
+    if kind == LEFT:
+        mask[1, : length // 2] = mask[0, length // 3 : length // 2] = 0
+    else:
+        mask[1, length // 2 :] = 0
+    batch |= {"attention_mask": mask, "input_ids": batch["input_ids"].where(mask > 0, pad)}
+    if kind == RIGHT and length == min(LENGTHS):
+        batch["labels"] = batch["labels"].where(mask > 0, IGNORED)

@@ -147,12 +147,7 @@ def _by_error(difference: Difference) -> float:
 
 
 def compare(
-    kind: str,
-    plan: str,
-    outcome: Outcome,
-    wanted: Outcome,
-    exact: Callable[[], Outcome | None],
-    counted: Tensor | None = None,
+    kind: str, plan: str, outcome: Outcome, wanted: Outcome, exact: Callable[[], Outcome | None]
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit one.
 
@@ -162,13 +157,12 @@ def compare(
         outcome: what the cut model gives.
         wanted: what the unsplit model gives.
         exact: returns what that gives in fp64, or None if it cannot run so; called only where something differs.
-        counted: True for the tokens whose logits are compared [batch, sequence]; None for all.
     """
-    loss, gradients, logits = _differences(outcome, wanted, counted)
+    loss, gradients, logits = _differences(outcome, wanted)
     if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
         truth = exact()
         if truth is not None:
-            ours, theirs = _differences(outcome, truth, counted), _differences(wanted, truth, counted)
+            ours, theirs = _differences(outcome, truth), _differences(wanted, truth)
             differences = zip((loss, gradients, logits), ours, theirs, strict=True)
             loss, gradients, logits = (_excused(*parts) for parts in differences)
     everything = (*loss, *gradients, *logits)
@@ -177,9 +171,7 @@ def compare(
     return ComparedWindow(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
 
 
-def _differences(
-    outcome: Outcome, wanted: Outcome, counted: Tensor | None
-) -> tuple[list[Difference], list[Difference], list[Difference]]:
+def _differences(outcome: Outcome, wanted: Outcome) -> tuple[list[Difference], list[Difference], list[Difference]]:
     """The differences of losses, of gradients and of logits."""
     losses = [
         Difference("loss", abs(mine - theirs) / max(abs(theirs), 1.0), LOSS)
@@ -193,8 +185,6 @@ def _differences(
     mine, theirs = outcome.logits, wanted.logits
     if mine.shape != theirs.shape:
         return losses, gradients, [Difference(f"logits {list(mine.shape)}", float("inf"), LOGITS)]
-    if counted is not None:
-        mine, theirs = mine[counted], theirs[counted]
     distance = float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
     return losses, gradients, [Difference("logits", distance, LOGITS)]
 

@@ -205,6 +205,8 @@ class Efficient(Fused):
 class FlashAttention(AttentionKernel):
     """The flash-attn package, for half precision."""
 
+    unpads = True
+
     def __init__(self) -> None:
         interface: Any = import_module("flash_attn.flash_attn_interface")
         self._forward = interface._flash_attn_forward

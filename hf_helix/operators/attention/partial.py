@@ -33,8 +33,8 @@ class AttentionMask:
         apart: how many tokens query 0 stands behind key 0 in the sequence, where there is a window.
         mask: [batch, queries, keys], True where a query attends to a key; None for full attention. Mutually exclusive
             with `window`.
-        blank: [batch, queries], True where a query takes the mean of all values, as a padded query of `eager`
-            attention does; only beside a mask.
+        blank: [batch, queries], True where a query takes the mean of all values, as one that may see nothing does in
+            `eager` attention; only beside a mask.
     """
 
     causal: bool = False
@@ -73,9 +73,10 @@ class AttentionKernel(ABC):
 
     Attributes:
         averages: see `Exact`.
+        unpads: whether hidden tokens are left out, as flash attention of Transformers does; no window counts them.
     """
 
-    averages = False
+    averages = unpads = False
 
     def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says.
@@ -271,6 +272,7 @@ class FirstOf(AttentionKernel):
 
     def __init__(self, *kernels: AttentionKernel) -> None:
         self.kernels = (*kernels, Exact())
+        self.unpads = any(kernel.unpads for kernel in kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         return self._chosen(q, k, seen).forward(q, k, v, seen, scale)

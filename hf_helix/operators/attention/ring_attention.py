@@ -27,9 +27,9 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
 
-DOCUMENTS = "documents"
-"""Side input: the document of every token [batch, whole sequence], or one of the marks below; None where there is but
-one document."""
+DOCUMENTS, MASKED = "documents", "masked"
+"""Side inputs: the document of every token [batch, whole sequence], or one of the marks below, None where there is but
+one document; and whether a mask says which tokens are padding."""
 
 PADDING, ABSENT = -1, -2
 """A token that is padding, and one that was added to make the sequence divide."""
@@ -107,7 +107,7 @@ class RingBlock(Computation):
         return own if self.distance == 0 else (*own, gradient)
 
     def _tiles(self, call: Call, q: Tensor) -> list[MaskTile]:
-        return mask_tiles(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel.averages)
+        return mask_tiles(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel)
 
 
 class JoinBlocks(Computation):
@@ -195,18 +195,19 @@ class GatheredBlocks(Computation):
 
 
 def mask_tiles(
-    n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None, averages: bool = False
+    n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None, kernel: AttentionKernel
 ) -> list[MaskTile]:
     """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
 
     Args:
         window: how many tokens a query looks back on, itself included; None for all.
-        averages: whether padding takes the mean of all keys.
+        kernel: says what a query that may see nothing takes, and how a window counts hidden tokens.
     """
     documents = side.get(DOCUMENTS)
-    if documents is not None and averages:
+    is_masked = documents is not None and side.get(MASKED, False)
+    if is_masked and kernel.averages:
         met = [(slice(0, n), slice(0, n), EVERYTHING)]
-    elif window is None or window >= n * axis.size:
+    elif window is None or window >= n * axis.size or (is_masked and kernel.unpads):
         met = [_before(n, axis, source)]
     else:
         met = _within(window, n, axis, source)
@@ -214,7 +215,7 @@ def mask_tiles(
         return met
     places = [positions_of(n, axis.size, rank, documents.device) for rank in (axis.rank, source)]
     return [
-        (rows, columns, _seen_within(documents, places[0][rows], places[1][columns], window, averages))
+        (rows, columns, _seen_within(documents, places[0][rows], places[1][columns], window, kernel))
         for rows, columns, _ in met
     ]
 
@@ -249,18 +250,26 @@ def _part(which: int, half: int, first: int = 0, last: int | None = None) -> sli
     return slice(which * half + first, which * half + (half if last is None else last))
 
 
-def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, averages: bool) -> AttentionMask:
+def _seen_within(
+    documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, kernel: AttentionKernel
+) -> AttentionMask:
     """Queries see the keys of their own document, by their places in the sequence."""
-    seen = documents[:, queries, None] == documents[:, None, keys]
-    seen &= documents[:, None, keys] >= 0
-    back = queries[:, None] - keys
-    seen &= back >= 0
-    if window is not None:
-        seen &= back < window
-    if not averages:
+    seen = _sees(documents, queries, keys, window, kernel.unpads)
+    if not kernel.averages:
         return AttentionMask(mask=seen)
-    blank = documents[:, queries] == PADDING
+    everywhere = torch.arange(documents.shape[1], device=documents.device)
+    blank = ~_sees(documents, queries, everywhere, window, kernel.unpads).any(-1)
     return AttentionMask(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
+
+
+def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
+    """A mask hides keys alone: unless left out, hidden queries are of the one document that a row then has."""
+    real = documents >= 0
+    own = documents if unpads else documents.clamp(min=0)
+    places = real.cumsum(1) if unpads else torch.arange(documents.shape[1], device=documents.device).unsqueeze(0)
+    back = places[:, queries, None] - places[:, None, keys]
+    seen = (own[:, queries, None] == documents[:, None, keys]) & real[:, None, keys] & (back >= 0)
+    return seen if window is None else seen & (back < window)
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:

@@ -60,7 +60,7 @@ def test_more_ranks(name: str, helix: dict[str, int], cluster_of: Any) -> None:
     assert ranks[0]["verdict"] == "equal", ranks[0]["lines"]
 
 
-@pytest.mark.parametrize("mistake", ["attention cap", "logits cap", "on_shard", "window", "norm"])
+@pytest.mark.parametrize("mistake", ["attention cap", "logits cap", "on_shard", "window", "norm", "padding"])
 def test_a_mistake_is_found(mistake: str, cluster_of: Any) -> None:
     ranks = cluster_of(2).run(proof_of_mistake, mistake=mistake)
     assert ranks[0] == ranks[1]
@@ -272,6 +272,14 @@ class WithoutWindow(Mistral):
         return None
 
 
+class WithoutPaddingOnTheRight(Llama):
+    """Takes it for read by nobody."""
+
+    def attention_inputs(self, model: Any, ids: Tensor, mask: Any, positions: Tensor, documents: Any) -> Any:
+        mask = None if mask is not None and bool(mask[:, 0].all()) else mask
+        return super().attention_inputs(model, ids, mask, positions, documents)
+
+
 class Failing(Llama):
     def layer(self, b: Any, layer: Any) -> Any:
         if b.tp.rank == 1:
@@ -288,6 +296,7 @@ MISTAKES: dict[str, Any] = {
     "logits cap": (Capped, WithoutLogitsCap, capped_model),
     "norm": (Capped, NormOfWeight, capped_model),
     "on_shard": (Llama, WithoutSum, lambda: tiny(num_hidden_layers=2)),
+    "padding": (Llama, WithoutPaddingOnTheRight, lambda: tiny(num_hidden_layers=2)),
     "window": (Mistral, WithoutWindow, lambda: tiny("mistral", num_hidden_layers=2)),
 }
 """A right declaration, one with a mistake, and the model."""

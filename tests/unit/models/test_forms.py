@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_helix.models.batch_form import FORM, Form, document_ends, forms_of, starts_of
+from hf_helix.models.batch_form import FORM, LOSS_ALONE, Form, document_ends, form_of, forms_of, starts_of
 from hf_helix.models.graph.attention import attend
 from hf_helix.models.graph.masks import causal_masks, like_embeddings
 from hf_helix.models.registry import family_of
@@ -94,7 +94,7 @@ def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_t
     known = dict(zip(BATCHES, result, strict=True))
     assert not known["ones"].is_masked
     assert known["left"] == Form(True, True)
-    assert known["right"] == Form(True, False)
+    assert known["right"] == Form(True, True)
     assert known["positions"] == Form(num_documents=2, longest=8)
     assert known["packed"] == Form(starts_anew=True, num_documents=4, longest=8)
     assert known["packed, with padding"].is_masked
@@ -137,6 +137,21 @@ def test_flash_attention_gets_no_positions_to_look_at(
     assert out.shape == (8, len(q), 8)
     assert "position_ids" not in given
     assert ("cu_seq_lens_q" in given) is told
+
+
+@pytest.mark.parametrize("loss_alone", [True, False])
+@pytest.mark.parametrize("counted", ["all", "shifted", "shown", "none"])
+@pytest.mark.parametrize("mask", [LEFT, RIGHT, ONES])
+def test_padding_on_the_right_needs_a_mask_where_it_is_read(mask: Tensor, counted: str, loss_alone: bool) -> None:
+    batch = {"input_ids": IDS, "attention_mask": mask, LOSS_ALONE: loss_alone}
+    if counted == "shifted":
+        batch["shift_labels"] = IDS.where(mask > 0, 1)
+    elif counted != "none":
+        batch["labels"] = IDS if counted == "all" else IDS.where(mask > 0, -100)
+    form = form_of(batch)
+    is_read = not loss_alone or counted in ("all", "shifted")
+    assert form == Form(mask is not ONES, mask is LEFT or (mask is RIGHT and is_read))
+    assert (documents_of(IDS, mask, None, form) is not None) is form.needs_mask
 
 
 def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:

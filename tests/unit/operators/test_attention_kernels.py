@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
+from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels, kernel_for
 from hf_helix.operators.attention.partial import (
     CAUSAL,
     EVERYTHING,
@@ -245,6 +248,18 @@ def names(
     q = torch.empty(1, 1, 64, head_dim, dtype=dtype)
     kernels = (*cuda_kernels(capability), Exact())
     return type(next(kernel for kernel in kernels if kernel.supports(q, q[:, :, :keys], seen))).__name__
+
+
+def test_flash_attention_leaves_hidden_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of Transformers does, whatever kernel serves where it does not; the package is not there on CPU."""
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module._flash_attn_forward = module._flash_attn_backward = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    cpu = torch.device("cpu")
+    assert kernel_for("flash_attention_2", cpu).unpads
+    assert not any(kernel_for(name, cpu).unpads for name in ("sdpa", "eager"))
 
 
 def test_which_kernel_serves_where(monkeypatch: pytest.MonkeyPatch) -> None:

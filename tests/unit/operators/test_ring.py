@@ -14,6 +14,8 @@ from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact, FirstOf, TorchCpu
 from hf_helix.operators.attention.ring_attention import (
     DOCUMENTS,
+    MASKED,
+    PADDING,
     GatheredBlocks,
     JoinBlocks,
     RingBlock,
@@ -82,7 +84,7 @@ def by_blocks(
     kv = [torch.stack((k, padded))[:, :, :, place] for place in places]
     for rank, mine in enumerate(places):
         axis = Axis(SilentTransport(size, rank))
-        side = {DOCUMENTS: documents}
+        side = {DOCUMENTS: documents, MASKED: documents is not None and bool((documents == PADDING).any())}
         join = JoinBlocks(value_dim=size_of_values if size_of_values < k.shape[-1] else None, sinks=sinks)
         call = Call(side, 0, True)
         if gathered:
@@ -133,11 +135,8 @@ def test_blocks_equal_the_whole(
     result = documents_of(ids, mask, positions)
     assert (result is None) is (documents == "one")
     hidden = None
-    do = tensors[3]
     if result is not None:
-        hidden = (result[:, :, None] != result[:, None, :]) | (result[:, None, :] < 0)
-    if documents == "left":
-        do[0, :, :5] = 0  # what padding computes is not looked at
+        hidden = result.clamp(min=0)[:, :, None] != result[:, None, :]
     expected = whole(*tensors, hidden)
     for mine, theirs in zip(by_blocks(KERNELS[kernel](), size, tensors, result, gathered), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
@@ -159,6 +158,35 @@ def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: s
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])
     result = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
     for mine, theirs in zip(result, whole(*tensors, hidden), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+class Unpadding(Exact):
+    unpads = True
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("unpads", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("hidden", [slice(0, 7), slice(4, 10), slice(9, None), slice(None)], ids=str)
+def test_a_mask_hides_keys(hidden: slice, window: int | None, size: int, unpads: bool, gathered: bool) -> None:
+    """Queries that are hidden see what stands before them; where tokens are taken out, they get zeros."""
+    length = 8 * size
+    tensors = make(4, 2, length, batch=1)
+    mask = torch.ones(1, length, dtype=torch.long)
+    mask[:, hidden] = 0
+    documents = documents_of(torch.zeros_like(mask), mask, None)
+    result = by_blocks(Unpadding() if unpads else Exact(), size, tensors, documents, gathered, window)
+    kept = mask[0].nonzero().flatten() if unpads else torch.arange(length)
+    back = torch.arange(len(kept))[:, None] - torch.arange(len(kept))
+    unseen = torch.zeros_like(back, dtype=torch.bool) if window is None else back >= window
+    unseen = (unseen | (mask[0, kept] == 0)).unsqueeze(0)
+    parts = whole(*(value[:, :, kept] for value in tensors), unseen)
+    expected = [torch.zeros_like(value, dtype=torch.double) for value in result]
+    for value, part in zip(expected, parts, strict=True):
+        value[:, :, kept] = part
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -195,7 +223,7 @@ def test_meetings_are_the_pairs_that_see_each_other(n: int, size: int) -> None:
             back = queries[:, None] - keys
             expected = (back >= 0) if window is None else (back >= 0) & (back < window)
             result = torch.zeros(n, n, dtype=torch.int)
-            for rows, columns, seen in mask_tiles(n, Axis(SilentTransport(size, rank)), source, {}, window):
+            for rows, columns, seen in mask_tiles(n, Axis(SilentTransport(size, rank)), source, {}, window, Exact()):
                 hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, torch.device("cpu"))
                 part = torch.ones_like(result[rows, columns]) if hidden is None else (~hidden).int()
                 assert window is None or bool(part.any(0).all() and part.any(1).all())
@@ -240,9 +268,9 @@ def test_every_rank_has_as_much_of_the_triangle() -> None:
     assert len({int(place.sum()) for place in places}) == 1
 
 
-def test_padding_at_the_end_needs_no_mask() -> None:
+def test_one_document_needs_no_mask() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
-    assert documents_of(ids, torch.tensor([[1, 1, 0, 0]]), None) is None
+    assert documents_of(ids, torch.ones(1, 4), None) is None
     assert documents_of(ids, None, torch.arange(4)[None]) is None
 
 
