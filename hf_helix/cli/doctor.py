@@ -65,6 +65,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
     from hf_helix.engine.advice import remember
     from hf_helix.models.peft import base_of
+    from hf_helix.models.registry import family_of
     from hf_helix.report.step import dropped_lines, ranking_lines
     from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
@@ -94,10 +95,11 @@ def run(options: argparse.Namespace) -> None:
             leading=options.top,
         ).run()
     if not ranking.steps:
+        family_of(base_of(paper.model)).digest(base_of(paper.model))  # raises where no layout at all can be made
         reasons = "\n".join(dropped_lines(ranking.dropped))
         raise ValueError(
             f"no layout of {options.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
-            f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
+            f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
         )
     best = ranking.steps[0]
     assumes_rows = options.imbalance > 1 or options.expert_capacity_factor is not None

@@ -162,7 +162,7 @@ def check_adapters(model: Any) -> None:
     peft = sys.modules.get("peft")
     problems = list(_problems(model, peft)) if peft is not None else []
     if problems:
-        raise ValueError("HelixTrainer cannot cut these adapters:\n  " + "\n  ".join(problems))
+        raise ValueError("HelixTrainer cannot cut these adapters: " + "\n  ".join(problems))
 
 
 def _problems(model: Any, peft: Any) -> Iterator[str]:

@@ -62,7 +62,7 @@ class StockSFTTrainer(StockTrainer):
         if call.get("peft_config") is not None and not isinstance(call.get("model"), nn.Module):
             problems.append("peft_config=... with a model that is not there yet: use from_pretrained(folder) before")
         if problems:
-            raise ValueError(f"{name} cannot honour:\n  " + "\n  ".join(problems))
+            raise ValueError(f"{name} cannot honour " + "\n  ".join(problems))
 
     def add_adapters(self, model: Any, call: TrainerCall) -> Any:
         """The model with the adapters of `peft_config`, drawn with the same seed as in SFTTrainer."""
