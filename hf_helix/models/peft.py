@@ -183,7 +183,7 @@ def _problems(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_config(name: str, config: Any) -> Iterator[str]:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        yield f"adapter {name!r} is made by {type(config).__name__} ({kind}): only LoRA is built, use {LORA}"
+        yield f"adapter {name!r} is made by {type(config).__name__} ({kind}): use {LORA}, or the stock Trainer"
         return
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     for option in dict.fromkeys((*_REFUSED, *variants)):
