@@ -14,7 +14,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_helix.models.census import is_refused
+from hf_helix.models.census import read_census
 
 
 def causal_lm_classes() -> list[str]:
@@ -22,14 +22,15 @@ def causal_lm_classes() -> list[str]:
     return sorted({name for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for name in _classes_of(model_type)})
 
 
-def check_causal_lm_class(name: str) -> None:
+def check_causal_lm_class(name: str, instead: str = "") -> None:
     """Refuses a model class of Transformers that is no causal language model.
 
     Raises:
-        ValueError: names the class with a language-model head that belongs to the same configuration, if there is one.
+        ValueError: says what to use instead, or else which class belongs to the same configuration, if there is one.
     """
     if name not in causal_lm_classes():
-        raise ValueError(f"{name} is no causal language model: {_advice(getattr(transformers, name).config_class)}")
+        advice = instead or _advice(getattr(transformers, name).config_class)
+        raise ValueError(f"{name} is no causal language model: {advice}")
 
 
 def check_head(model: Any) -> None:
@@ -42,7 +43,7 @@ def check_head(model: Any) -> None:
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
     if is_stock and name not in causal_lm_classes():
-        raise ValueError(f"{name} is no causal language model: {text_part(model) or _advice(type(model.config))}")
+        check_causal_lm_class(name, text_part(model))
 
 
 def build_causal_lm(config: Any, **options: Any) -> Any:
@@ -52,10 +53,10 @@ def build_causal_lm(config: Any, **options: Any) -> Any:
         ValueError: Transformers has none for it.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
-        text = type(config.get_text_config()).__name__
-        part = f"; its text part has a configuration of its own, config.text_config ({text})"
-        advice = _advice(type(config)) + (part if text != type(config).__name__ else "")
-        raise ValueError(f"Transformers has no causal language model for {type(config).__name__}: {advice}")
+        text = config.get_text_config()
+        part = "" if text is config else f"; its text part has a {type(text).__name__}, config.text_config"
+        name, advice = type(config).__name__, _advice(type(config))
+        raise ValueError(f"Transformers has no causal language model for {name}: {advice}{part}")
     return AutoModelForCausalLM.from_config(config, **options)
 
 
@@ -65,8 +66,8 @@ def text_part(model: Any) -> str:
     classes = _usable(text.model_type) if text is not model.config else ()
     if not classes:
         return ""
-    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder, head = names[id(model.get_decoder())], names[id(model.get_output_embeddings())]
     return (
         f"train its text part by itself: text = {classes[0]}(model.config.text_config), text.model = model.{decoder}, "
         f"text.lm_head = model.{head}"
@@ -80,9 +81,10 @@ def _advice(config_class: Any) -> str:
     return f"hf_helix trains the loss of the next token alone; {instead}the stock Trainer for other tasks and models"
 
 
-def _usable(model_type: str) -> tuple[str, ...]:
-    """Returns the causal-LM classes of a `model_type` that the census has not found to be refused everywhere."""
-    return tuple(name for name in _classes_of(model_type) if not is_refused(name))
+def _usable(model_type: str) -> list[str]:
+    """Returns the causal-LM classes of a `model_type`, without those that the census found to be refused."""
+    census = read_census()
+    return [name for name in _classes_of(model_type) if name not in {*census.names} - {*census.proven_on("pp2")}]
 
 
 def _classes_of(model_type: str) -> tuple[str, ...]:

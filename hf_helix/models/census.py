@@ -118,12 +118,6 @@ def proven(class_name: str) -> frozenset[str]:
     )
 
 
-def is_refused(class_name: str) -> bool:
-    """Returns whether a class was tried and is proven on no layout."""
-    findings = _shipped().classes.get(class_name, {}).values()
-    return bool(findings) and all(finding.status != PROVEN for finding in findings)
-
-
 @functools.cache
 def _shipped() -> Census:
     return read_census()

@@ -35,10 +35,6 @@ def register_model(family: Family) -> None:
     REGISTERED[family.model_class] = family
 
 
-register_layer = register_model
-"""The older name of `register_model`."""
-
-
 def registered_elsewhere() -> list[str]:
     """Returns the modules that families come from which are not the package's: other processes import them."""
     homes = [type(family).__module__ for family in REGISTERED.values()]

@@ -51,8 +51,7 @@ def _prepare_process() -> None:
     separate_starts()
     if is_launched():
         install_hook()  # options are checked before there is anything else of ours
-        config = launch_options()
-        if config is not None:
+        if (config := launch_options()) is not None:
             _tell_of_stock_accelerators()
             if config.pp_size > 1:
                 load_eagerly()

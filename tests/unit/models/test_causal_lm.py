@@ -96,6 +96,6 @@ def test_other_tasks_are_told_what_exists() -> None:
     with pytest.raises(ValueError, match=r"; use the stock Trainer for other tasks"):
         family_of(BertForSequenceClassification(BertConfig(**TEXT)))
     with pytest.raises(
-        ValueError, match=r"no causal language model for LlavaConfig: .*config\.text_config \(LlamaConfig"
+        ValueError, match=r"no causal language model for LlavaConfig: .*a LlamaConfig, config\.text_config"
     ):
         build_causal_lm(LlavaConfig())
