@@ -120,7 +120,7 @@ class EvaluationHooks:
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
         loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
-        known = None if labels is None else self._stock.take_losses(self, [batch], loss[None], False)[0]
+        known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
         if prediction_loss_only:
             return known, None, None
         return known, logits if keeps else (), labels

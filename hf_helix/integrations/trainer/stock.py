@@ -55,8 +55,14 @@ class StockTrainer:
 
     figures = False
 
-    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor, training: bool) -> Tensor:
-        """Returns the losses of micro-batches, and keeps the figures that stand behind them, if any."""
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
+        """Returns the losses of micro-batches, and keeps the figures that stand behind them, if any.
+
+        Args:
+            trainer: the trainer, whose model is in the mode that counts.
+            batches: the micro-batches.
+            found: what the cut model gives for each.
+        """
         return found
 
     def log_entries(self, training: bool) -> dict[str, float]:

@@ -184,9 +184,7 @@ class WindowHooks:
         ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
         step = self.state.global_step
         self.helix.settle_link(ready, scale, step)
-        losses = self._stock.take_losses(
-            self, ready, torch.stack(self.helix.train_window(ready, scale, step)), training=True
-        )
+        losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)

@@ -62,13 +62,13 @@ class StockSFTTrainer(StockTrainer):
         self._kept: dict[bool, list[Tensor]] = {True: [], False: []}
         self._tokens: Any = 0
 
-    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor, training: bool) -> Tensor:
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
         """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does."""
         counts = torch.stack([torch.stack((count_targets(batch), _tokens_of(batch))) for batch in batches])
         rows = torch.cat((found[:, 1:], counts.to(found)), 1)[None]
         rows = gather_samples(rows, trainer.helix.mesh, trainer.accelerator.gradient_state).sum(0)
-        self._kept[training].append(rows)
-        self._tokens += rows[:, 3].sum(dtype=torch.float64) if training else 0
+        self._kept[trainer.model.training].append(rows)
+        self._tokens += rows[:, 3].sum(dtype=torch.float64) if trainer.model.training else 0
         return found[:, 0]
 
     def log_entries(self, training: bool) -> dict[str, float]:
