@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.registry import family_of
+from hf_helix.models.family import Family
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
@@ -24,6 +24,7 @@ from hf_helix.runtime.runner import Runner
 
 def evaluate_batch(
     runner: Runner,
+    family: Family,
     base: Any,
     batch: Mapping[str, Any],
     make_window: Callable[[Sequence[Mapping[str, Any]]], list[MicroBatch]],
@@ -33,6 +34,7 @@ def evaluate_batch(
 
     Args:
         runner: the runner of the cut model.
+        family: the family of the model.
         base: the Transformers model.
         batch: tensors with one row for each sequence.
         make_window: returns the pieces of the batch as the runner takes them.
@@ -41,7 +43,7 @@ def evaluate_batch(
     Returns:
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
-    pieces = split_rows(batch, runner) if family_of(base).loss_adds_up(base) else [batch]
+    pieces = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
     with torch.no_grad():
         loss, logits = runner.evaluate(make_window(pieces), keep_logits)
     if logits is None:

@@ -92,10 +92,11 @@ def other_code(base: Any, is_own: bool = False) -> str:
 
     Submodules without a linear or experts inside, such as norms, activations and routers, are called as they are.
     """
-    used, kernels = {id(module) for module in _by_weights(base)}, bool(getattr(base, "use_kernels", False))
+    kernels = bool(getattr(base, "use_kernels", False))
     for name, module in base.named_modules():
-        if module is not base and id(module) not in used and any(id(part) in used for part in module.modules()):
-            for problem in _problems_of_forward(f"model.{name}", module, is_own, kernels):
+        for problem in _problems_of_forward(f"model.{name}", module, is_own, kernels) if module is not base else ():
+            used = set(map(id, _by_weights(module)))
+            if used and id(module) not in used:
                 return problem
     return ""
 
