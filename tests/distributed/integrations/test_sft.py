@@ -204,3 +204,21 @@ def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="Mine has replaced the model after it was cut, by a LlamaForCausalLM"):
         Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_another_trainer_of_trl(tmp_path: Path) -> None:
+    """Its loss is TRL's own, so that nobody is told to remove it."""
+
+    class DPOTrainer(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    DPOTrainer.__module__ = "trl.trainer.dpo_trainer"
+
+    class Mine(HelixTrainerMixin, DPOTrainer):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"loss of TRL's DPOTrainer is not built; use DPOTrainer without HelixTrainerMixin"
+    ):
+        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
