@@ -16,7 +16,6 @@ _HOMES = {
     "HelixPlugin": "integrations.accelerate.plugin",
     "HelixTrainer": "integrations.trainer.trainer",
     "HelixTrainerMixin": "integrations.trainer.trainer",
-    "register_layer": "models.registry",  # the older name of register_model
     "register_model": "models.registry",
 }
 
@@ -26,7 +25,6 @@ __all__ = [
     "HelixTrainer",
     "HelixTrainerMixin",
     "__version__",
-    "register_layer",
     "register_model",
 ]
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from hf_helix.config import HelixConfig
     from hf_helix.integrations.accelerate.plugin import HelixPlugin
     from hf_helix.integrations.trainer.trainer import HelixTrainer, HelixTrainerMixin
-    from hf_helix.models.registry import register_layer, register_model
+    from hf_helix.models.registry import register_model
 
 
 def __getattr__(name: str) -> Any:

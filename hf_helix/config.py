@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ class HelixConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:
-                raise TypeError(f"HelixConfig: unknown option {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+                raise TypeError(f"HelixConfig: unknown option {key!r}{nearest(key, known)}; known: {', '.join(known)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class HelixConfig:
         if self.cp_method not in CP_METHODS:
             raise ValueError(
                 f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
-                f"{_nearest(str(self.cp_method), CP_METHODS)}"
+                f"{nearest(str(self.cp_method), CP_METHODS)}"
             )
         if isinstance(self.inter_node_axes, list):
             object.__setattr__(self, "inter_node_axes", tuple(self.inter_node_axes))
@@ -210,7 +210,7 @@ class HelixConfig:
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ValueError(
                 f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
-                f"{_nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
+                f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
 
     def _check_sharding(self) -> None:
@@ -241,12 +241,12 @@ class HelixConfig:
         if self.plan not in PLANS and not os.path.isfile(self.plan):
             raise ValueError(
                 f"plan={self.plan!r} is neither a rule nor an existing file; "
-                f"rules: {', '.join(PLANS)}{_nearest(self.plan, PLANS)}"
+                f"rules: {', '.join(PLANS)}{nearest(self.plan, PLANS)}"
             )
         if self.schedule not in SCHEDULES and not os.path.isfile(self.schedule):
             raise ValueError(
                 f"schedule={self.schedule!r} is neither a schedule nor an existing file of actions; "
-                f"schedules: {', '.join(SCHEDULES)}{_nearest(self.schedule, SCHEDULES)}"
+                f"schedules: {', '.join(SCHEDULES)}{nearest(self.schedule, SCHEDULES)}"
             )
 
     @property
@@ -292,7 +292,7 @@ class HelixConfig:
         for key in options:
             if key not in known:
                 raise ValueError(
-                    f"{source}: unknown option {key!r}{_nearest(str(key), known)}; known: {', '.join(known)}"
+                    f"{source}: unknown option {key!r}{nearest(str(key), known)}; known: {', '.join(known)}"
                 )
         try:
             return cls(**options)
@@ -344,7 +344,8 @@ def _check_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, such as {name}=1; got {value}")
 
 
-def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
+    """Returns what an unknown word may stand for, to be put behind it in an error; "" where nothing is near."""
     begins = [name for name in known if name.startswith(f"{word}_")]
     close = begins or difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

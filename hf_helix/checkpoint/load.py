@@ -172,7 +172,9 @@ def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpo
         problems += _unequal(model, tensors, by_tensor, checkpoint)
     if problems:
         about = f"the weights in {checkpoint.folder} do not fit this {type(model).__name__}"
-        raise ValueError(f"{about}; give the folder that belongs to its config:\n  " + "\n  ".join(problems))
+        raise ValueError(
+            f"{about}: " + "\n  ".join([f"{problems[0]}; give the folder that belongs to its config", *problems[1:]])
+        )
     return dict(next(iter(candidates.items())) for candidates in by_tensor.values())
 
 

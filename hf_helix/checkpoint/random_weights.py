@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.load import model_tensors
 from hf_helix.checkpoint.reader import Checkpoint
 from hf_helix.checkpoint.shard import materialize
 from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -51,7 +52,7 @@ def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options
     if dtype == "auto":
         dtype = config.dtype or Checkpoint(path).dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = build_causal_lm(config, dtype=dtype, **options)
     if (path / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

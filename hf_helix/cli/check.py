@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import SIZES, add_parser
+from hf_helix.config import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,10 +91,13 @@ def run(options: argparse.Namespace) -> None:
 
 def _file_of(name: str) -> str:
     """Returns the configuration of a folder or of a name on the Hub."""
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and "/" not in name and not Path(name).exists():
+    from hf_helix.models.causal_lm import causal_lm_classes
+
+    near = nearest(name, causal_lm_classes())
+    if (near or name.endswith(("ForCausalLM", "LMHeadModel"))) and "/" not in name and not Path(name).exists():
         raise ValueError(
-            f"{name} is no class of Transformers {version('transformers')}; `hf-helix models` lists those that are "
-            "known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
+            f"{name} is no class of Transformers {version('transformers')}{near}; `hf-helix models` lists those "
+            "that are known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
         )
     return configuration_file(name)
 

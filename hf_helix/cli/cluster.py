@@ -24,6 +24,7 @@ EXAMPLES = """\
 examples:
   hf-helix cluster --output here.yaml                        all GPUs of this host, or two processes on its CPU
   hf-helix cluster --output here.yaml --processes 4
+  hf-helix cluster --show h100x8                             the file of a machine that hf_helix brings
   hf-helix cluster --output slow.yaml --link 300mbit         as if processes were joined by a slow link (CPU)
 
 It takes less than two minutes, in which nothing else should run: products, attention and memory by size, what calls
@@ -47,13 +48,19 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--output", type=Path, default=Path("cluster.yaml"), help="where the file is written")
     count = "processes to start here; left out, one for each GPU, or two on a CPU. With torchrun, leave it out"
     parser.add_argument("--processes", type=int, help=count)
+    show = "print a file that hf_helix brings, to copy and change; without a name, list them"
+    parser.add_argument("--show", metavar="NAME", nargs="?", const="", help=show)
     link = "emulate a link of this speed between processes on a CPU, such as 300mbit or 10gbit,50us"
     parser.add_argument("--link", help=link)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, in processes started by a launcher, or here by torchrun."""
-    if "WORLD_SIZE" not in os.environ:
+    if options.show is not None:
+        from hf_helix.simulation.cluster import cluster_file, shipped_clusters
+
+        print(cluster_file(options.show).read_text() if options.show else "\n".join(shipped_clusters()))
+    elif "WORLD_SIZE" not in os.environ:
         _launch(options)
     elif options.processes is not None:
         raise ValueError("--processes starts processes, and a launcher has started them already; leave it out")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.options import add_parser
 from hf_helix.cli.simulate import (
+    NETWORK,
     add_model_and_cluster,
     check_count,
     check_experts,
@@ -21,6 +22,7 @@ from hf_helix.cli.simulate import (
     scaled,
 )
 from hf_helix.config import AUTO
+from hf_helix.link_speed import format_rate
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--batch_tokens", default="4M", help="tokens of an optimizer step, such as 512k or 4M")
     parser.add_argument("--top", type=int, default=5, help="how many layouts are shown")
     parser.add_argument("--gpus", type=int, help="as many devices, in nodes like those of the cluster")
-    parser.add_argument("--network", help="make the links between nodes faster or slower, such as x2 or x0.5")
+    parser.add_argument("--network", help=NETWORK)
     parser.add_argument("--schedule", default=AUTO, help="the order of micro-batches in a pipeline, as in HelixConfig")
     parser.add_argument("--why", action="store_true", help="also say why each other layout was dropped")
     parser.add_argument("--write", type=Path, help="write the YAML that launches the best layout")
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
     from hf_helix.engine.advice import remember
     from hf_helix.models.peft import base_of
+    from hf_helix.models.registry import family_of
     from hf_helix.report.step import dropped_lines, ranking_lines
     from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
@@ -94,17 +97,22 @@ def run(options: argparse.Namespace) -> None:
             leading=options.top,
         ).run()
     if not ranking.steps:
+        family_of(base_of(paper.model)).digest(base_of(paper.model))  # raises where no layout at all can be made
         reasons = "\n".join(dropped_lines(ranking.dropped))
         raise ValueError(
             f"no layout of {options.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
-            f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
+            f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
         )
     best = ranking.steps[0]
     assumes_rows = options.imbalance > 1 or options.expert_capacity_factor is not None
     if options.network is None and not assumes_rows:  # a run is told nothing that was only supposed
         remember(base_of(paper.model), ranking, cluster, tokens)
     trained = f", LoRA adapters of rank {options.lora_r}" if options.lora_r else ""
-    print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
+    print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for")
+    if cluster.nodes > 1:
+        rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
+        print(f"Links between nodes of {rate}, each for {sharing} devices; --network 10gbit asks about another one")
+    print()
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and not assumes_rows:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
@@ -112,7 +120,9 @@ def run(options: argparse.Namespace) -> None:
     if options.why:
         print("\nDropped:")
         print("\n".join(dropped_lines(ranking.dropped)))
-    if options.write:
+    if not options.write:
+        print("\n--write helix.yaml writes the file that launches it.")
+    else:
         options.write.write_text(launch_file(best, cluster))
         print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_helix.cli import check, cluster, doctor, env, models, paper, plan, profile, show, simulate
-from hf_helix.cli.options import HelpFormatter
+from hf_helix.cli.options import CommandParser, HelpFormatter
 from hf_helix.version import __version__
 
 COMMANDS = (profile, plan, show, doctor, simulate, cluster, paper, check, models, env)
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for command in COMMANDS:
         command.add_command(commands)
     return parser

@@ -102,6 +102,8 @@ def run(options: argparse.Namespace) -> None:
 def _print_census(census: Census, part: str) -> None:
     """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
     matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
+    if part and not matching:
+        raise ValueError(f"no class has {part!r} in its name; leave it out for all, or give a part, such as gemma")
     for name in sorted(matching, key=lambda name: (not _proven(matching[name]), name)):
         print(_wrapped(f"{name:<34} ", describe(matching[name])))
     print(f"\n{headline(census)}\n{CENSUS_LEGEND}", end="")

@@ -8,8 +8,11 @@ Must hold: nothing here imports torch.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hf_helix.config import nearest
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -30,6 +33,22 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     def _get_help_string(self, action: argparse.Action) -> str | None:
         without = action.default is None or action.default is False or action.default == []
         return action.help if without else super()._get_help_string(action)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes hyphens for underscores in options, and says what an unknown one may stand for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([self._spelled(word) for word in args or ()], namespace)
+
+    def _spelled(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name == "--":
+            return word
+        spelled, known = "--" + name[2:].replace("-", "_"), ["--help", *re.findall(r"--\w+", self.format_usage())]
+        if not any(option.startswith(spelled) for option in known):
+            self.error(f"unknown option {name}{nearest(spelled, known)}")
+        return spelled + equals + value
 
 
 def add_parser(

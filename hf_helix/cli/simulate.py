@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import SIZES, add_parser
 from hf_helix.config import AUTO, RECOMPUTE, RULES, HelixConfig
+from hf_helix.link_speed import LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from hf_helix.simulation.step.step import Case
 
 ALL = "all"
+NETWORK = (
+    "the links between nodes, faster or slower, such as x2 or x0.5, or one of a node, such as 10gbit or 10gbit,50us"
+)
 
 EXAMPLES = """\
 examples:
@@ -55,7 +59,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--shard_optimizer", action="store_true", help="spread the optimizer's states (ZeRO-1)")
     spread = "spread parameters, gradients and the optimizer's states over data-parallel ranks (ZeRO-3)"
     parser.add_argument("--shard_parameters", action="store_true", help=spread)
-    parser.add_argument("--network", help="make the links between nodes faster or slower, such as x2 or x0.5")
+    parser.add_argument("--network", help=NETWORK)
     parser.add_argument("--gpus", type=int, help="as many devices, in nodes like those of the cluster")
     parser.add_argument("--output", type=Path, help="a picture of a window: .svg, .png or .pdf")
 
@@ -134,7 +138,7 @@ def scaled(cluster: Cluster, network: str | None, devices: int | None) -> Cluste
 
     Args:
         cluster: as its file says.
-        network: such as "x2"; None for the same.
+        network: such as "x2" or "10gbit"; None for the same.
         devices: in all; None for the same.
 
     Raises:
@@ -145,15 +149,28 @@ def scaled(cluster: Cluster, network: str | None, devices: int | None) -> Cluste
     if network is None:
         return cluster
     try:
-        factor = float(network.removeprefix("x"))
+        speed, factor = None, float(network.removeprefix("x"))
     except ValueError:
-        factor = 0.0
+        speed, factor = _speed(network), 1.0
     if not 0 < factor < inf:
         raise ValueError(f"--network {network}: give a factor above 0, such as x2 for twice the bandwidth")
     if cluster.nodes == 1:
         raise ValueError(f"--network {network}: one node has no network; leave it out, or ask for more with --gpus")
     link = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth)
-    return replace(cluster, network=link, name=f"{cluster.name}, network x{factor:g}")
+    if speed is not None and speed.rate:  # of a link that the devices of a node share
+        link = replace(
+            link, bandwidth=speed.rate / 8, latency=speed.latency or link.latency, devices=cluster.devices_per_node
+        )
+    return replace(cluster, network=link, name=f"{cluster.name}, network {speed or f'x{factor:g}'}")
+
+
+def _speed(network: str) -> LinkSpeed:
+    try:
+        return parse_link(network)
+    except ValueError as error:
+        raise ValueError(
+            f"--network {network}: give a factor, such as x2, or a node's speed, such as 10gbit"
+        ) from error
 
 
 def _resized(cluster: Cluster, devices: int) -> Cluster:

@@ -347,7 +347,7 @@ class Engine(Diagnostics):
         self.check_extents(batch)
         self.model.eval()
         make_window = functools.partial(self._make_window, scale=scale, step=step)
-        return evaluate_batch(self.runner, self.base, batch, make_window, keep_logits)
+        return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.models.batch_form import LOSS_ALONE, targets_of
-from hf_helix.models.registry import family_of
+from hf_helix.models.family import Family
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
@@ -25,6 +25,7 @@ from hf_helix.runtime.runner import Runner
 
 def evaluate_batch(
     runner: Runner,
+    family: Family,
     base: Any,
     batch: Mapping[str, Any],
     make_window: Callable[[Sequence[Mapping[str, Any]]], list[MicroBatch]],
@@ -34,6 +35,7 @@ def evaluate_batch(
 
     Args:
         runner: the runner of the cut model.
+        family: the family of the model.
         base: the Transformers model.
         batch: tensors with one row for each sequence.
         make_window: returns the pieces of the batch as the runner takes them.
@@ -43,7 +45,7 @@ def evaluate_batch(
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
     batch = {**batch, LOSS_ALONE: not keep_logits}
-    pieces = split_rows(batch, runner) if family_of(base).loss_adds_up(base) else [batch]
+    pieces = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
     with torch.no_grad():
         loss, logits = runner.evaluate(make_window(pieces), keep_logits)
     if logits is None:

@@ -1,7 +1,7 @@
 """Causal language models: which classes of Transformers are some, and the refusal of what is none.
 
 In:   the name of a class, or a model.
-Out:  nothing, or an error that names the class with a language-model head.
+Out:  nothing or the model of a configuration, or an error that says what else to use.
 Must hold: what has no head that predicts the next token, or another loss than that of the next token, is refused before
 anything is derived from it.
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_helix.models.census import read_census
 
 
 def causal_lm_classes() -> list[str]:
@@ -19,14 +22,15 @@ def causal_lm_classes() -> list[str]:
     return sorted({name for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for name in _classes_of(model_type)})
 
 
-def check_causal_lm_class(name: str) -> None:
+def check_causal_lm_class(name: str, instead: str = "") -> None:
     """Refuses a model class of Transformers that is no causal language model.
 
     Raises:
-        ValueError: names the class with a language-model head that belongs to the same configuration, if there is one.
+        ValueError: says what to use instead, or else which class belongs to the same configuration, if there is one.
     """
     if name not in causal_lm_classes():
-        raise ValueError(f"{name} is no causal language model: {_advice(getattr(transformers, name).config_class)}")
+        advice = instead or _advice(getattr(transformers, name).config_class)
+        raise ValueError(f"{name} is no causal language model: {advice}")
 
 
 def check_head(model: Any) -> None:
@@ -38,15 +42,49 @@ def check_head(model: Any) -> None:
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
-    if is_stock:
-        check_causal_lm_class(name)
+    if is_stock and name not in causal_lm_classes():
+        check_causal_lm_class(name, text_part(model))
+
+
+def build_causal_lm(config: Any, **options: Any) -> Any:
+    """Returns the causal language model of a configuration, as `AutoModelForCausalLM.from_config` makes it.
+
+    Raises:
+        ValueError: Transformers has none for it.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
+        text = config.get_text_config()
+        part = "" if text is config else f"; its text part has a {type(text).__name__}, config.text_config"
+        name, advice = type(config).__name__, _advice(type(config))
+        raise ValueError(f"Transformers has no causal language model for {name}: {advice}{part}")
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
+def text_part(model: Any) -> str:
+    """Returns how the text part of a model that takes more than text is trained by itself; "" where it has none."""
+    text = model.config.get_text_config()
+    classes = _usable(text.model_type) if text is not model.config else ()
+    if not classes:
+        return ""
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder, head = names[id(model.get_decoder())], names[id(model.get_output_embeddings())]
+    return (
+        f"train its text part by itself: text = {classes[0]}(model.config.text_config), text.model = model.{decoder}, "
+        f"text.lm_head = model.{head}"
+    )
 
 
 def _advice(config_class: Any) -> str:
-    """Returns what is needed, for a configuration."""
-    classes = _classes_of(getattr(config_class, "model_type", ""))
-    instead = f"use {' or '.join(classes)}" if classes else "Transformers has none for its configuration"
-    return f"what is trained is a model with a head that predicts the next token, and its loss; {instead}"
+    """Returns what is trained and what else to use, for a configuration."""
+    classes = _usable(getattr(config_class, "model_type", ""))
+    instead = f"use {' or '.join(classes)} for it, and " if classes else "use "
+    return f"hf_helix trains the loss of the next token alone; {instead}the stock Trainer for other tasks and models"
+
+
+def _usable(model_type: str) -> list[str]:
+    """Returns the causal-LM classes of a `model_type`, without those that the census found to be refused."""
+    census = read_census()
+    return [name for name in _classes_of(model_type) if name not in {*census.names} - {*census.proven_on("pp2")}]
 
 
 def _classes_of(model_type: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,12 +42,14 @@ class Family(ABC):
         needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
             `hf_helix.engine.proof.first_use`.
         is_traced: whether the model's own code says what is computed, patched forwards included.
+        traced: the forward of each module when it was traced, by the module's id.
     """
 
     model_class: str
     packs_by_positions: bool = True
     needs_proof: bool = False
     is_traced: bool = False
+    traced: Mapping[int, Any] = MappingProxyType({})
 
     @abstractmethod
     def layer(self, b: Builder, layer: Any) -> Unit:

@@ -1,11 +1,11 @@
-"""The code of a model: a family declares what classes of Transformers compute, so code in their place is refused.
+"""The code of a model: what of it never runs is refused, and a declared model with other code inside is derived.
 
 In:   a model, and the submodules that its operators call as they are (norms, activations, routers).
 Out:  nothing, or an error that names every hook, patch or class that would never run, and what to do.
 Must hold: a submodule that operators call may be anybody's code, hooks included. Everything else runs operator by
-operator, so its `forward` must be the one that the family declares. Where the family is derived, a `forward` inside the
-model is what was traced, and may be anybody's; that of a linear or of experts, of which only the weights are used, may
-not, nor that of the model itself, which computes the loss. What Transformers and PEFT put there passes.
+operator, so its `forward` must be the one that the family declares, or the one that was traced. That of a linear or of
+experts, of which only the weights are used, may be nobody's own, nor that of the model itself, which computes the loss.
+What Transformers and PEFT put there passes.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
         if id(module) not in runs:
             where = f"model.{name}" if name else "model"
             problems += _problems_of_hooks(where, module)
-            was_traced = family.is_traced and module is not base and id(module) in inside - by_weights
-            if was_traced:
-                problems += _problems_of_calls(where, module)
+            problems += _problems_of_calls(where, module)
+            if family.is_traced and module is not base and id(module) in inside - by_weights:
+                problems += _problems_of_change(where, module, family.traced.get(id(module)))
             else:
                 problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))
     for name, parameter in model.named_parameters():
@@ -82,9 +82,23 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
     if problems:
         more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
         raise ValueError(
-            f"{type(model).__name__} does more than its declaration says, which would never run, since a model is not "
-            "called but run operator by operator:\n  " + "\n  ".join([*problems[:MAX_SHOWN], *more])
+            f"{type(model).__name__} has code that would never run, as its operators run one by one: "
+            + "\n  ".join([*problems[:MAX_SHOWN], *more])
         )
+
+
+def other_code(base: Any, is_own: bool = False) -> str:
+    """Returns what stands in the place of code that is declared and run operator by operator; "" for nothing.
+
+    Submodules without a linear or experts inside, such as norms, activations and routers, are called as they are.
+    """
+    kernels = bool(getattr(base, "use_kernels", False))
+    for name, module in base.named_modules():
+        for problem in _problems_of_forward(f"model.{name}", module, is_own, kernels) if module is not base else ():
+            used = set(map(id, _by_weights(module)))
+            if used and id(module) not in used:
+                return problem
+    return ""
 
 
 def check_class(model: Any, model_class: str) -> None:
@@ -111,7 +125,7 @@ def check_traceable(model: Any) -> None:
     named = ((f"model.{name}" if name else "model", module) for name, module in model.named_modules())
     problems = [problem for where, module in named for problem in _problems_of_calls(where, module)]
     if problems:
-        raise ValueError(f"{type(model).__name__} cannot be traced:\n  " + "\n  ".join(problems[:MAX_SHOWN]))
+        raise ValueError(f"{type(model).__name__} cannot be traced: " + "\n  ".join(problems[:MAX_SHOWN]))
 
 
 def _by_weights(model: nn.Module) -> Iterator[nn.Module]:
@@ -158,7 +172,6 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
     """
     kind = type(module)
     named = f"{kind.__module__}.{kind.__qualname__}"
-    yield from _problems_of_calls(where, module)
     if hasattr(module, "_hf_hook"):
         return
     given = vars(module).get("forward")
@@ -183,6 +196,20 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
         yield (
             f"{owner.__module__}.{owner.__qualname__}.forward was replaced by {_named(vars(owner)['forward'])}: load "
             "the model without the patch, or declare what it computes in a family of your own (docs/adding_a_model.md)"
+        )
+
+
+def forward_of(module: nn.Module) -> Any:
+    """Returns the function that a call of a module runs, unbound where it is its class's."""
+    return vars(module).get("forward", type(module).forward)
+
+
+def _problems_of_change(where: str, module: nn.Module, traced: Any) -> Iterator[str]:
+    """Yields a `forward` that was replaced after it was traced."""
+    if traced not in (None, forward_of(module)):
+        yield (
+            f"{where}.forward was replaced by {_named(forward_of(module))} after it was traced: replace it before the "
+            "trainer is made"
         )
 
 

@@ -162,7 +162,7 @@ def check_adapters(model: Any) -> None:
     peft = sys.modules.get("peft")
     problems = list(_problems(model, peft)) if peft is not None else []
     if problems:
-        raise ValueError("HelixTrainer cannot cut these adapters:\n  " + "\n  ".join(problems))
+        raise ValueError("HelixTrainer cannot cut these adapters: " + "\n  ".join(problems))
 
 
 def _problems(model: Any, peft: Any) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _problems(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_config(name: str, config: Any) -> Iterator[str]:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        yield f"adapter {name!r} is made by {type(config).__name__} ({kind}): only LoRA is built, use {LORA}"
+        yield f"adapter {name!r} is made by {type(config).__name__} ({kind}): use {LORA}, or the stock Trainer"
         return
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     for option in dict.fromkeys((*_REFUSED, *variants)):

@@ -19,7 +19,7 @@ from hf_helix.models.families.gpt_neox import GPTNeoX
 from hf_helix.models.families.llama import Llama, Mistral, Qwen2, Qwen3
 from hf_helix.models.families.mixtral import Mixtral, Phimoe, Qwen3Moe
 from hf_helix.models.family import Family
-from hf_helix.models.model_code import check_class, check_traceable
+from hf_helix.models.model_code import check_class, check_traceable, other_code
 
 # Derived, these have the same operators, cuts and gradients (tests/invariant/test_same_graphs.py). They stay
 # declared: a run starts without a trace and without a proof, and tests compare derived families with them.
@@ -35,10 +35,6 @@ def register_model(family: Family) -> None:
     REGISTERED[family.model_class] = family
 
 
-register_layer = register_model
-"""The older name of `register_model`."""
-
-
 def registered_elsewhere() -> list[str]:
     """Returns the modules that families come from which are not the package's: other processes import them."""
     homes = [type(family).__module__ for family in REGISTERED.values()]
@@ -46,11 +42,11 @@ def registered_elsewhere() -> list[str]:
 
 
 def family_of(model: Any) -> Family:
-    """Returns the family of a model.
+    """Returns the family of a model: the one that is declared for its class, or one that is derived from it where there
+    is none, or where other code than what is declared stands inside.
 
     Raises:
-        ValueError: neither its class nor a class that it is made of is registered; lists those that are, and how to add
-            one.
+        ValueError: it is neither declared nor can it be derived; says why, and how to declare one.
     """
     kind = type(model)
     # A subclass that a user wrote is run as its base; a subclass in Transformers is another model.
@@ -59,7 +55,10 @@ def family_of(model: Any) -> Family:
     if name is None:
         return _derived(model)
     check_class(model, name)
-    return REGISTERED[name]
+    family = _DERIVED.get(model, REGISTERED[name])
+    is_settled = family.is_traced or getattr(model, "_is_cut_by_helix", False)
+    is_ours = type(family).__module__ not in registered_elsewhere()
+    return _derived(model) if is_ours and not is_settled and other_code(model) else family
 
 
 _DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()

@@ -151,6 +151,7 @@ class Unit:
         meters: what its routers count.
         called: the submodules that operators call as they are, hooks included; of others they read the weights.
         logits: of the head, the value that the loss reads: what the model's own forward returns as logits.
+        loss_shape: of what the head gives: a scalar, or a loss with figures behind it.
         flats: the values that hold gathered weights, those of backward included, with the parameters in them; empty
             where every rank keeps all weights.
     """
@@ -162,6 +163,7 @@ class Unit:
     meters: Sequence[RouterMeter] = ()
     called: Sequence[torch.nn.Module] = ()
     logits: str | None = None
+    loss_shape: tuple[int, ...] = ()
     flats: Mapping[str, Flat] = field(default_factory=dict)
 
     @property

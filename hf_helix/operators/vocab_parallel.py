@@ -61,7 +61,9 @@ class TokenStatistics(Computation):
     With label smoothing, the third is this rank's part of (1 - smoothing) * target's logit + smoothing * mean logit:
     the logarithm of the whole sum is common to all terms, so the smoothed loss is the plain one with this in its place.
 
-    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3, sequence, batch], whose leading
+    With figures, two more: the mean logit by their probabilities, and whether the target's is the largest.
+
+    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 or 5, sequence, batch], whose first
     dimension is the one that ranks gather along. Never more than a chunk of tokens is computed with in fp32.
 
     Args:
@@ -69,6 +71,7 @@ class TokenStatistics(Computation):
         num_rows: of the whole vocabulary.
         smoothing: the part of a target that is spread evenly over the vocabulary.
         overwrites: nobody else reads the logits, so that their gradient may take their place in memory.
+        figures: whether what entropy and accuracy are made of is found as well.
         wrap: makes what runs of a function, such as `compiled`.
     """
 
@@ -78,20 +81,24 @@ class TokenStatistics(Computation):
         num_rows: int,
         smoothing: float = 0.0,
         overwrites: bool = False,
+        figures: bool = False,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
         self.first_row = first_row
         self.smoothing = smoothing
         self.share = smoothing / num_rows
+        self.figures = figures
         self.overwrites = overwrites
         self._statistics = wrap(chunk_statistics)
         self._gradient = wrap(chunk_gradient)
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (logits,) = inputs
-        statistics = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
+        statistics = torch.empty(
+            (5 if self.figures else 3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device
+        )
         for rows, targets, out in self._chunks(logits, call.side["targets"], statistics):
-            out.copy_(self._statistics(rows, targets, self.smoothing, self.share))
+            out.copy_(self._statistics(rows, targets, self.smoothing, self.share, self.figures))
         if call.training:
             call.saved = logits, statistics[1]
         return (statistics.unsqueeze(0),)
@@ -99,7 +106,7 @@ class TokenStatistics(Computation):
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         (logits, totals), call.saved = call.saved, None
         # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
-        _, of_total, of_target = gradients[0].squeeze(0)
+        _, of_total, of_target = gradients[0].squeeze(0)[:3]
         factors = torch.stack((of_total * totals, of_target))
         result = logits if self.overwrites else torch.empty_like(logits)
         written = result.view(-1, logits.shape[-1]).split(self._chunk_of(logits))
@@ -129,21 +136,26 @@ class TokenStatistics(Computation):
 # comes, so these two return what they find.
 
 
-def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: float) -> Tensor:
-    """The statistics of some tokens [3, tokens], see `TokenStatistics`.
+def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: float, figures: bool = False) -> Tensor:
+    """The statistics of some tokens [3 or 5, tokens], see `TokenStatistics`.
 
     Args:
         rows: logits [tokens, slice].
         targets: [tokens], counted from the first row of the slice; they may lie outside of it.
         smoothing, share: the part of a target that is spread, and what of it each row gets.
+        figures: see `TokenStatistics`.
     """
     # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
-    largest, place = torch.softmax(rows, -1, dtype=torch.float32).max(-1, keepdim=True)
+    probabilities = torch.softmax(rows, -1, dtype=torch.float32)
+    largest, place = probabilities.max(-1, keepdim=True)
     column, inside = _columns(rows, targets)
     target = rows.gather(-1, column).float().masked_fill(~inside, 0).squeeze(-1)
     if smoothing:
         target = (1 - smoothing) * target + share * rows.sum(-1, dtype=torch.float32)
-    return torch.stack((rows.gather(-1, place).squeeze(-1).float(), largest.reciprocal().squeeze(-1), target))
+    found = [rows.gather(-1, place).squeeze(-1).float(), largest.reciprocal().squeeze(-1), target]
+    if figures:
+        found += [probabilities.mul_(rows).sum(-1), ((place == column) & inside).squeeze(-1).float()]
+    return torch.stack(found)
 
 
 def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: float, share: float) -> Tensor:
@@ -170,14 +182,21 @@ def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Tensor:
-    """The loss of a micro-batch, from the statistics of every rank [ranks, 3, sequence, batch].
+    """The loss of a micro-batch, from the statistics of every rank [ranks, 3 or 5, sequence, batch]. With figures,
+    behind it the summed entropy of its tokens, and how many of them are predicted rightly: [3].
 
     Args:
         targets: [sequence, batch], already shifted; -100 is ignored.
         loss_scale: what the sum over tokens is multiplied with, such as 1 / number of targets in the window.
     """
-    maxima, totals, logits = statistics.unbind(1)
+    maxima, totals, logits, *figures = statistics.unbind(1)
     maximum = maxima.detach().amax(0)
     total = (totals * (maxima.detach() - maximum).exp()).sum(0)
     per_token = maximum + total.log() - logits.sum(0)
-    return torch.where(targets != IGNORED, per_token, 0.0).sum() * loss_scale
+    loss = torch.where(targets != IGNORED, per_token, 0.0).sum() * loss_scale
+    if not figures:
+        return loss
+    mean = (totals * (maxima - maximum).exp() / total * figures[0]).sum(0)
+    entropy = (maximum + total.log() - mean).detach()
+    is_right = figures[1].detach().gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
+    return torch.stack((loss, *(torch.where(targets != IGNORED, each, 0.0).sum() for each in (entropy, is_right))))

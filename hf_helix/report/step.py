@@ -105,7 +105,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     best, plain = ranking.steps[0], ranking.plain()
     if is_plain(best.case):
         spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
-        yield f"Plain data parallelism{spread} is the fastest: no layer has to be cut."
+        yield f"Plain data parallelism{spread} is the fastest of these: no layer has to be cut."
     shown = list(ranking.steps[:top])
     if plain is not None and plain not in shown:
         shown.append(plain)
@@ -128,6 +128,9 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         margin = 1 - ranking.steps[1].tokens_per_second / best.tokens_per_second
         close = "; they are as good as each other, as exact as this is" if margin < CLOSE else ""
         yield f"The second is {margin:.1%} slower{close}."
+    if ranking.fsdp is not None and ranking.fsdp.step.tokens_per_second > best.tokens_per_second:
+        yield "Stock FSDP is faster by this, but its row leaves out what the host takes to issue operators."
+    yield "micro-batches: how many x sequences in each; exposed: communication that nothing hides; sums: of gradients."
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
 
 

@@ -75,6 +75,7 @@ class Runner:
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
         self._loss: Key = (head, loss)
         self._loss_gradient: Key = (head, f"d.{loss}")
+        self._shape = self.stage.model[head].loss_shape
         self._logits: Key = (head, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
         self._fill_buckets()
@@ -147,14 +148,16 @@ class Runner:
             self._programs[name] = self.build_program(forward, keep)
         kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
         of_head = [values for _, values in sorted(kept.items()) if self._loss in values]
-        loss = self._everywhere([values[self._loss] for values in of_head], count).sum()
+        loss = self._everywhere([values[self._loss] for values in of_head], count).sum(0)
         if not keep_logits:
             return loss, None
         return loss, self._share_logits(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
 
     def sources(self) -> dict[Key, Tensor]:
         """What every micro-batch starts with: the gradient of its loss."""
-        return {self._loss_gradient: torch.ones((), device=self.mesh.device)}
+        gradient = torch.zeros(self._shape, device=self.mesh.device)
+        gradient.view(-1)[:1] = 1.0  # figures behind the loss have none
+        return {self._loss_gradient: gradient}
 
     def program(self, num_microbatches: int) -> Program:
         """What this rank issues for a window of so many micro-batches."""
@@ -172,7 +175,7 @@ class Runner:
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """The losses that the ranks of the head have of their tokens, together and on every rank."""
         pipe = self.mesh.pipe
-        result = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
+        result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
         if pipe.group is not None:
             dist.broadcast(result, pipe.ranks[self._last], group=pipe.group)
         group = self.mesh.cp.group

@@ -247,24 +247,34 @@ def shipped_clusters() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def load_cluster(source: str | Path) -> Cluster:
-    """Returns the cluster of a file.
+def cluster_file(source: str | Path) -> Path:
+    """Returns the path of a cluster's file.
 
     Args:
-        source: the path of a YAML file, or the name of one that the package brings, with or without ".yaml".
+        source: the path, or the name of a file that the package brings, with or without ".yaml".
+
+    Raises:
+        ValueError: there is none.
+    """
+    shipped, path = shipped_clusters(), Path(source)
+    if not path.is_file():
+        path = shipped.get(str(source).lower().removesuffix(".yaml"), path)
+    if not path.is_file():
+        raise ValueError(
+            f"cluster={str(source)!r} is neither a file nor a cluster that hf_helix brings; use one of "
+            f"{', '.join(shipped)}, or a file of your own: `hf-helix cluster --show h100x8` prints one to copy and "
+            "change (docs/clusters.md), `hf-helix cluster --output here.yaml` measures this machine"
+        )
+    return path
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """Returns the cluster of a file, see `cluster_file`.
 
     Raises:
         ValueError: there is none, or it is malformed; names the key.
     """
-    shipped = shipped_clusters()
-    path = Path(source)
-    if not path.is_file():
-        path = shipped.get(str(source).removesuffix(".yaml"), path)
-    if not path.is_file():
-        raise ValueError(
-            f"cluster={str(source)!r} is neither a file nor a cluster that hf_helix brings; use one of "
-            f"{', '.join(shipped)}, or write a file for this machine with `hf-helix cluster --output here.yaml`"
-        )
+    path = cluster_file(source)
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -127,7 +127,8 @@ class Section:
         return f"{self.name}.{key}" if self.name else key
 
     def _missing(self, key: str, what: str) -> ValueError:
-        return ValueError(f"{self.where}: {self._full(key)} is missing; it must be {what}")
+        spelled = "".join(f", and {each!r} is given" for each in self.left if each.lower().replace("-", "_") == key)
+        return ValueError(f"{self.where}: {self._full(key)} is missing{spelled}; it must be {what}")
 
     def _wrong(self, key: str, value: Any, needed: str) -> ValueError:
         return ValueError(f"{self.where}: {self._full(key)}: {value!r} must be {needed}")

@@ -233,9 +233,8 @@ def _raise(problems: list[Problem]) -> None:
         known = " and ".join(f"{name} {' to '.join(dict.fromkeys(KNOWN[name]))}" for name in packages)
         pins = " ".join(f"'{name}~={KNOWN[name][1]}.0'" for name in packages)
         raise UpstreamChanged(
-            f"hf_helix {_version(_OURS)} does not fit what is installed:\n  "
-            + "\n  ".join(lines)
-            + f"\nKnown to work: {known}; use `pip install {pins}`, or a newer hf_helix"
+            f"hf_helix {_version(_OURS)} does not fit what is installed; use `pip install {pins}`, known to work "
+            f"({known}), or a newer hf_helix: " + "\n  ".join(lines)
         )
 
 

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from support.models import made
+from support.models import llama, made
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -84,6 +85,13 @@ def patched(patch: str, **changes: Any) -> Gemma2ForCausalLM:
     model = gemma2(**changes)
     for number, layer in enumerate(model.model.layers):
         PATCHES[patch](layer, number)
+    return model
+
+
+def patched_llama(**changes: Any) -> LlamaForCausalLM:
+    """A declared class with code in the place of its own on one instance, which is therefore derived."""
+    model = llama(**changes)
+    of_instance(model.model.layers[0], 0)
     return model
 
 

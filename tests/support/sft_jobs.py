@@ -8,13 +8,14 @@ from typing import Any
 from datasets import Dataset
 from support.models import FAMILIES, QUIET
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_helix import HelixConfig, HelixTrainerMixin
 
 VOCABULARY = 283  # bytes, some merges, the end; divides by nothing
 END = "<|endoftext|>"
+FIGURES = ("entropy", "mean_token_accuracy", "num_tokens")
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
@@ -79,6 +80,9 @@ def make(
         "learning_rate": 1e-3,
         "max_length": 48,
     }
+    if training.get("is_plain"):
+        usual, training = {key: value for key, value in usual.items() if key != "max_length"}, {}
+        options["args"] = TrainingArguments(**usual)
     sizes = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     common: dict[str, Any] = {
         "model": FAMILIES[options.pop("family", "llama")](**sizes),
@@ -99,10 +103,16 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = trainer.evaluate()
     result = {
+        "figures": {
+            **{name: [entry[name] for entry in logs] for name in FIGURES},
+            **{f"eval_{name}": [evaluated[f"eval_{name}"]] for name in FIGURES},
+        },
         "losses": [entry["loss"] for entry in logs],
         "norms": [float(entry["grad_norm"]) for entry in logs],
-        "eval": trainer.evaluate()["eval_loss"],
+        "best": trainer.state.best_metric,
+        "eval": evaluated["eval_loss"],
         "logged": sorted(set().union(*logs)),
         "documents": int((batch["position_ids"] == 0).sum()) if "position_ids" in batch else 0,
         "rows": len(batch["input_ids"]),

@@ -147,7 +147,7 @@ def _patches(
                 continue
             if type(child) is type(other):
                 waiting.append((inner, child, other))
-            elif other is not None and isinstance(child, type(other)) and _has_weights_of(child, other):
+            elif other is not None and _has_weights_of(child, other):
                 waiting.append((inner, child, other))
                 yield Patch(inner, "__class__", type(child), f"{type(child).__module__}.{type(child).__qualname__}")
             elif next(child.parameters(), None) is None and next(child.buffers(), None) is None:
@@ -169,8 +169,9 @@ def _has_weights_of(module: nn.Module, other: nn.Module) -> bool:
 
 def _attributes(module: nn.Module, made: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the functions that an instance has for itself, and the options that its class gives it."""
+    is_other = type(module) is not type(made)
     for name, value in vars(module).items():
-        is_option = name in vars(made) and not name.startswith("_") and _is_plain(value)
+        is_option = (is_other or name in vars(made)) and not name.startswith("_") and _is_plain(value)
         if name not in OF_RUNS and (is_option or isinstance(value, CODE)) and not hasattr(value, "is_refusal"):
             yield name, value
 

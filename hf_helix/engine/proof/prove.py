@@ -157,7 +157,7 @@ class _Copy:
         losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
         gradients = self._whole_gradients(runner)
         self.model.zero_grad()
-        _, logits = evaluate_batch(runner, self.model, batches[0], make_window, keep_logits=True)
+        _, logits = evaluate_batch(runner, family_of(self.model), self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
         outcome = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
         mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, outcome) if self.compares else None)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.models.causal_lm import check_causal_lm_class
+from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class
 from hf_helix.models.copies import copy_module
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 
@@ -86,7 +86,7 @@ class Subject:
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
             if self.kind is not None:
                 return self.kind(made).float()
-            return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            return build_causal_lm(made, dtype=torch.float32)
 
     @property
     def name(self) -> str:

@@ -47,7 +47,7 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
             "sync_each_batch=True: use sync_each_batch=False: gradients are summed over the ranks once for a window"
         )
     if problems:
-        raise ValueError("HelixPlugin.prepare cannot honour this Accelerator:\n  " + "\n  ".join(problems))
+        raise ValueError("HelixPlugin.prepare cannot honour " + "\n  ".join(problems))
 
 
 def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:

@@ -20,7 +20,7 @@ from hf_helix.config import HelixConfig, has_helix_block, read_yaml
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
-WHERE = f"""Give the options in one of these ways (the first that is found counts):
+WHERE = f"""use helix_config=HelixConfig(tp_size=2), or another of these ways (the first that is found counts):
   1. HelixTrainer(..., helix_config=HelixConfig(tp_size=2))
   2. TrainingArguments(..., parallelism_config=HelixPlugin(HelixConfig(tp_size=2)))
   3. {CONFIG_FILE_VARIABLE}=helix.yaml in the environment; the file holds `tp_size: 2`
@@ -51,8 +51,8 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
         if has_helix_block(options):
             return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
         if isinstance(options, Mapping) and options.get("parallelism_config"):
-            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix: {WHERE}")
-    raise ValueError(f"no helix options were given. {WHERE}")
+            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix; {WHERE}")
+    raise ValueError(f"no helix options were given; {WHERE}")
 
 
 def launcher_config_file() -> Path | None:

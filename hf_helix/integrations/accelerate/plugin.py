@@ -8,11 +8,13 @@ nothing itself. Accelerate has no registry for plugins; a subclass of `Paralleli
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,15 +29,16 @@ from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
+from hf_helix.runtime.notices import say
 from hf_helix.upstream.check import check_class
 
 
-def launched_as_pipeline() -> bool:
-    """Whether the environment or the launcher's YAML asks for a pipeline; both are known before CUDA starts."""
+def launch_options() -> HelixConfig | None:
+    """The options that the environment or the launcher's YAML gives; both are known before CUDA starts."""
     try:
-        return resolve_config(None, None).pp_size > 1
+        return resolve_config(None, None)
     except (TypeError, ValueError):
-        return False  # the error is raised where the options are needed
+        return None  # the error is raised where the options are needed
 
 
 def _prepare_process() -> None:
@@ -43,13 +46,33 @@ def _prepare_process() -> None:
 
     Both do so before anything of ours is called, so it is done on import. This is all that importing hf_helix changes
     outside of it, beside `CUDA_DEVICE_MAX_CONNECTIONS`: one function of torch after a restart (see `separate_starts`),
-    and in a launched process the exception hook and the loading of kernels.
+    and in a launched process the exception hook, the loading of kernels, and a word from Accelerators.
     """
     separate_starts()
     if is_launched():
         install_hook()  # options are checked before there is anything else of ours
-        if launched_as_pipeline():
-            load_eagerly()
+        if (config := launch_options()) is not None:
+            _tell_of_stock_accelerators()
+            if config.pp_size > 1:
+                load_eagerly()
+
+
+def _tell_of_stock_accelerators() -> None:
+    """Has the first Accelerator, or stock Trainer, that ignores the options of the launch say so."""
+    stock = Accelerator.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if not isinstance(self.parallelism_config, HelixPlugin):
+            Accelerator.__init__ = stock
+            say(
+                "this launch has helix options, and an Accelerator or stock Trainer ignores them, so that each process "
+                "trains on batches of its own, as with DDP: use HelixTrainer, a class with HelixTrainerMixin, or "
+                "Accelerator(parallelism_config=HelixPlugin())"
+            )
+
+    Accelerator.__init__ = init
 
 
 _prepare_process()

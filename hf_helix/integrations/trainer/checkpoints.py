@@ -52,6 +52,7 @@ class CheckpointHooks:
     # What the Trainer and the rest of the mixin provide.
     model: Any
     args: TrainingArguments
+    accelerator: Any
     state: Any
     optimizer: Any
     lr_scheduler: Any
@@ -79,6 +80,8 @@ class CheckpointHooks:
         self._health = Health(self.args.device)
         prepare_for_interrupts(self)
         with watched():
+            if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
+                self._settle_stream()
             folder = self._find_checkpoint(resume_from_checkpoint)
             if self.args.save_strategy != SaveStrategy.NO:
                 self._check_output_dir()
@@ -91,7 +94,6 @@ class CheckpointHooks:
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
-        self._check_stream()
         run = self._describe()
 
         def read() -> tuple[str, Manifest]:
@@ -104,16 +106,21 @@ class CheckpointHooks:
         self._first_epoch = Path(folder)
         return folder
 
-    def _check_stream(self) -> None:
-        """Refuses to resume a stream that rank 0 hands out: Accelerate 1.15 then forgets which ranks share a batch."""
+    def _settle_stream(self) -> None:
+        """Lets every rank read a stream that a run may go on with: Accelerate 1.15 forgets at a resume which ranks
+        share the batches that rank 0 hands out.
+        """
+        options = self.accelerator.dataloader_config
         is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
-        handed_out = getattr(self.args.accelerator_config, "dispatch_batches", None) is not False
-        if is_stream and handed_out and self.helix.mesh.batch_group is not None and not self.args.ignore_data_skip:
+        if not is_stream or self.helix.mesh.batch_group is None or self.args.ignore_data_skip:
+            return
+        if options.dispatch_batches:
             raise ValueError(
-                "resume_from_checkpoint with an iterable dataset whose batches rank 0 hands out: ranks that share a "
-                "batch would get different ones; use accelerator_config={'dispatch_batches': False}, so that every "
-                "rank reads the stream, or ignore_data_skip=True"
+                "accelerator_config={'dispatch_batches': True} with an iterable dataset and ranks that share batches: "
+                "use {'dispatch_batches': False}, so that every rank reads the stream, save_strategy='no', or "
+                "ignore_data_skip=True: after a resume, ranks would get different batches"
             )
+        options.dispatch_batches = False
 
     def _last_checkpoint(self) -> Path:
         """The newest complete checkpoint in `output_dir`."""

@@ -88,7 +88,7 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     if plugin is not None and not isinstance(plugin, HelixPlugin) and plugin.total_size > 1:
         problems.append(f"parallelism_config={plugin!r}: use HelixPlugin(...), or none")
     if problems:
-        raise ValueError("HelixTrainer cannot honour these training arguments:\n  " + "\n  ".join(problems))
+        raise ValueError("HelixTrainer cannot honour " + "\n  ".join(problems))
 
 
 def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:

@@ -16,6 +16,7 @@ from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation
 from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.integrations.trainer.stock import StockTrainer
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -60,6 +61,7 @@ class EvaluationHooks:
     accelerator: Any
     compute_metrics: Any
     helix: Engine
+    _stock: StockTrainer
     _health: Health
     loss_scale: Callable[[Any], Any]
 
@@ -118,7 +120,7 @@ class EvaluationHooks:
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
         loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
-        known = None if labels is None else loss
+        known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
         if prediction_loss_only:
             return known, None, None
         return known, logits if keeps else (), labels

@@ -202,11 +202,13 @@ def _launch_yaml(run: RunFacts) -> str:
     for name in ("plan", "schedule", "profile"):
         if options.get(name):
             options[name] = Path(options[name]).name
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     launch = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if run.num_ranks > 1 else "NO",
         "use_cpu": run.use_cpu,
-        "num_machines": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        "num_machines": machines,
+        **({"machine_rank": 0, "main_process_ip": "HOST"} if machines > 1 else {}),
         "num_processes": run.num_ranks,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": {"helix": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}},

@@ -34,6 +34,9 @@ def check_overrides(trainer: Any) -> None:
     for hook, instead in _NEVER_CALLED.items():
         owner = next(kind for kind in type(trainer).__mro__ if hook in vars(kind))
         if hook in vars(trainer) or (owner is not Trainer and name_of(owner) != SFT_TRAINER):
+            if owner.__module__.startswith("trl."):
+                without = f"use {owner.__name__} without HelixTrainerMixin, or SFTTrainer with it"
+                raise ValueError(f"{name}: the loss of TRL's {owner.__name__} is not built; {without}")
             raise ValueError(f"{name} overrides {hook}, which is never called: {instead}")
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+from transformers import TrainingArguments
+
 _BY_POSITION = ("model", "args")  # what scripts write as `Trainer(model, args)`
 
 
@@ -44,7 +47,32 @@ class TrainerCall:
 
 
 class StockTrainer:
-    """`transformers.Trainer`, which takes a model as it is."""
+    """`transformers.Trainer`, which takes a model as it is.
+
+    Attributes:
+        figures: whether it logs figures beside the loss, see `cross_entropy`.
+    """
+
+    figures = False
+
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
+        """Returns the losses of micro-batches, and keeps the figures that stand behind them, if any.
+
+        Args:
+            trainer: the trainer, whose model is in the mode that counts.
+            batches: the micro-batches.
+            found: what the cut model gives for each.
+        """
+        return found
+
+    def log_entries(self, training: bool) -> dict[str, float]:
+        """Returns what the class adds to a log."""
+        return {}
+
+    def settle(self, call: TrainerCall) -> None:
+        """Gives the call the arguments, and the model, that the class itself would make of what is given."""
+        if call.get("args") is None:
+            call.set("args", TrainingArguments(output_dir="tmp_trainer"))
 
     def model_options(self, args: Any) -> dict[str, Any]:
         """The options of `from_pretrained` for a model that is given as the path of its folder."""

@@ -107,10 +107,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         **kwargs: Any,
     ) -> None:
         call = TrainerCall(args, kwargs)
-        if call.get("args") is None:
-            call.set("args", TrainingArguments(output_dir="tmp_trainer"))
-        arguments: TrainingArguments = call.get("args")
         self._stock = StockSFTTrainer() if is_sft(type(self)) else StockTrainer()
+        self._stock.settle(call)
+        arguments: TrainingArguments = call.get("args")
         self._weights = weights
         self._plugin = self._checked_layout(call, helix_config)
         self.helix_config = self._plugin.config
@@ -177,7 +176,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
                 seed=args.seed,
                 num_microbatches=_accumulation_steps(args),
                 autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-                loss_tweaks=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha),
+                loss_tweaks=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures),
                 checkpointing=asked_by(args),
                 weights=self._weights,
             ),
@@ -228,6 +227,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs as the stock method does, with the scorecard beside the training loss."""
+        logs.update(self._stock.log_entries(self.model.training))  # in place: what evaluate() returns has them, too
         if "loss" in logs:
             logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

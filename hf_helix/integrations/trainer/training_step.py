@@ -26,6 +26,7 @@ from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.integrations.trainer.stock import StockTrainer
 from hf_helix.runtime.distributed.agreement import agree_on_number
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
@@ -82,6 +83,7 @@ class WindowHooks:
     optimizer: Any
     compute_metrics: Any
     helix: Engine
+    _stock: StockTrainer
     helix_config: HelixConfig
     _health: Health
 
@@ -177,7 +179,7 @@ class WindowHooks:
         ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
         step = self.state.global_step
         self.helix.settle_link(ready, scale, step)
-        losses = torch.stack(self.helix.train_window(ready, scale, step))
+        losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)

@@ -8,17 +8,23 @@ loss and figures for the logs, need not be called. TRL is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import set_seed
+from torch import Tensor
+from transformers import AutoModelForCausalLM, set_seed
 
+from hf_helix.engine.evaluate import count_targets
+from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 
-SFT_TRAINER = "trl.trainer.sft_trainer.SFTTrainer"
+_MODULE = "trl.trainer.sft_trainer"
+SFT_TRAINER = f"{_MODULE}.SFTTrainer"
 
 # Field of SFTConfig, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -42,8 +48,53 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _tokens_of(batch: Any) -> Tensor:
+    """The tokens of a micro-batch that are no padding, as a scalar; a row that was joined has none."""
+    return batch["attention_mask"].sum() if "attention_mask" in batch else (batch["position_ids"][0] >= 0).sum()
+
+
 class StockSFTTrainer(StockTrainer):
     """TRL's `SFTTrainer`, which reads a model in fp32, adds adapters to it, and adds the loss of routers."""
+
+    figures = True
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._tokens: Any = 0
+
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
+        """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does."""
+        counts = torch.stack([torch.stack((count_targets(batch), _tokens_of(batch))) for batch in batches])
+        rows = torch.cat((found[:, 1:], counts.to(found)), 1)[None]
+        rows = gather_samples(rows, trainer.helix.mesh, trainer.accelerator.gradient_state).sum(0)
+        self._kept[trainer.model.training].append(rows)
+        self._tokens += rows[:, 3].sum(dtype=torch.float64) if trainer.model.training else 0
+        return found[:, 0]
+
+    def log_entries(self, training: bool) -> dict[str, float]:
+        """The figures since the last log, as SFTTrainer names and averages them."""
+        kept, self._kept[training] = self._kept[training], []
+        if not kept:
+            return {}
+        entropy, right, targets, _ = torch.cat(kept).unbind(1)
+        means = {"entropy": entropy, "mean_token_accuracy": right}
+        entries = {name: float((sums / targets.clamp(min=1)).mean()) for name, sums in means.items()}
+        entries["num_tokens"] = int(self._tokens)
+        return entries if training else {f"eval_{name}": value for name, value in entries.items()}
+
+    def settle(self, call: TrainerCall) -> None:
+        """Makes an `SFTConfig` of other arguments as SFTTrainer does, and reads a model that is given by name and is to
+        get adapters: no folder has the weights of both.
+        """
+        args, model, config = call.get("args"), call.get("model"), sys.modules[_MODULE].SFTConfig
+        is_named = isinstance(model, (str, os.PathLike))
+        if args is None:
+            call.set("args", config(f"{Path(model if is_named else model.config.name_or_path).name}-SFT"))
+        elif not isinstance(args, config):
+            call.set("args", config(**{each.name: getattr(args, each.name) for each in fields(args) if each.init}))
+        if is_named and call.get("peft_config") is not None:
+            options = self.model_options(call.get("args"))
+            call.set("model", AutoModelForCausalLM.from_pretrained(model, **options))
 
     def model_options(self, args: Any) -> dict[str, Any]:
         """The options as SFTTrainer has them, which reads a model in fp32 unless the arguments say otherwise."""
@@ -52,17 +103,13 @@ class StockSFTTrainer(StockTrainer):
     def check_call(self, kind: type, call: TrainerCall) -> None:
         """Refuses what SFTTrainer would do to a model that is cut already, or with logits that no rank has."""
         name, args = kind.__name__, call.get("args")
-        if not hasattr(args, "loss_type"):
-            raise ValueError(f"{name} needs the arguments of TRL: args=SFTConfig(...); got {type(args).__name__}")
         problems = [
             f"{field}={getattr(args, field, None)!r}: use {instead}"
             for field, is_refused, instead in _REFUSED
             if is_refused(getattr(args, field, None))
         ]
-        if call.get("peft_config") is not None and not isinstance(call.get("model"), nn.Module):
-            problems.append("peft_config=... with a model that is not there yet: use from_pretrained(folder) before")
         if problems:
-            raise ValueError(f"{name} cannot honour:\n  " + "\n  ".join(problems))
+            raise ValueError(f"{name} cannot honour " + "\n  ".join(problems))
 
     def add_adapters(self, model: Any, call: TrainerCall) -> Any:
         """The model with the adapters of `peft_config`, drawn with the same seed as in SFTTrainer."""

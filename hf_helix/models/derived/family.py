@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from hf_helix.models.causal_lm import text_part
 from hf_helix.models.derived.alike import description
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
@@ -43,11 +44,18 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.graph.expert_form import is_experts
 from hf_helix.models.graph.expert_layer import check_expert_count, expert_side_inputs
 from hf_helix.models.graph.masks import causal_masks
+from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.unit import Unit
 
 POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
 """The positions of tokens, as the whole model is given them."""
+
+DECLARE = (
+    "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
+    "hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows, or use one of the classes that "
+    "`hf-helix models` lists"
+)
 
 
 class DerivedFamily(Family):
@@ -65,6 +73,7 @@ class DerivedFamily(Family):
 
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
+        self.traced = {id(module): forward_of(module) for module in base.modules()}
         self._width = base.get_input_embeddings().weight.shape[1]
         with refusing(base):
             self.calls = LayerCalls(base)
@@ -337,8 +346,6 @@ def refusing(model: Any) -> Iterator[None]:
     try:
         yield
     except Underivable as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be derived: {error}; describe its decoder layer in a subclass of "
-            "hf_helix.models.family.Family and call hf_helix.register_model(YourFamily()), as docs/adding_a_model.md "
-            "shows, or use one of the classes that `hf-helix models` lists"
-        ) from error
+        own = not type(model).__module__.startswith("transformers.")
+        instead = other_code(model, own) or text_part(model) or DECLARE
+        raise ValueError(f"{type(model).__name__} cannot be derived: {error}; {instead}") from error

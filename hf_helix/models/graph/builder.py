@@ -249,6 +249,7 @@ class Builder(Draft):
             self.loss_tweaks.label_smoothing,
             # A linear keeps nothing of what it gives.
             overwrites=isinstance(self._tensor_operators.get(written_by), Linear),
+            figures=self.loss_tweaks.figures,
             wrap=self.compiled,
         )
         value = self._compute(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)

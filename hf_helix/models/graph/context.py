@@ -54,7 +54,9 @@ class LossTweaks:
     Attributes:
         label_smoothing: `TrainingArguments.label_smoothing_factor`; it applies in evaluation, too.
         neftune_alpha: `TrainingArguments.neftune_noise_alpha`; it applies in training only.
+        figures: whether entropy and accuracy are found beside the loss, see `cross_entropy`.
     """
 
     label_smoothing: float = 0.0
     neftune_alpha: float | None = None
+    figures: bool = False

@@ -168,6 +168,7 @@ class Draft:
             meters=tuple(self.meters),
             called=tuple(self.called),
             logits=self.logits,
+            loss_shape=(3,) if self.loss_tweaks.figures else (),
         )
 
     def _compute(

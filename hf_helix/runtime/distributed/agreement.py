@@ -129,7 +129,8 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
         lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in sums)
         raise ValueError(
             f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "
-            "batch. Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
+            "batch. Shuffle with the same seed on every rank, TrainingArguments(seed=..., data_seed=...), and leave "
+            "out split_dataset_by_node"
         )
 
 

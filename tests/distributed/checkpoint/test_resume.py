@@ -256,10 +256,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Path) -> None:
-    with pytest.raises(JobFailed, match="dispatch_batches"):
-        cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(tmp_path), helix=TP2, streamed=True)
+def test_a_stream_goes_on_as_it_would_have(cluster_of: Any, tmp_path: Path) -> None:
+    """Ranks that share batches read it themselves; told otherwise, they say before the first step what is lost."""
+    stock = run(str(tmp_path / "stock"), None, streamed=True)
+    first = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, streamed=True)[0]
+    rest = cluster_of(2).run(
+        f"{JOB}run",
+        folder=str(tmp_path / "rest"),
+        resume=f"{tmp_path}/checkpoint-2",
+        helix={"pp_size": 2},
+        streamed=True,
+    )[0]
+    for losses in (first["losses"], {**first["losses"], **rest["losses"]}):
+        assert losses == pytest.approx(stock["losses"], abs=1e-5)
+    told = {"accelerator_config": {"dispatch_batches": True}}
+    with pytest.raises(JobFailed, match="'dispatch_batches': False"):
+        cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "told"), helix=TP2, streamed=True, training=told)
 
 
 @pytest.mark.slow

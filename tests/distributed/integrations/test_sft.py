@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PromptEncoderConfig
 from safetensors.torch import load_file
 from support import sft_jobs
 from support.models import arguments, llama
@@ -74,9 +74,9 @@ def test_as_the_stock_trainer(
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
         assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
-    # What needs whole logits is not there; docs/trl.md says so.
-    missing = {"entropy", "mean_token_accuracy", "num_tokens"}
-    assert {entry for entry in result["logged"] if not entry.startswith("helix/")} == set(wanted["logged"]) - missing
+    assert {entry for entry in result["logged"] if not entry.startswith("helix/")} == set(wanted["logged"])
+    for figure, values in wanted["figures"].items():
+        np.testing.assert_allclose(result["figures"][figure], values, rtol=1e-5, err_msg=figure)
     saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
     assert saved.keys() == whole.keys()
     for key, value in whole.items():
@@ -84,6 +84,21 @@ def test_as_the_stock_trainer(
     card = (tmp_path / "README.md").read_text()
     assert "- sft" in card
     assert "Trained with hf_helix" in card
+
+
+def test_figures_over_data_parallel_ranks(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+    """As those of two ranks with the stock trainer; the best model is chosen by one of them."""
+    every = dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | {"eval_steps": 2, "save_steps": 2}
+    best = {"metric_for_best_model": "mean_token_accuracy", "load_best_model_at_end": True}
+    given = {"tokenizer": tokenizer, "kind": "completions", "training": {**every, **best}}
+    wanted, result = (
+        cluster_of(2).run(JOBS + "train", folder=str(tmp_path / str(helix)), helix=helix, **given)[0]
+        for helix in (None, {})
+    )
+    for figure, values in wanted["figures"].items():
+        np.testing.assert_allclose(result["figures"][figure], values, rtol=1e-5, err_msg=figure)
+    assert result["best"] == pytest.approx(wanted["best"], rel=1e-5)
+    assert wanted["best"] > 0
 
 
 def refused(folder: Path, tokenizer: str, **options: Any) -> str:
@@ -95,16 +110,16 @@ def refused(folder: Path, tokenizer: str, **options: Any) -> str:
 def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
     """Before the model is touched, all at once."""
     training = {"loss_type": "dft", "activation_offloading": True, "chat_template_path": "Qwen/Qwen3-8B"}
-    said = refused(tmp_path, tokenizer, training=training, model="folder", peft_config=LoraConfig())
+    said = refused(tmp_path, tokenizer, training=training)
     for words in (
         "loss_type='dft': use loss_type='nll'",
         "activation_offloading=True: use activation_offloading=False",
         "chat_template_path='Qwen/Qwen3-8B': use the path of a .jinja file",
-        "peft_config=... with a model that is not there yet: use from_pretrained(folder) before",
     ):
         assert words in said
-    said = refused(tmp_path, tokenizer, args=arguments(str(tmp_path)))
-    assert "args=SFTConfig(...); got TrainingArguments" in said
+    tuned = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8)
+    with pytest.raises(ValueError, match=r"PromptEncoderConfig \(P_TUNING\): use .*LoraConfig.*, or the stock Trainer"):
+        sft_jobs.make(str(tmp_path), tokenizer, {}, {}, "text", peft_config=tuned)
     with pytest.raises(ValueError, match=r"SFTConfig\(router_aux_loss_coef=0.0\), and model.config.output_router_l"):
         sft_jobs.make(str(tmp_path), tokenizer, {}, {}, "text", family="mixtral")
 
@@ -161,6 +176,24 @@ def test_adapters(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, tokeni
         assert torch.linalg.norm(saved[key] - value) <= 1e-4 * torch.linalg.norm(value), key
 
 
+def test_a_name_with_adapters_and_plain_arguments(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+    """What SFTTrainer takes: `TrainingArguments`, and `peft_config=` with the name of a model."""
+    made = llama(num_hidden_layers=2, vocab_size=sft_jobs.VOCABULARY, max_position_embeddings=512).to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "model")
+    options = {
+        "kind": "completions",
+        "training": {"is_plain": True},
+        "model": str(tmp_path / "model"),
+        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    }
+    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
+    for result in cluster_of(2).run(
+        JOBS + "train", folder=str(tmp_path / "helix"), tokenizer=tokenizer, helix=TP, **options
+    ):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
+
+
 def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:
     class Replacing(Trainer):
         def __init__(self, **options: Any) -> None:
@@ -170,4 +203,22 @@ def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(ValueError, match="Mine has replaced the model after it was cut, by a LlamaForCausalLM"):
+        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_another_trainer_of_trl(tmp_path: Path) -> None:
+    """Its loss is TRL's own, so that nobody is told to remove it."""
+
+    class DPOTrainer(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    DPOTrainer.__module__ = "trl.trainer.dpo_trainer"
+
+    class Mine(HelixTrainerMixin, DPOTrainer):
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"loss of TRL's DPOTrainer is not built; use DPOTrainer without HelixTrainerMixin"
+    ):
         Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())

@@ -16,13 +16,14 @@ SCRIPT, PIPELINE_SCRIPT = SUPPORT / "script.py", SUPPORT / "pipeline_trainer_job
 
 
 def test_ranks_find_the_launchers_yaml(tmp_path: Path) -> None:
-    """A script that does nothing else."""
+    """A script that does nothing else, but for Accelerators without these options, which say so once."""
     config = launch_config(tmp_path, helix={"tp_size": 2, "plan": "round_robin"})
     process = accelerate(config, SUPPORT / "options_script.py")
     output = output_of(process)
     assert process.returncode == 0, output
     for rank in range(2):
         assert output.count(f"rank {rank}: tp_size=2 plan=round_robin") == 1, output
+    assert output.count("stock Trainer ignores them") == 1, output
 
 
 @pytest.mark.slow
@@ -33,6 +34,7 @@ def test_options_from_the_launchers_yaml(tmp_path: Path) -> None:
     # Rank 0 alone talks.
     assert output.count("done: tp_size=2 plan=round_robin") == 1
     assert output.count("'train_runtime'") == 1
+    assert "ignores them" not in output
 
 
 @pytest.mark.slow

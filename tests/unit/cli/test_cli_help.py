@@ -112,3 +112,16 @@ def test_a_model_that_is_nowhere(model: str, hub: Path, capsys: pytest.CaptureFi
     assert text.startswith(f"hf-helix profile: {model}: there is no such folder or file here, and the Hub gave ")
     assert text.endswith("with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B\n")
     assert text.count("\n") == 1
+
+
+def test_files_of_clusters_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["cluster", "--show"])
+    assert "h100x8" in capsys.readouterr().out.split()
+    main(["cluster", "--show", "H100x8"])
+    assert capsys.readouterr().out.startswith("name: a node of 8 H100\n")
+
+
+def test_a_name_that_no_class_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["models", "nosuch"])
+    assert "no class has 'nosuch' in its name" in capsys.readouterr().err

@@ -12,10 +12,12 @@ from support.paths import ROOT
 
 from hf_helix.cli.doctor import parse_count
 from hf_helix.cli.main import main
+from hf_helix.cli.simulate import scaled
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.simulation import processes
+from hf_helix.simulation.cluster import load_cluster
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 
@@ -87,7 +89,7 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(
     said = capsys.readouterr().out
     lines = said.splitlines()
     assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 8,000 tokens a step asked for"
-    assert lines[2] == "Plain data parallelism is the fastest: no layer has to be cut."
+    assert lines[2] == "Plain data parallelism is the fastest of these: no layer has to be cut."
     assert lines[4].split()[:2] == ["dp", "2"]
     assert "tp 2 " in said
     assert "cp_size=2 leaves less than 2,048 of 128 tokens to a rank:\n    cp 2" in said
@@ -150,7 +152,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--expert_capacity_factor", "0.5"], "--expert_capacity_factor 0.5: give 1 or more, such as 1.25"),
         (["--expert_capacity_factor", "2", "--imbalance", "1.5"], "--imbalance 1.5: with --expert_capacity_factor"),
         (["--expert_capacity_factor", "2"], "--expert_capacity_factor 2: LlamaForCausalLM has no experts; leave it"),
-        (["--network", "fast"], "--network fast: give a factor above 0, such as x2"),
+        (["--network", "fast"], "--network fast: give a factor, such as x2, or a node's speed, such as 10gbit"),
         (["--network", "nan"], "--network nan: give a factor above 0"),
         (["--network", "x2"], "--network x2: one node has no network"),
         (["--gpus", "0"], "--gpus 0: give 1 or more"),
@@ -160,6 +162,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--schedule", "zigzag"], "schedule='zigzag' is neither the name of a schedule nor an existing file"),
         (["--model", "nowhere/at-all"], "nowhere/at-all: there is no such folder or file here"),
         (["--cluster", "h101x8"], "cluster='h101x8' is neither a file nor a cluster that hf_helix brings"),
+        (["--modle", "x"], "hf-helix doctor: error: unknown option --modle (did you mean '--model'?)"),
     ],
 )
 def test_what_is_malformed_is_refused(words: list[str], message: str, small: Path, one_process: None, capsys: Any):
@@ -209,6 +212,10 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
     file = cluster_file(tmp_path / "two.yaml", nodes=2, network={"gb_per_s": 0.01})
     main(words_of("simulate", file, "--gpus", 8, "--tp_size", 2, "--network", "x2"))
     assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network x2: 16 x 1")
+    main(words_of("simulate", file, "--gpus", 8, "--tp-size", 2, "--network", "10gbit,50us"))  # hyphens do, too
+    assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network 10 Gbit/s, 50 us: 16 x 1")
+    link = scaled(load_cluster(file), "10gbit,50us", None).network
+    assert (link.bandwidth, link.latency, link.devices) == (1.25e9, 50e-6, 2)
 
 
 def test_spread_weights_are_simulated_and_written(small: Path, capsys: Any, tmp_path: Path):

@@ -10,7 +10,7 @@ import torch
 
 from hf_helix import HelixPlugin
 from hf_helix.integrations.accelerate.checks import launch_problems
-from hf_helix.integrations.accelerate.plugin import launched_as_pipeline
+from hf_helix.integrations.accelerate.plugin import launch_options
 from hf_helix.runtime import environment
 from hf_helix.runtime.environment import CONNECTIONS, LOADING, check_environment, load_eagerly, set_connections
 
@@ -49,7 +49,8 @@ def test_a_pipeline_is_known_from_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HELIX_CONFIG_FILE", str(file))
     for text, expected in (("pp_size: 2", True), ("tp_size: 2", False), ("pp_sise: 2", False)):
         file.write_text(text)
-        assert launched_as_pipeline() is expected
+        config = launch_options()
+        assert (config is not None and config.pp_size > 1) is expected
 
 
 def test_what_came_too_late_is_said(started: None, monkeypatch: pytest.MonkeyPatch) -> None:

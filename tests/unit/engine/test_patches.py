@@ -122,7 +122,7 @@ class Other(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(32))
+        self.scale = nn.Parameter(torch.ones(32))
 
 
 def test_a_single_layer() -> None:

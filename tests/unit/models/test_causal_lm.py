@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
-from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2Model, LlamaConfig, LlamaForCausalLM, LlamaModel
+from typing import Any
 
-from hf_helix.models.causal_lm import check_head
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from hf_helix.models.causal_lm import build_causal_lm, check_head
 from hf_helix.models.registry import family_of
 
 SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16}
@@ -34,3 +55,47 @@ def test_classes_of_ones_own() -> None:
     check_head(Own(config))
     with pytest.raises(ValueError, match=r"Headless has no language-model head: .* use LlamaForCausalLM"):
         check_head(Headless(config))
+
+
+TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def llava() -> LlavaForConditionalGeneration:
+    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**VISION))
+    return LlavaForConditionalGeneration(config)
+
+
+def gemma3() -> Gemma3ForConditionalGeneration:
+    text = Gemma3TextConfig(**TEXT, num_key_value_heads=2, head_dim=8)
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**VISION)))
+
+
+@pytest.mark.parametrize("made", [llava, gemma3])
+def test_the_text_part_of_a_larger_model(made: Any) -> None:
+    """The remedy of the refusal works as it is printed."""
+    model = made()
+    with pytest.raises(ValueError, match="train its text part by itself") as error:
+        family_of(model)
+    names: dict[str, Any] = {
+        "model": model,
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    }
+    for line in str(error.value).partition("by itself: ")[2].split(", "):
+        exec(line, names)
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(names["text"](ids).logits, model(ids).logits)
+    family_of(names["text"])
+
+
+def test_other_tasks_are_told_what_exists() -> None:
+    """Of Bert no causal language model can be derived, so that it is not proposed."""
+    with pytest.raises(ValueError, match=r"use LlamaForCausalLM for it, and the stock Trainer for other tasks"):
+        family_of(LlamaForSequenceClassification(LlamaConfig(**TEXT)))
+    with pytest.raises(ValueError, match=r"; use the stock Trainer for other tasks"):
+        family_of(BertForSequenceClassification(BertConfig(**TEXT)))
+    with pytest.raises(
+        ValueError, match=r"no causal language model for LlavaConfig: .*a LlamaConfig, config\.text_config"
+    ):
+        build_causal_lm(LlavaConfig())

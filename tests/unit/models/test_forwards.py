@@ -28,7 +28,7 @@ def trainer_of(model: Any, folder: Path, **changes: Any) -> HelixTrainer:
 
 
 def small(**changes: Any) -> Any:
-    return llama(num_hidden_layers=1, **changes)
+    return llama(**{"num_hidden_layers": 1, **changes})
 
 
 @pytest.mark.parametrize("family", DECLARED)
@@ -62,37 +62,6 @@ def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("never run")
 
 
-class Attention(modeling_llama.LlamaAttention):
-    forward = scaled
-
-
-class MLP(nn.Module):
-    """As Liger's: the same submodules, another forward."""
-
-    def __init__(self, given: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (*given.children(),)
-
-    def forward(self, x: Any) -> Any:
-        return hook(x)
-
-
-def replaced(name: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
-    def replace(model: Any) -> None:
-        layer = model.model.layers[0]
-        setattr(layer, name, make(getattr(layer, name)))
-
-    return replace
-
-
-def of_class(kind: type[nn.Module]) -> Callable[[Any], nn.Module]:
-    def change(module: nn.Module) -> nn.Module:
-        module.__class__ = kind
-        return module
-
-    return change
-
-
 def dispatched(model: Any) -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -105,12 +74,6 @@ def patched(path: str, **options: Any) -> Callable[[Any], None]:
         module.forward = types.MethodType(scaled, module)
 
     return patch
-
-
-def wrapped(model: Any) -> None:
-    """With the names of the original."""
-    before = model.model.layers[0].self_attn.forward
-    model.model.layers[0].self_attn.forward = functools.wraps(before)(lambda *args, **kwargs: before(*args, **kwargs))
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
@@ -138,23 +101,14 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         lambda model: model.lm_head.weight.register_hook(hook),
         ["model.lm_head.weight has a hook on its gradient", "handle.remove()"],
     ),
-    "a patched forward": (
-        patched("model.layers.0.self_attn"),
-        ["model.model.layers.0.self_attn.forward was replaced by test_forwards.scaled", "without the patch"],
-    ),
-    "a patched forward under the name of the original": (
-        wrapped,
-        ["model.model.layers.0.self_attn.forward was replaced by test_forwards."],
+    "a patched projection": (
+        patched("model.layers.0.mlp.up_proj"),
+        ["model.model.layers.0.mlp.up_proj.forward was replaced by test_forwards.scaled", "without the patch"],
     ),
     "a patched forward of the model": (
         lambda model: setattr(model, "forward", types.MethodType(scaled, model)),
         ["model.forward was replaced by test_forwards.scaled"],
     ),
-    "attention of one's own": (
-        replaced("self_attn", of_class(Attention)),
-        ["model.model.layers.0.self_attn is a test_forwards.Attention", "docs/adding_a_model.md"],
-    ),
-    "another MLP": (replaced("mlp", MLP), ["model.model.layers.0.mlp is a test_forwards.MLP"]),
     "layers over devices": (dispatched, ["model.model.layers.0 has a hook of Accelerate", "without device_map"]),
     "a loss of one's own": (
         lambda model: setattr(model, "loss_function", hook),
@@ -178,16 +132,28 @@ def test_what_would_never_run_is_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wraps"])
-@pytest.mark.parametrize("kind", ["LlamaMLP", "LlamaForCausalLM", "LlamaAttention"])
-def test_classes_that_were_patched_are_refused(
-    kind: str, wraps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_class_whose_loss_was_patched_is_refused(
+    wraps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Liger and others do."""
-    patched_class = getattr(modeling_llama, kind)
-    monkeypatch.setattr(patched_class, "forward", functools.wraps(patched_class.forward)(scaled) if wraps else scaled)
-    with pytest.raises(ValueError, match=rf"modeling_llama\.{kind}\.forward was replaced by test_forwards\.") as caught:
+    before = LlamaForCausalLM.forward
+    monkeypatch.setattr(
+        LlamaForCausalLM, "forward", functools.wraps(before)(lambda *_: scaled(*_)) if wraps else scaled
+    )
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM\.forward was replaced by test_forwards\..*without the patch"
+    ):
         trainer_of(small(), tmp_path)
-    assert "without the patch" in str(caught.value)
+
+
+def test_a_patch_that_cannot_be_derived_is_named(tmp_path: Path) -> None:
+    model = small()
+    patched("model.layers.0.mlp")(model)
+    words = (
+        r"cannot be derived: .*never run; model\.model\.layers\.0\.mlp\.forward was replaced by test_forwards\.scaled"
+    )
+    with pytest.raises(ValueError, match=words):
+        trainer_of(model, tmp_path)
 
 
 def test_all_are_named_up_to_a_few(tmp_path: Path) -> None:
@@ -287,6 +253,84 @@ def test_what_is_called_is_honoured(tmp_path: Path) -> None:
     trainer = trainer_of(plain, tmp_path)
     trainer.train()
     assert abs(trainer.state.log_history[0]["loss"] - losses[0][0]) > 1e-3
+
+
+class Attention(modeling_llama.LlamaAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(*args, **kwargs)
+        return 0.5 * output, weights
+
+
+class MLP(nn.Module):
+    """As Liger's: the same submodules, another forward."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.factor = 0.5
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (*given.children(),)
+
+    def forward(self, x: Any) -> Any:
+        return self.factor * self.down_proj(self.act_fn(self.gate_proj(x) * self.up_proj(x)))
+
+
+def halved(self: Any, x: Any) -> Any:
+    return 0.5 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def change_instance(layer: Any, _: pytest.MonkeyPatch) -> None:
+    layer.mlp.forward = types.MethodType(halved, layer.mlp)
+
+
+def change_under_its_name(layer: Any, _: pytest.MonkeyPatch) -> None:
+    before = layer.forward
+    layer.forward = functools.wraps(before)(lambda x, *args, **kwargs: x + 0.5 * before(x, *args, **kwargs))
+
+
+def change_class(layer: Any, patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(modeling_llama.LlamaMLP, "forward", halved)
+
+
+def change_attention(layer: Any, _: pytest.MonkeyPatch) -> None:
+    layer.self_attn.__class__ = Attention
+
+
+def change_mlp(layer: Any, _: pytest.MonkeyPatch) -> None:
+    layer.mlp = MLP(layer.mlp)
+
+
+CHANGES = (change_instance, change_under_its_name, change_class, change_attention, change_mlp)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_code_inside_a_declared_class_is_honoured(
+    change: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a model is derived from what it is, and trains as under the stock Trainer."""
+    losses, plain = [], trainer_of(small(), tmp_path).evaluate(sequences(4))["eval_loss"]
+    for kind in (Trainer, HelixTrainer):
+        model = small()
+        change(model.model.layers[0], monkeypatch)
+        options = {} if kind is Trainer else {"helix_config": HelixConfig()}
+        args = arguments(str(tmp_path), max_steps=2)
+        trainer = kind(model=model, args=args, train_dataset=sequences(4), **options)
+        before = trainer.evaluate(sequences(4))["eval_loss"]
+        trainer.train()
+        losses.append([before, *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)])
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+    assert abs(losses[0][0] - plain) > 1e-4
+
+
+def test_patches_that_come_later(tmp_path: Path) -> None:
+    for number, words in enumerate(("without the patch", "after it was traced: replace it before the trainer is made")):
+        model = small(num_hidden_layers=2)
+        for layer in model.model.layers[:number]:
+            layer.mlp.forward = types.MethodType(halved, layer.mlp)
+        trainer = trainer_of(model, tmp_path)
+        model.model.layers[1].mlp.forward = types.MethodType(halved, model.model.layers[1].mlp)
+        with pytest.raises(
+            ValueError, match=rf"layers\.1\.mlp\.forward was replaced by test_forwards\.halved.*{words}"
+        ):
+            trainer.train()
 
 
 def test_hooks_that_come_later(tmp_path: Path) -> None:

@@ -73,6 +73,27 @@ def in_slices(
     return loss.detach(), torch.cat(result, -1).transpose(0, 1)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("chunk", [2**20, 30])
+def test_entropy_and_accuracy(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same loss. Of two largest logits, the first is the prediction."""
+    monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", chunk)
+    logits, labels = logits_and_labels(scale=3.0)
+    largest = logits[:, :-1].max(-1)
+    labels[:, 1::2] = largest.indices[:, ::2]
+    logits[0, :-1, -1], labels[0, 1:] = largest.values[0], VOCABULARY - 1
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
+    pieces = []
+    for first, last in (cut_bounds(VOCABULARY, size, rank) for rank in range(size)):
+        statistics = TokenStatistics(first, VOCABULARY, smoothing=0.1, figures=True)
+        pieces += statistics.forward(Call({"targets": targets}, 0, False), logits.transpose(0, 1)[..., first:last])
+    loss, entropy, right = cross_entropy(torch.cat(pieces), targets, torch.tensor(1 / NUM_ITEMS))
+    counted, distribution = targets != IGNORED, torch.distributions.Categorical(logits=logits.transpose(0, 1))
+    assert distance(loss, whole(logits, labels, 0.1)[0]) <= 1e-6
+    assert distance(entropy, distribution.entropy()[counted].sum()) <= 1e-6
+    assert right == (logits.transpose(0, 1).argmax(-1) == targets)[counted].sum() > 0
+
+
 def distance(result: Tensor, expected: Tensor) -> float:
     """Relative to the expected norm."""
     result, expected = result.double(), expected.double()

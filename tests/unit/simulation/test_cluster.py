@@ -172,6 +172,13 @@ def test_what_is_wrong_is_said_by_the_name_of_the_key(path: str, value: object, 
         parse_cluster(with_key(path, value), "here.yaml")
 
 
+def test_a_key_in_other_letters_is_named():
+    data = with_key("device.memory_gb", None)
+    data["device"]["memory_GB"] = 80
+    with pytest.raises(ValueError, match=r"device.memory_gb is missing, and 'memory_GB' is given; it must be a number"):
+        parse_cluster(data, "here.yaml")
+
+
 def test_a_name_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cluster='a41x64' is neither a file nor .*; use one of a40x64, .*hf-helix"):
         load_cluster("a41x64")
