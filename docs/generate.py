@@ -18,7 +18,6 @@ import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 
 import hf_helix
@@ -27,7 +26,6 @@ from hf_helix.config import HelixConfig
 from hf_helix.models.census import read_census
 from hf_helix.upstream.check import resolve
 from hf_helix.upstream.overridden import OVERRIDDEN
-from hf_helix.upstream.used import USED
 
 DOCS = Path(__file__).parent
 
@@ -111,19 +109,6 @@ def overridden() -> str:
     return "\n".join(lines)
 
 
-def used() -> str:
-    """The private and unstable names of other packages that hf_helix uses; a line for names of one purpose."""
-    where, lines = places(), ["| package | names | in | for | if they were gone |", "|---|---|---|---|---|"]
-    for (package, purpose, otherwise), group in groupby(USED, lambda row: (row.package, row.purpose, row.otherwise)):
-        names = list(dict.fromkeys(row.method for row in group))
-        files = set.union(*(where[name] for name in names))
-        if not all(name.startswith("_") for name in names):  # they may be common words, so that a file must have all
-            files = set.intersection(*(where[name] for name in names))
-        listed, homes = ", ".join(f"`{name}`" for name in names), ", ".join(sorted(files))
-        lines.append(f"| {package} | {listed} | {homes} | {purpose} | {otherwise} |")
-    return "\n".join(lines)
-
-
 @functools.cache
 def classes() -> list[type]:
     """The classes of the package."""
@@ -184,7 +169,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "census": ("models.md", census),
     "census number": ("../README.md", census_number),
     "overridden": ("upstream.md", overridden),
-    "used": ("upstream.md", used),
 }
 
 

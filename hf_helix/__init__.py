@@ -42,10 +42,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    except ImportError:
-        from hf_helix.upstream.check import check_packages
+    except ImportError as error:
+        from hf_helix.upstream.check import explain
 
-        check_packages()  # raises an error that says more, if a name of another package is missing
+        explain(error)
         raise
     return getattr(home, name)
 

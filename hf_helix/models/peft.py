@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.operators.linears.low_rank import LowRank
-from hf_helix.upstream.check import check_package
 
 LORA = "get_peft_model(model, LoraConfig(...))"
 
@@ -156,9 +155,7 @@ def check_adapters(model: Any) -> None:
 
     Raises:
         ValueError: names the options or layers, and what works.
-        UpstreamChanged: PEFT has changed.
     """
-    check_package("peft")
     peft = sys.modules.get("peft")
     problems = list(_problems(model, peft)) if peft is not None else []
     if problems:

@@ -1,6 +1,6 @@
-"""Compares the tables of this folder with the packages that are installed.
+"""Compares the table of this folder with the packages that are installed.
 
-In:   a class of ours that stands on a class of another package; the two tables.
+In:   a class of ours that stands on a class of another package; the table.
 Out:  the class itself, or an error that names every hook that does not fit, the package and its version, and versions
       that work.
 Must hold: only the standard library is imported here, and a module is looked at only if it is imported already. A
@@ -15,14 +15,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
-from hf_helix.upstream.overridden import OVERRIDDEN
-from hf_helix.upstream.rows import Overridden, Used
-from hf_helix.upstream.used import USED
+from hf_helix.upstream.overridden import OVERRIDDEN, Overridden
 
 Class = TypeVar("Class", bound=type)
 
@@ -33,9 +31,8 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),
 }
-"""The packages that the tables are about, and the oldest and newest version that were tried."""
+"""The packages that hf_helix stands on, and the oldest and newest version that were tried."""
 
-_ALWAYS = ("torch", "transformers", "accelerate")
 _OURS = "hf_helix"
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -52,36 +49,24 @@ class Problem(NamedTuple):
 
 
 def check_class(kind: Class) -> Class:
-    """Returns the class if its methods, and what the package uses besides, fit what is installed. Also a decorator.
+    """Returns the class if its methods fit what is installed. Also a decorator.
 
     Raises:
-        UpstreamChanged: names every method and name that does not fit, and versions that do.
+        UpstreamChanged: names every method that does not fit, and versions that do.
     """
-    packages = {_package(base) for base in kind.__mro__} & KNOWN.keys()
-    _raise(problems_of_class(kind) + _problems_of_packages({*packages, *_ALWAYS}))
+    _raise(problems_of_class(kind))
     return kind
 
 
-def check_package(name: str) -> None:
-    """Checks the names that are used of a package, in those of its modules that are imported.
+def explain(error: ImportError) -> None:
+    """Says which versions of a known package have a name that cannot be imported.
 
     Raises:
-        UpstreamChanged: as `check_class`.
+        UpstreamChanged: the name is of such a package.
     """
-    _raise(_problems_of_packages({name}))
-
-
-def check_packages() -> None:
-    """Checks the names that are used of the packages that are always needed.
-
-    Raises:
-        UpstreamChanged: as `check_class`.
-    """
-    _raise(_problems_of_packages(_ALWAYS))
-
-
-def _problems_of_packages(names: Collection[str]) -> list[Problem]:
-    return [problem for name in sorted(names) for problem in problems_of_package(name)]
+    package = (error.name or "").partition(".")[0]
+    if package in KNOWN:
+        _raise([Problem(package, str(error).partition(" (")[0])])
 
 
 def problems_of_class(kind: type) -> list[Problem]:
@@ -140,45 +125,6 @@ def _takes(parameters: list[inspect.Parameter], kind: Any) -> bool:
     return any(parameter.kind is kind for parameter in parameters)
 
 
-def problems_of_package(name: str) -> list[Problem]:
-    """Returns what is gone, or has changed, of the names that are used of a package, in modules that are imported."""
-    rows = [row for row in USED if row.package == name and name in sys.modules]
-    return [Problem(name, words) for row in rows if (words := problem_of_use(row))]
-
-
-def problem_of_use(row: Used) -> str:
-    """Returns what is wrong with a name that is used; empty where it is as it was."""
-    why = f"; hf_helix uses it: {row.purpose}. Without it, {row.otherwise}"
-    name = row.within or row.name
-    try:
-        if _waits(name):
-            return ""
-        value = resolve(name)
-    except (ImportError, AttributeError):
-        return f"{name} is gone{why}"
-    if row.within:
-        return "" if row.method in _mentions(value) else f"{row.within} knows no {row.method} any more{why}"
-    error = _misfit(value, row.takes) if row.takes else None
-    return f"{row.name} cannot be called with ({row.takes}) any more, {error}{why}" if error else ""
-
-
-def _waits(name: str) -> bool:
-    """Whether the module of a name is there, and was not imported yet."""
-    module = name.partition(":")[0]
-    return module not in sys.modules and importlib.util.find_spec(module) is not None
-
-
-def _misfit(function: Any, takes: str) -> TypeError | None:
-    """Why a function cannot be called as `Used.takes` says."""
-    names = takes.split(", ")
-    keywords = {name[:-1]: None for name in names if name.endswith("=")}
-    try:
-        inspect.signature(function).bind(*[None] * (len(names) - len(keywords)), **keywords)
-    except TypeError as error:
-        return error
-    return None
-
-
 def resolve(name: str) -> Any:
     """Returns what `module:attribute.attribute` names.
 
@@ -199,10 +145,10 @@ def _is_class(name: str) -> bool:
 def _mentioned_by(kind: type) -> set[str]:
     """The names that stand in the code of a class and its bases."""
     methods = [method for base in kind.__mro__ for method in vars(base).values()]
-    return {name for method in methods for name in _mentions(method)}
+    return {name for method in methods for name in mentions(method)}
 
 
-def _mentions(method: Any) -> set[str]:
+def mentions(method: Any) -> set[str]:
     """The names of attributes, and the texts, in the code of a function, a method or a property."""
     function = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)

@@ -7,7 +7,38 @@ Must hold: it has a row for every such method and no other (tests/test_upstream.
 
 from __future__ import annotations
 
-from hf_helix.upstream.rows import Overridden
+from typing import NamedTuple
+
+
+class Overridden(NamedTuple):
+    """A method that a class of ours overrides.
+
+    Attributes:
+        owner: the class that has the method, as `module:class`.
+        method: its name.
+        purpose: what ours does in its place.
+        otherwise: what would happen if ours were not called.
+        callers: the classes whose code calls it; empty for a method that only users call.
+        needs: parameters that ours reads by name, beyond those in its signature.
+    """
+
+    owner: str
+    method: str
+    purpose: str
+    otherwise: str
+    callers: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The owner and the method as one name."""
+        return f"{self.owner}.{self.method}"
+
+    @property
+    def package(self) -> str:
+        """The package that has the method."""
+        return self.owner.partition(".")[0]
+
 
 _TRAINER = "transformers.trainer:Trainer"
 _LAYOUT = "accelerate.parallelism_config:ParallelismConfig"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from hf_helix.upstream.rows import NO_IMPORT, NO_REFUSAL, NO_STEP, Used, used
+from support.used_names.rows import NO_IMPORT, NO_REFUSAL, NO_STEP, Used, used
 
 _TRAINER = "transformers.trainer:Trainer"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from hf_helix.upstream.rows import NO_REFUSAL, Used, used
+from support.used_names.rows import NO_REFUSAL, Used, used
 
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _INSTEAD = "its place is taken on the Accelerator of a loop: it would do something else than its name says"

@@ -1,9 +1,4 @@
-"""The rows of the tables in this folder.
-
-In:   names of other packages, as `module:name` or `module:class.name`, and what hf_helix does with them.
-Out:  rows, which `check` reads.
-Must hold: nothing is imported but the standard library.
-"""
+"""The rows of the tables in this folder."""
 
 from __future__ import annotations
 
@@ -12,36 +7,6 @@ from typing import NamedTuple
 NO_IMPORT = "hf_helix cannot be imported"
 NO_STEP = "the first step is an error"
 NO_REFUSAL = "what cannot be honoured would be ignored without a word"
-
-
-class Overridden(NamedTuple):
-    """A method that a class of ours overrides.
-
-    Attributes:
-        owner: the class that has the method, as `module:class`.
-        method: its name.
-        purpose: what ours does in its place.
-        otherwise: what would happen if ours were not called.
-        callers: the classes whose code calls it; empty for a method that only users call.
-        needs: parameters that ours reads by name, beyond those in its signature.
-    """
-
-    owner: str
-    method: str
-    purpose: str
-    otherwise: str
-    callers: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The owner and the method as one name."""
-        return f"{self.owner}.{self.method}"
-
-    @property
-    def package(self) -> str:
-        """The package that has the method."""
-        return self.owner.partition(".")[0]
 
 
 class Used(NamedTuple):
