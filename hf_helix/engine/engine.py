@@ -51,7 +51,7 @@ from hf_helix.planning.pipeline.actions import format_schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
-from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -234,7 +234,7 @@ class Engine(Diagnostics):
             self._trained_then = trained
         self._check_forwards_again()
         check_batch(batches[0])
-        agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
+        agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
         return self._make_window(batches, scale, step)
@@ -303,11 +303,11 @@ class Engine(Diagnostics):
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
+    @collective
     def evaluate(
         self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs forward only. Collective over the ranks that share the batch (with experts, over those that share them,
-        and over all data-parallel ranks with `shard_optimizer` or `shard_parameters`, which gather weights).
+        """Runs forward only. Collective.
 
         Args:
             batch: see `train_window`.
@@ -318,7 +318,9 @@ class Engine(Diagnostics):
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
+        meet("a batch is evaluated")
         self._check_forwards_again()
+        agree_on_window([batch], self.mesh.batch_group)
         self.check_extents(batch)
         self.model.eval()
         make_window = functools.partial(self._make_window, scale=scale, step=step)

@@ -34,11 +34,11 @@ from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.models.direct_use import Instead
-from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
-from hf_helix.runtime.failures.heartbeat import start_watch, watched
+from hf_helix.runtime.failures.heartbeat import collective, start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.upstream.check import check_class
@@ -55,6 +55,8 @@ HOW_TO_STEP = (
     "`model, optimizer = plugin.prepare(accelerator, model, optimizer)`, or make it from model.parameters() of what "
     "HelixPlugin.prepare returns"
 )
+
+_WINDOWS = "model.train_window() is called, or the data has ended"
 
 # Methods of the Accelerator that do not work on a cut model, and what to do instead.
 REFUSED = {
@@ -181,6 +183,7 @@ class HelixModel:
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
         with watched():
+            meet(_WINDOWS)
             agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -198,6 +201,7 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
+            meet(_WINDOWS)
             self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
@@ -234,8 +238,10 @@ class HelixModel:
         with watched():
             return self.engine.clip_gradients(max_norm)
 
+    @collective
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes the checkpoint that `save_pretrained` of the unsplit model would write."""
+        meet("model.save_pretrained() is called")
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -33,10 +33,10 @@ from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
-from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
-from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.failures.heartbeat import collective, watched
 
 logger = get_logger(__name__)
 
@@ -78,8 +78,9 @@ class CheckpointHooks:
         self._health = Health(self.args.device)
         prepare_for_interrupts(self)
         with watched():
+            meet("trainer.train() is called")
             folder = self._find_checkpoint(resume_from_checkpoint)
-            if self.args.save_strategy != SaveStrategy.NO:
+            if self.args.save_strategy != SaveStrategy.NO or getattr(self.args, "enable_jit_checkpoint", False):
                 self._check_output_dir()
             output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
             self._health.check()
@@ -210,6 +211,7 @@ class CheckpointHooks:
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
         name = f"{atomic.PREFIX}-{self.state.global_step}"
         with watched():
+            meet(f"{name} is saved")
             self._health.check()
             decide_on_rank_0(lambda: atomic.recover(Path(folder), _is_complete))
             self._staging, self._push_waits = os.path.join(folder, atomic.STAGING), False
@@ -253,8 +255,10 @@ class CheckpointHooks:
         else:
             self._push_waits = True
 
+    @collective
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
+        meet("trainer.save_model() is called")
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
