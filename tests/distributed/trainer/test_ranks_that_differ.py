@@ -54,7 +54,7 @@ def draws(rows: list[Any]) -> Any:
 
 
 def draw(folder: str, helix: Helix) -> list[Any]:
-    """The losses with a collator that draws, in this process and in workers of several epochs."""
+    """The losses with a collator that draws, in this process and in workers, over two epochs and an evaluation."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
     result = []
     for workers in (0, 2):
@@ -62,8 +62,13 @@ def draw(folder: str, helix: Helix) -> list[Any]:
         training |= {"dataloader_multiprocessing_context": "fork"} if workers else {}
         trainer = made(folder, helix, training, data_collator=draws, train_dataset=sequences(12))
         trainer.train()
-        result.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        result.append([*losses, trainer.evaluate()["eval_loss"]])
     return result
+
+
+def evaluate_on_data_of_rank(folder: str, helix: Helix) -> None:
+    made(folder, helix).evaluate(sequences(4, seed=rank()))
 
 
 @pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
@@ -72,6 +77,11 @@ def test_collators_that_draw(helix: dict[str, Any], dp: int, cluster_of: Any, st
     assert expected[0] != expected[1]
     for result in cluster_of(2).run(draw, folder=str(tmp_path), helix=helix):
         np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
+
+
+def test_evaluation_on_different_batches(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors(evaluate_on_data_of_rank, folder=str(tmp_path), helix={"tp_size": 2}):
+        assert "got different batches: input_ids, labels differ" in failure.message
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
