@@ -303,7 +303,6 @@ class Engine(Diagnostics):
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    @collective
     def evaluate(
         self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:

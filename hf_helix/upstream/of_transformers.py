@@ -74,19 +74,7 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             NO_IMPORT,
             takes="output_dir, save_total_limit, best_model_checkpoint, use_mtime=",
         ),
-        used(
-            "transformers.trainer_callback:CallbackHandler",
-            "call_event",
-            "one of ours calls it, and shares what callbacks have decided",
-            "ranks whose callbacks decide differently would hang",
-            takes="self, event, args, state, control",
-        ),
-        used(
-            "transformers.trainer_jit_checkpoint",
-            "JITCheckpointCallback",
-            "tells of SIGTERM; all ranks save at the end of the step",
-            NO_IMPORT,
-        ),
+        used("transformers.trainer_jit_checkpoint", "JITCheckpointCallback", "tells ranks of SIGTERM", NO_IMPORT),
         used("transformers.trainer_utils", "SaveStrategy", "tells whether checkpoints are saved", NO_IMPORT),
         used(
             "transformers.trainer_utils", "HPSearchBackend", "refuses backends that rank 0 would run alone", NO_IMPORT

@@ -38,7 +38,7 @@ from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_o
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
-from hf_helix.runtime.failures.heartbeat import collective, start_watch, watched
+from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.upstream.check import check_class
@@ -238,7 +238,6 @@ class HelixModel:
         with watched():
             return self.engine.clip_gradients(max_norm)
 
-    @collective
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes the checkpoint that `save_pretrained` of the unsplit model would write."""
         meet("model.save_pretrained() is called")

@@ -36,7 +36,7 @@ from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
-from hf_helix.runtime.failures.heartbeat import collective, watched
+from hf_helix.runtime.failures.heartbeat import watched
 
 logger = get_logger(__name__)
 
@@ -255,7 +255,6 @@ class CheckpointHooks:
         else:
             self._push_waits = True
 
-    @collective
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
         meet("trainer.save_model() is called")

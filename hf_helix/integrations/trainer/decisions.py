@@ -50,14 +50,12 @@ class Decisions:
     def _share(self, event: str, control: Any) -> None:
         asks = [type(each).on_substep_end is not TrainerCallback.on_substep_end for each in self._handler.callbacks]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
-        mine = [getattr(control, name) or name in self._late for name in FLAGS]
-        *flags, self._asks_in_windows, ends = meet(
-            f"training goes on after {event}", [*mine, any(asks), any(has_signal)]
-        )
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), any(asks), any(has_signal)]
+        *flags, self._asks_in_windows, ends = meet(f"training goes on after {event}", mine)
         if ends and event == "on_step_end":  # evaluation would take of the time that is left
             flags = [flags[0], False, True, flags[3], True]
             for manager in self._on_signal:
                 manager.is_checkpoint_requested = False
-        for name, flag in zip(FLAGS, flags, strict=True):
-            setattr(control, name, flag)
         self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
+        for name in FLAGS:
+            setattr(control, name, name in self._agreed)

@@ -31,7 +31,7 @@ from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
-from hf_helix.runtime.failures.heartbeat import collective, watched
+from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
 
@@ -118,8 +118,7 @@ class WindowHooks:
         """Returns the stock loader; ranks that share a batch give its workers the same seeds, and so draw the same."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
         stock = getattr(loader, "base_dataloader", loader)
-        seed = getattr(stock, "worker_init_fn", None)
-        if isinstance(seed, functools.partial) and "rank" in seed.keywords:
+        if isinstance(seed := getattr(stock, "worker_init_fn", None), functools.partial) and "rank" in seed.keywords:
             stock.worker_init_fn = functools.partial(seed, rank=rank() // self.helix_config.ranks_per_batch)
         return loader
 
@@ -148,7 +147,6 @@ class WindowHooks:
             self._tune(self._window, num_items)
         return samples, num_items
 
-    @collective
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a micro-batch. The first call of a window runs the whole window. Collective.
 

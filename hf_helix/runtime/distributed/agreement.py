@@ -7,7 +7,6 @@ Must hold: ranks never issue collectives that do not match.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ T = TypeVar("T")
 NUM_FLAGS = 8
 TOGETHER = "every rank must do so; write it without `if trainer.is_world_process_zero():`"
 
-_awaited = ""  # what this rank does next, once the others do
+awaited = ""  # what this rank is about to do, while it waits for the others to do so, too
 
 
 def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
@@ -43,10 +42,10 @@ def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
     Raises:
         RuntimeError: on every rank, names two of them and what each is about to do.
     """
-    global _awaited
+    global awaited
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(flags)
-    _awaited, mark = what, zlib.crc32(what.encode())
+    awaited, mark = what, zlib.crc32(what.encode())
     most = torch.tensor([mark, -mark, *flags, *[0] * (NUM_FLAGS - len(flags))])
     of_ranks = [torch.empty_like(most) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(most, of_ranks, dst=0, group=control_group())  # with a broadcast: fewer turns than an all-reduce
@@ -58,13 +57,8 @@ def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
         said = all_gather_object(what)
         odd = next(rank for rank, text in enumerate(said) if text != said[0])
         raise RuntimeError(f"{said[0]} on rank 0 while {said[odd]} on rank {odd}: {TOGETHER}")
-    _awaited = ""  # stays where communication fails: `awaited` then names it
+    awaited = ""  # where communication fails it stays, for the error that names it
     return [bool(flag) for flag in shared[: len(flags)]]
-
-
-def awaited() -> str:
-    """What this rank waits for the others to do, too; empty where it does not."""
-    return _awaited
 
 
 def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
@@ -164,8 +158,8 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
     """
     if group is None:
         return
-    sums = [torch.stack(list(_checksums(batch).values())).sum() for batch in batches]
-    mine = functools.reduce(lambda total, one: 31 * total + one, sums)
+    sums = [(2 * place + 1) * each for place, batch in enumerate(batches) for each in _checksums(batch).values()]
+    mine = torch.stack(sums).sum()
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     if len(set(torch.stack(gathered).tolist())) > 1:  # one wait for the device, however many ranks there are
@@ -174,9 +168,8 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
 
 def _checksums(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """By its name with type and shape, a number of the content of every tensor of a batch, and of its name."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    named = {f"{name} {tuple(value.shape)} {value.dtype}": value for name, value in sorted(tensors.items())}
-    return {name: (_checksum(value) + 1) * (2 * zlib.crc32(name.encode()) + 1) for name, value in named.items()}
+    named = {f"{key} {tuple(data.shape)} {data.dtype}": data for key, data in batch.items() if isinstance(data, Tensor)}
+    return {name: (_checksum(data) + 1) * (2 * zlib.crc32(name.encode()) + 1) for name, data in named.items()}
 
 
 def _checksum(value: Tensor) -> Tensor:
@@ -188,9 +181,8 @@ def _checksum(value: Tensor) -> Tensor:
 
 
 def _name_difference(batches: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    seen = all_gather_object(
-        [{name: int(each) for name, each in _checksums(batch).items()} for batch in batches], ranks
-    )
+    mine = [{name: int(each) for name, each in _checksums(batch).items()} for batch in batches]
+    seen = all_gather_object(mine, ranks)
     odd = next(place for place, windows in enumerate(seen) if windows != seen[0])
     one, other = next((one, other) for one, other in zip(seen[0], seen[odd], strict=True) if one != other)
     names = sorted({name.split()[0] for name in one.keys() | other.keys() if one.get(name) != other.get(name)})
