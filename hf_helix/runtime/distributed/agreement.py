@@ -158,34 +158,30 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
     """
     if group is None:
         return
-    sums = [(2 * place + 1) * each for place, batch in enumerate(batches) for each in _checksums(batch).values()]
-    mine = torch.stack(sums).sum()
+    mine = torch.stack([(2 * place + 1) * _fingerprint(batch) for place, batch in enumerate(batches)]).sum()
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     if len(set(torch.stack(gathered).tolist())) > 1:  # one wait for the device, however many ranks there are
         _name_difference(batches, dist.get_process_group_ranks(group))
 
 
-def _checksums(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By its name with type and shape, a number of the content of every tensor of a batch, and of its name."""
-    named = {f"{key} {tuple(data.shape)} {data.dtype}": data for key, data in batch.items() if isinstance(data, Tensor)}
-    return {name: (_checksum(data) + 1) * (2 * zlib.crc32(name.encode()) + 1) for name, data in named.items()}
-
-
-def _checksum(value: Tensor) -> Tensor:
-    """Of the bytes of a tensor and their order; whole numbers of 64 bits that may overflow."""
-    content = value.detach().contiguous().view(-1).view(torch.uint8)
+def _fingerprint(batch: Mapping[str, Any]) -> Tensor:
+    """A number of the names, types, shapes and bytes of the tensors of a batch; 64 bits, which may overflow."""
+    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
+    about = zlib.crc32(repr([(name, value.dtype, value.shape) for name, value in tensors]).encode())
+    content = torch.cat([value.detach().contiguous().view(-1).view(torch.uint8) for _, value in tensors])
     words = nn.functional.pad(content, (0, -len(content) % 8)).view(torch.int64)
-    weights = torch.arange(1, len(words) + 1, device=value.device) * 0x1E3779B97F4A7C15
-    return (words * (weights ^ weights >> 29 | 1)).sum()
+    weights = torch.arange(1, len(words) + 1, device=words.device) * 0x1E3779B97F4A7C15
+    return ((words * (weights ^ weights >> 29 | 1)).sum() + 1) * (2 * about + 1)
 
 
 def _name_difference(batches: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    mine = [{name: int(each) for name, each in _checksums(batch).items()} for batch in batches]
+    tensors = [{name: value for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+    mine = [{name: int(_fingerprint({name: batch[name]})) for name in batch} for batch in tensors]
     seen = all_gather_object(mine, ranks)
     odd = next(place for place, windows in enumerate(seen) if windows != seen[0])
     one, other = next((one, other) for one, other in zip(seen[0], seen[odd], strict=True) if one != other)
-    names = sorted({name.split()[0] for name in one.keys() | other.keys() if one.get(name) != other.get(name)})
+    names = sorted({name for name in one.keys() | other.keys() if one.get(name) != other.get(name)})
     raise ValueError(
         f"ranks {ranks[0]} and {ranks[odd]} share every batch, and got different batches: {', '.join(names)} differ; "
         "shuffle and draw with the same seed on every rank, as TrainingArguments(seed=..., data_seed=...) does, and "
