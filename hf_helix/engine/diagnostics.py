@@ -21,7 +21,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.distributed.agreement import all_gather_object, meet
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -125,6 +125,7 @@ class Diagnostics:
             write_perfetto(path, spans)
 
     def _window_to_repeat(self, asked: str) -> list[MicroBatch]:
+        meet(f"{asked}() is called")
         if not self.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()

@@ -53,7 +53,7 @@ from hf_helix.planning.pipeline.actions import format_schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
-from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
@@ -241,7 +241,7 @@ class Engine(Diagnostics):
             self._trained_then = trained
         self._check_unchanged()
         check_batch(batches[0])
-        agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
+        agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
@@ -331,8 +331,7 @@ class Engine(Diagnostics):
     def evaluate(
         self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs forward only. Collective over the ranks that share the batch (with experts, over those that share them,
-        and over all data-parallel ranks with `shard_optimizer` or `shard_parameters`, which gather weights).
+        """Runs forward only. Collective.
 
         Args:
             batch: see `train_window`.
@@ -343,7 +342,9 @@ class Engine(Diagnostics):
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
+        meet("a batch is evaluated")
         self._check_unchanged()
+        agree_on_window([batch], self.mesh.batch_group)
         self.check_extents(batch)
         self.model.eval()
         make_window = functools.partial(self._make_window, scale=scale, step=step)

@@ -15,6 +15,7 @@ from typing import Any
 from hf_helix.checkpoint.shard import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -49,6 +50,7 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
         # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
         before = {flat: flat.shard.clone() for flat in kept_flats(stage.flats) if flat.cast_to is None}
         with watched():
+            meet("whole_weights() is entered")
             for flat in stage.flats:
                 flat.lend(flat.gather())
         try:

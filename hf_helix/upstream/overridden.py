@@ -72,6 +72,11 @@ OVERRIDDEN: tuple[Overridden, ...] = (
         "a resumed run would see its data in another order",
     ),
     _trainer(
+        "get_train_dataloader",
+        "seeds workers by the data-parallel rank",
+        "ranks that share a batch would draw differently in workers",
+    ),
+    _trainer(
         "get_batch_samples",
         "keeps the micro-batches of an optimizer step for `training_step`, compares them over the ranks, and lets the "
         "engine choose a plan",

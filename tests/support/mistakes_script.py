@@ -27,13 +27,14 @@ class Broken(TrainerCallback):
             raise RuntimeError("boom on one rank")
         if state.global_step == 2 and RANK == 1 and self.mistake == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if state.global_step == 2 and self.mistake == "interrupt":
+        if state.global_step == 2 and self.mistake in ("interrupt", "preempt"):
             Path(f"stepping-{RANK}").touch()
 
 
 def main(mistake: str) -> None:
     long = {"max_steps": 10_000, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    args = arguments("out", gradient_accumulation_steps=2, **(long if mistake == "interrupt" else {"max_steps": 6}))
+    runs = {"interrupt": long, "preempt": {**long, "save_strategy": "no", "enable_jit_checkpoint": True}}
+    args = arguments("out", gradient_accumulation_steps=2, **runs.get(mistake, {"max_steps": 6}))
     config = HelixConfig(tp_size=4 if mistake == "size" else 2, plan="sequential")
     data = sequences(40)
     if mistake == "data":
@@ -42,6 +43,10 @@ def main(mistake: str) -> None:
         model=llama(), args=args, train_dataset=data, helix_config=config, callbacks=[Broken(mistake)]
     )
     trainer.train()
+    if mistake == "alone" and trainer.is_world_process_zero():
+        trainer.save_model()
+    if mistake == "preempt":
+        print(f"rank {RANK} went on after step {trainer.state.global_step}", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.models.direct_use import Instead
-from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import plain_parameters
@@ -51,6 +51,8 @@ USE_INSTEAD = Instead(
     "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
 
+
+_WINDOWS = "model.train_window() is called, or the data has ended"
 
 # Methods of the Accelerator that do not work on a cut model, and what to do instead.
 REFUSED = {
@@ -177,6 +179,7 @@ class HelixModel:
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
         with watched():
+            meet(_WINDOWS)
             agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -194,6 +197,7 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
+            meet(_WINDOWS)
             self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
@@ -232,6 +236,7 @@ class HelixModel:
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes the checkpoint that `save_pretrained` of the unsplit model would write."""
+        meet("model.save_pretrained() is called")
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:

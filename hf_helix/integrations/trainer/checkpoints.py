@@ -32,7 +32,7 @@ from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
-from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.finite_check import Health
@@ -80,14 +80,20 @@ class CheckpointHooks:
         self._health = Health(self.args.device)
         prepare_for_interrupts(self)
         with watched():
-            if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
+            meet("trainer.train() is called")
+            if resume_from_checkpoint or self._saves:
                 self._settle_stream()
             folder = self._find_checkpoint(resume_from_checkpoint)
-            if self.args.save_strategy != SaveStrategy.NO:
+            if self._saves:
                 self._check_output_dir()
             output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
             self._health.check()
             return output
+
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints may be saved."""
+        return self.args.save_strategy != SaveStrategy.NO or bool(getattr(self.args, "enable_jit_checkpoint", False))
 
     def _find_checkpoint(self, given: Any) -> str | None:
         """The folder of the checkpoint to resume from, after the checkpoint was checked. Collective."""
@@ -220,6 +226,7 @@ class CheckpointHooks:
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
         name = f"{atomic.PREFIX}-{self.state.global_step}"
         with watched():
+            meet(f"{name} is saved")
             self._health.check()
             decide_on_rank_0(lambda: atomic.recover(Path(folder), _is_complete))
             self._staging, self._push_waits = os.path.join(folder, atomic.STAGING), False
@@ -265,6 +272,7 @@ class CheckpointHooks:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
+        meet("trainer.save_model() is called")
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]

@@ -47,7 +47,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
     ("save_on_each_node", bool, "save_on_each_node=False: the ranks write one checkpoint together"),
-    ("enable_jit_checkpoint", bool, "enable_jit_checkpoint=False: ranks would save at different steps"),
     ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
     ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
     ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),

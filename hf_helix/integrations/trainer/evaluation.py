@@ -17,6 +17,7 @@ from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -91,6 +92,7 @@ class EvaluationHooks:
         if not loss_only:
             check_outputs(self.model.config, ignore_keys)
         with watched():
+            meet(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
             self._health.check()
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]

@@ -17,7 +17,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from hf_helix.config import HelixConfig
 from hf_helix.integrations.trainer.checks import check_arguments
-from hf_helix.runtime.distributed.agreement import decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
 # Options of a study that would end a trial, or the search, in another way on rank 0 than on the others.
@@ -60,6 +60,7 @@ class SearchHooks:
         given.apply_defaults()
         _check_options(given.arguments["backend"], given.arguments["kwargs"])
         self._num_trials = 0
+        meet("trainer.hyperparameter_search() is called")
         try:
             best = stock(*args, **kwargs)
         except _SearchEnded:

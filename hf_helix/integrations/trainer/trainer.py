@@ -32,6 +32,7 @@ from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, sh
 from hf_helix.integrations.optimizers import watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
+from hf_helix.integrations.trainer.decisions import Decisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
@@ -41,7 +42,7 @@ from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, meet
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
@@ -123,6 +124,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if model is not None:
             self.helix.free_spread_parameters()  # which the stock Trainer has moved to its device
         check_trainer(self, arguments)
+        Decisions(self)
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
         """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
+        meet("HelixTrainer is made")
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
         check_same_on_all_ranks(f"{shared_options(self.helix_config)}\n{shared}", "options")

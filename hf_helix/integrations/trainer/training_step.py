@@ -12,6 +12,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.integrations.trainer.stock import StockTrainer
-from hf_helix.runtime.distributed.agreement import agree_on_number
+from hf_helix.runtime.distributed.agreement import agree_on_number, meet
+from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
@@ -109,6 +111,14 @@ class WindowHooks:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def get_train_dataloader(self) -> Any:
+        """Returns the stock loader; ranks that share a batch give its workers the same seeds, and so draw the same."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        stock = getattr(loader, "base_dataloader", loader)
+        if isinstance(seed := getattr(stock, "worker_init_fn", None), functools.partial) and "rank" in seed.keywords:
+            stock.worker_init_fn = functools.partial(seed, rank=rank() // self.helix_config.ranks_per_batch)
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.
 
@@ -152,6 +162,7 @@ class WindowHooks:
         """
         window = self._window
         if window is None:
+            meet("trainer.training_step() is called")
             self.helix.check_extents(inputs)
             return self._run_window(FetchedWindow([inputs]), self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:

@@ -1,6 +1,6 @@
 """Agreement: what must be equal on several ranks is compared before anything hangs on it.
 
-In:   a text (plan, schedule), the inputs of a window, or what one rank alone can find out.
+In:   a text (plan, schedule), the batches of a window, what a rank is about to do, or what one rank alone can find out.
 Out:  nothing or the same result, or the same error, on every rank that compared.
 Must hold: ranks never issue collectives that do not match.
 """
@@ -8,18 +8,57 @@ Must hold: ranks never issue collectives that do not match.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
 from hf_helix.runtime.failures.endings import describe, told_by
 
 T = TypeVar("T")
+
+NUM_FLAGS = 8
+TOGETHER = "every rank must do so; write it without `if trainer.is_world_process_zero():`"
+
+awaited = ""  # what this rank is about to do, while it waits for the others to do so, too
+
+
+def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
+    """Waits until every rank is about to do the same. Collective, before anything else that is: its message has one
+    size whatever it is called for, so ranks that do different things find out, and do not communicate by mistake.
+
+    Args:
+        what: a clause that says what follows, such as "trainer.save_model() is called".
+        flags: up to `NUM_FLAGS`, as many on every rank.
+
+    Returns:
+        For every flag whether any rank has set it.
+
+    Raises:
+        RuntimeError: on every rank, names two of them and what each is about to do.
+    """
+    global awaited
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(flags)
+    awaited, mark = what, zlib.crc32(what.encode())
+    most = torch.tensor([mark, -mark, *flags, *[0] * (NUM_FLAGS - len(flags))])
+    of_ranks = [torch.empty_like(most) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(most, of_ranks, dst=0, group=control_group())  # with a broadcast: fewer turns than an all-reduce
+    if of_ranks is not None:
+        most = torch.stack(of_ranks).amax(0)
+    dist.broadcast(most, src=0, group=control_group())
+    highest, lowest, *shared = most.tolist()
+    if highest != -lowest:
+        said = all_gather_object(what)
+        odd = next(rank for rank, text in enumerate(said) if text != said[0])
+        raise RuntimeError(f"{said[0]} on rank 0 while {said[odd]} on rank {odd}: {TOGETHER}")
+    awaited = ""  # where communication fails it stays, for the error that names it
+    return [bool(flag) for flag in shared[: len(flags)]]
 
 
 def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
@@ -111,27 +150,43 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
     return decision[0]
 
 
-def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Compares the token ids of a window over the ranks that share it. Collective.
+def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:
+    """Compares the tensors of a window, and their names, over the ranks that share it. Collective.
 
     Raises:
-        ValueError: on every rank of the group, if their batches differ in number, shape or content.
+        ValueError: on every rank of the group, names what differs.
     """
     if group is None:
         return
-    mine = torch.stack(
-        [_fingerprint(inputs), torch.tensor(float(len(inputs)), dtype=torch.float64, device=inputs[0].device)]
-    )
+    mine = torch.stack([(2 * place + 1) * _fingerprint(batch) for place, batch in enumerate(batches)]).sum()
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    sums = torch.stack(gathered).tolist()  # one wait for the device, however many ranks there are
-    if any(other != sums[0] for other in sums):
-        lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in sums)
-        raise ValueError(
-            f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "
-            "batch. Shuffle with the same seed on every rank, TrainingArguments(seed=..., data_seed=...), and leave "
-            "out split_dataset_by_node"
-        )
+    if len(set(torch.stack(gathered).tolist())) > 1:  # one wait for the device, however many ranks there are
+        _name_difference(batches, dist.get_process_group_ranks(group))
+
+
+def _fingerprint(batch: Mapping[str, Any]) -> Tensor:
+    """A number of the names, types, shapes and bytes of the tensors of a batch; 64 bits, which may overflow."""
+    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
+    about = zlib.crc32(repr([(name, value.dtype, value.shape) for name, value in tensors]).encode())
+    content = torch.cat([value.detach().contiguous().view(-1).view(torch.uint8) for _, value in tensors])
+    words = nn.functional.pad(content, (0, -len(content) % 8)).view(torch.int64)
+    weights = torch.arange(1, len(words) + 1, device=words.device) * 0x1E3779B97F4A7C15
+    return ((words * (weights ^ weights >> 29 | 1)).sum() + 1) * (2 * about + 1)
+
+
+def _name_difference(batches: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    tensors = [{name: value for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+    mine = [{name: int(_fingerprint({name: batch[name]})) for name in batch} for batch in tensors]
+    seen = all_gather_object(mine, ranks)
+    odd = next(place for place, windows in enumerate(seen) if windows != seen[0])
+    one, other = next((one, other) for one, other in zip(seen[0], seen[odd], strict=True) if one != other)
+    names = sorted({name for name in one.keys() | other.keys() if one.get(name) != other.get(name)})
+    raise ValueError(
+        f"ranks {ranks[0]} and {ranks[odd]} share every batch, and got different batches: {', '.join(names)} differ; "
+        "shuffle and draw with the same seed on every rank, as TrainingArguments(seed=..., data_seed=...) does, and "
+        "leave out split_dataset_by_node and the like, since every rank gets its part of the data from Accelerate"
+    )
 
 
 def agree_on_number(count: int, device: torch.device, states: Tensor | None = None) -> list[list[int]]:
@@ -172,13 +227,3 @@ def sum_over_ranks(numbers: Sequence[int]) -> list[int]:
     total = torch.tensor(numbers, dtype=torch.long)
     dist.all_reduce(total, group=control_group())
     return total.tolist()
-
-
-def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
-    """A checksum over shapes and contents, exact in float64."""
-    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
-    for place, ids in enumerate(inputs):
-        flat = ids.reshape(-1).to(torch.float64)
-        weights = torch.arange(flat.numel(), device=flat.device) % 8191 + (1 + 13 * place + ids.shape[-1] % 8191)
-        total = total + (flat * weights).sum()
-    return total

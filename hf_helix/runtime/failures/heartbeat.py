@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
+from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.runtime.failures import endings
 from hf_helix.runtime.failures.store import connect_store
@@ -207,7 +208,10 @@ class Watch:
         except Exception:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
-            return f"rank {gone[0]} has ended its script while rank {self.rank} still communicates with it"
+            doing = f"{agreement.awaited} on rank {self.rank}: {agreement.TOGETHER}" if agreement.awaited else ""
+            return (
+                f"rank {gone[0]} has ended its script while {doing or f'rank {self.rank} still communicates with it'}"
+            )
         return None
 
     def _end(self, failure: str) -> None:

@@ -107,6 +107,27 @@ def test_ctrl_c_says_which_checkpoint_the_run_goes_on_from(launcher: str, tmp_pa
     assert "KeyboardInterrupt" not in said
 
 
+def test_a_rank_that_saves_alone(tmp_path: Path) -> None:
+    ranks = fork_ranks(tmp_path, SUPPORT / "mistakes_script.py", "alone")
+    assert [rank.wait(LIMIT) for rank in ranks] == [1, 0]
+    said = (tmp_path / "0.log").read_text()
+    line = "rank 0 ends because rank 1 has ended its script while trainer.save_model() is called on rank 0: every rank"
+    assert said.count(line) == 1, said
+    assert "EnforceNotMet" not in said
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
+    """With `enable_jit_checkpoint` all ranks save at one step, and the script goes on."""
+    process = launch(tmp_path, "mistakes_script.py", "preempt")
+    wait_for(tmp_path, "stepping")
+    process.terminate()
+    said, _ = output_of(process)
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    for rank in range(2):
+        assert f"rank {rank} went on after step {saved.name.removeprefix('checkpoint-')}" in said
+
+
 def test_ctrl_c(tmp_path: Path) -> None:
     process = launch(tmp_path, "endings_script.py", "interrupt")
     wait_for(tmp_path, "communicating")

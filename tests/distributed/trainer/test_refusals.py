@@ -172,7 +172,8 @@ def test_different_plans_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
 def test_different_batches_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
     for failure in cluster_of(2).errors("train_on_data_of_rank", folder=str(tmp_path)):
         assert failure.kind == "ValueError"
-        assert "different batches" in failure.message
+        assert "got different batches: input_ids, labels differ" in failure.message
+        assert "split_dataset_by_node" in failure.message
         assert "seed" in failure.message
 
 

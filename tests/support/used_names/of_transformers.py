@@ -67,6 +67,7 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             NO_IMPORT,
             takes="output_dir, save_total_limit, best_model_checkpoint, use_mtime=",
         ),
+        used("transformers.trainer_jit_checkpoint", "JITCheckpointCallback", "tells ranks of SIGTERM", NO_IMPORT),
         used("transformers.trainer_utils", "SaveStrategy", "tells whether checkpoints are saved", NO_IMPORT),
         used(
             "transformers.trainer_utils", "HPSearchBackend", "refuses backends that rank 0 would run alone", NO_IMPORT

@@ -1,0 +1,61 @@
+"""Decisions of callbacks: what those of one rank decide, every rank does.
+
+In:   the control of a trainer, after the events that the stock loop acts on.
+Out:  the same flags on every rank; SIGTERM to any of them, with `enable_jit_checkpoint`, is one checkpoint of all.
+Must hold: flags that are set at another moment, such as by a handler of a signal, wait for the next of these events.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+from hf_helix.runtime.distributed.agreement import meet
+
+FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+_STOPS = FLAGS[-2:]
+_EVENTS = {"on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
+_ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")  # where a rank would save by itself
+
+
+class Decisions:
+    """Takes the place of `call_event` of a trainer's callbacks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._handler = trainer, trainer.callback_handler
+        self._stock, self._handler.call_event = self._handler.call_event, self._call
+        self._agreed: set[str] = set()  # flags of all ranks
+        self._late: set[str] = set()  # flags of this rank that the others do not know yet
+        self._asks_in_windows = False  # whether a callback of any rank decides between micro-batches
+        saving = [each for each in self._handler.callbacks if isinstance(each, JITCheckpointCallback)]
+        self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
+        for callback in saving:
+            for event in _ALONE:
+                setattr(callback, event, lambda *args, **kwargs: None)
+
+    def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Calls the callbacks, and shares what they have decided. Collective where the stock loop acts on it."""
+        control = self._stock(event, args, state, control, **kwargs)
+        is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
+        if event in _EVENTS or is_log_of_step or (event == "on_substep_end" and self._asks_in_windows):
+            self._share(event, control)
+        elif event == "on_substep_end":
+            self._late |= {name for name in _STOPS if getattr(control, name)} - self._agreed
+            for name in _STOPS:
+                setattr(control, name, name in self._agreed)
+        return control
+
+    def _share(self, event: str, control: Any) -> None:
+        asks = [type(each).on_substep_end is not TrainerCallback.on_substep_end for each in self._handler.callbacks]
+        has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), any(asks), any(has_signal)]
+        *flags, self._asks_in_windows, ends = meet(f"training goes on after {event}", mine)
+        if ends and event == "on_step_end":  # evaluation would take of the time that is left
+            flags = [flags[0], False, True, flags[3], True]
+            for manager in self._on_signal:
+                manager.is_checkpoint_requested = False
+        self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
+        for name in FLAGS:
+            setattr(control, name, name in self._agreed)

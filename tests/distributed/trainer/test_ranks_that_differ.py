@@ -1,0 +1,275 @@
+"""Ranks that see different things: what one draws all draw, what one decides all do, what one does alone is an error.
+
+The oracle is the stock Trainer with as many processes as there are data-parallel ranks, which all decide the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.habit_jobs import is_close, plain
+from support.jobs import build
+from support.models import sequences, tiny
+from torch.utils.data import default_collate
+from transformers import Trainer, TrainerCallback
+
+from hf_helix.runtime.distributed.mesh import rank
+
+Helix = dict[str, Any] | None
+
+LAYOUTS = [
+    ({"tp_size": 2}, 1),
+    ({"pp_size": 2}, 1),
+    ({"shard_parameters": True}, 2),
+    pytest.param({"cp_size": 2}, 1, marks=pytest.mark.slow),
+    pytest.param({"shard_optimizer": True}, 2, marks=pytest.mark.slow),
+    pytest.param({}, 2, marks=pytest.mark.slow),
+]
+
+
+def made(folder: str, helix: Helix, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    helix = None if helix is None else {"plan": "sequential", **helix}
+    data = {"train_dataset": sequences(24), "eval_dataset": sequences(4, seed=9)}
+    return build(folder, helix, training, model=tiny(num_hidden_layers=4), **{**data, **options})
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def draws(rows: list[Any]) -> Any:
+    """Leaves out labels at random: by torch, numpy and Python in turn, all of which the stock Trainer seeds."""
+    batch = default_collate(rows)
+    batch["labels"][:, : int(torch.randint(1, 9, ()))] = -100
+    batch["labels"][:, -int(np.random.randint(1, 9)) :] = -100
+    return batch
+
+
+def draw(folder: str, helix: Helix) -> list[Any]:
+    """The losses with a collator that draws, in this process and in workers, over two epochs and an evaluation."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
+    result = []
+    for workers in (0, 2):
+        training = {"dataloader_num_workers": workers, "max_steps": 5, "gradient_accumulation_steps": 2}
+        training |= {"dataloader_multiprocessing_context": "fork"} if workers else {}
+        trainer = made(folder, helix, training, data_collator=draws, train_dataset=sequences(12))
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        result.append([*losses, trainer.evaluate()["eval_loss"]])
+    return result
+
+
+def evaluate_on_data_of_rank(folder: str, helix: Helix) -> None:
+    made(folder, helix).evaluate(sequences(4, seed=rank()))
+
+
+@pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
+def test_collators_that_draw(helix: dict[str, Any], dp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    expected, _ = stock(draw, dp=dp)
+    assert expected[0] != expected[1]
+    for result in cluster_of(2).run(draw, folder=str(tmp_path), helix=helix):
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
+
+
+def test_evaluation_on_different_batches(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors(evaluate_on_data_of_rank, folder=str(tmp_path), helix={"tp_size": 2}):
+        assert "got different batches: input_ids, labels differ" in failure.message
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+class Decides(TrainerCallback):
+    """Sets a flag at an event of step 2, on one rank or on all, and notes what follows."""
+
+    def __init__(self, event: str, flag: str, decider: int | None) -> None:
+        self.event, self.flag, self.decider = event, flag, decider
+        self.seen: list[Any] = []
+
+    def _at(self, event: str, state: Any, control: Any) -> None:
+        if event == self.event and state.global_step == 2 and self.decider in (None, rank()):
+            setattr(control, self.flag, True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._at("step_begin", state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._at("step_end", state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._at("log", state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(("evaluate", state.global_step))
+        self._at("evaluate", state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(("save", state.global_step))
+        self._at("save", state, control)
+
+
+class DecidesInWindows(Decides):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._at("substep_end", state, control)
+
+
+DECISIONS = [
+    ("step_end", "should_save"),
+    ("step_end", "should_evaluate"),
+    ("step_end", "should_log"),
+    ("step_end", "should_epoch_stop"),
+    ("step_end", "should_training_stop"),
+    ("step_begin", "should_training_stop"),
+    ("substep_end", "should_training_stop"),
+    ("log", "should_evaluate"),
+    ("evaluate", "should_save"),
+    ("save", "should_training_stop"),
+]
+EVERY = {"save": {"save_strategy": "steps", "save_steps": 2}, "evaluate": {"eval_strategy": "steps", "eval_steps": 2}}
+
+
+def decide(folder: str, helix: Helix, decider: int | None) -> Any:
+    """What follows each of the decisions: the log, the events, the checkpoints."""
+    result = []
+    for number, (event, flag) in enumerate(DECISIONS):
+        here = f"{folder}/{number}"
+        callback = (DecidesInWindows if event == "substep_end" else Decides)(event, flag, decider)
+        training = {"max_steps": 4, "gradient_accumulation_steps": 2, "logging_steps": 2, **EVERY.get(event, {})}
+        if flag == "should_log":
+            training["logging_steps"] = 100
+        trainer = made(here, helix, training, callbacks=[callback], train_dataset=sequences(12))
+        trainer.train()
+        saved = sorted(path.name for path in Path(here).glob("checkpoint-*"))
+        log = trainer.state.log_history[:-1]  # the last has the mean loss of this rank
+        result.append([trainer.state.global_step, log, callback.seen, saved])
+    return plain(result)
+
+
+@pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
+def test_what_callbacks_of_one_rank_decide(
+    helix: dict[str, Any], dp: int, cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    expected, _ = stock(decide, dp=dp, decider=None)
+    for result in cluster_of(2).run(decide, folder=str(tmp_path), helix=helix, decider=1):
+        for case, mine, wanted in zip(DECISIONS, result, expected, strict=True):
+            assert is_close(mine, wanted), f"{case}:\n{mine}\n{wanted}"
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+class Preempted(TrainerCallback):
+    """Sends SIGTERM to some ranks while they compute a step, and waits a little: the answer has a timer."""
+
+    def __init__(self, ranks: list[int], wait: float) -> None:
+        self.ranks, self.wait = ranks, wait
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 2 and rank() in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], self.wait)
+
+
+def preempt(folder: str, helix: Helix, ranks: list[int], of_ones_own: bool) -> Any:
+    """A run that SIGTERM ends, with Transformers' answer to it or the user's, and what goes on from its checkpoint."""
+    training = {"max_steps": 6, "enable_jit_checkpoint": not of_ones_own, "eval_strategy": "steps", "eval_steps": 3}
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = made(folder, helix, training, callbacks=[Preempted(ranks, 0.3)])
+    if of_ones_own:
+
+        def save_and_stop(*given: Any) -> None:
+            trainer.control.should_save = trainer.control.should_training_stop = True
+
+        signal.signal(signal.SIGTERM, save_and_stop)
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "jit_manager", None) is not None:
+            callback.jit_manager.kill_wait = 0.05
+    trainer.train()
+    first, saved = trainer.state.log_history, sorted(path.name for path in Path(folder).glob("*"))
+    assert of_ones_own or signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGTERM, before)
+    trainer = made(folder, helix, {**training, "enable_jit_checkpoint": False})
+    trainer.train(resume_from_checkpoint=True)
+    return saved, *[
+        [(entry["step"], entry["loss"]) for entry in log if "loss" in entry]
+        for log in (first, trainer.state.log_history)
+    ]
+
+
+def losses_by_step(folder: str, helix: Helix) -> list[tuple[int, float]]:
+    trainer = made(folder, helix)
+    trainer.train()
+    return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("of_ones_own", [False, True], ids=["enable_jit_checkpoint", "a handler"])
+def test_preemption(helix: dict[str, Any], of_ones_own: bool, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    expected, _ = stock(losses_by_step)
+    for ranks in ([0, 1], [1]):
+        job = {"folder": str(tmp_path / str(ranks)), "helix": helix, "ranks": ranks, "of_ones_own": of_ones_own}
+        for saved, before, after in cluster_of(2).run(preempt, **job):
+            assert saved == ["checkpoint-3"]
+            np.testing.assert_allclose(before, expected[:3], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(after, expected, rtol=0, atol=1e-5)
+
+
+# -- what one rank does alone ----------------------------------------------------------------------------------------
+
+
+class Does(TrainerCallback):
+    """Does something at an event of step 1, on rank 0 alone."""
+
+    def __init__(self, event: str) -> None:
+        self.action: Callable[[], Any] = int
+        setattr(self, f"on_{event}", self._do)
+
+    def _do(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 1 and state.is_world_process_zero:
+            self.action()
+
+
+ALONE: dict[str, Callable[[Any], Any]] = {
+    "step_begin": lambda trainer: trainer.evaluate(),
+    "pre_optimizer_step": lambda trainer: trainer.predict(trainer.eval_dataset),
+    "step_end": lambda trainer: trainer.save_model(),
+    "log": lambda trainer: trainer.measure_memory(),
+}
+NEXT = {"pre_optimizer_step": "step_end"}  # the event after which ranks meet
+
+
+def do_alone(folder: str, helix: Helix) -> dict[str, str]:
+    """What is said where rank 0 does something while the others train, and where each does something else."""
+    said = {}
+    for event, action in ALONE.items():
+        callback = Does(event)
+        trainer = made(folder, helix, callbacks=[callback])
+        callback.action = lambda t=trainer, a=action: a(t)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.train()
+        said[event] = str(caught.value)
+    trainer = made(folder, helix)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.save_model() if dist.get_rank() == 0 else trainer.evaluate()
+    return {**said, "": str(caught.value)}
+
+
+@pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
+def test_what_rank_0_does_alone(helix: dict[str, Any], dp: int, cluster_of: Any, tmp_path: Path) -> None:
+    called = dict(zip(ALONE, ["evaluate", "predict", "save_model", "measure_memory"], strict=True))
+    for said in cluster_of(2).run(do_alone, folder=str(tmp_path), helix=helix):
+        for event, name in called.items():
+            assert (
+                f"{name}() is called on rank 0 while training goes on after on_{NEXT.get(event, event)} on"
+                in said[event]
+            )
+            assert "write it without `if trainer.is_world_process_zero():`" in said[event]
+        assert "trainer.save_model() is called on rank 0 while trainer.evaluate() is called on rank 1" in said[""]
