@@ -191,6 +191,9 @@ class CpuStreams(Streams):
     def __init__(self) -> None:
         self._workers: dict[tuple[Kind, str], _Worker] = {}
 
+    def __del__(self) -> None:
+        self.close()
+
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
         worker = self._workers.get((kind, lane))
         if worker is None:

@@ -449,7 +449,7 @@ def predictions_of_losses_only(make: Make) -> Any:
 
 @habit
 def logits_left_out(make: Make) -> Any:
-    output = make().predict(sequences(4, seed=6), ignore_keys=["logits", "past_key_values"])
+    output = make().predict(sequences(4, seed=6), ignore_keys=["logits", "cache", "past_key_values"])
     return output.predictions, output.label_ids.shape, output.metrics
 
 
@@ -464,7 +464,9 @@ def hidden_states(make: Make) -> Any:
 def hidden_states_left_out(make: Make) -> Any:
     trainer = make()
     trainer.model.config.output_hidden_states = True
-    return trainer.predict(sequences(2, seed=6), ignore_keys=["hidden_states", "past_key_values"]).predictions.shape
+    return trainer.predict(
+        sequences(2, seed=6), ignore_keys=["hidden_states", "cache", "past_key_values"]
+    ).predictions.shape
 
 
 @habit

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.jobs import Recorder, Stream, build
+from support.jobs import Recorder, Stream, build, make_trainer
 from support.models import arguments, llama, sequences, tiny
 from transformers import EarlyStoppingCallback
 
@@ -15,6 +19,8 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.runtime.divided import plain_parameters
+
+LIVENESS = "hf_helix-liveness"  # one a process, however many trainers it has
 
 
 class Accuracy:
@@ -80,6 +86,23 @@ def follow(
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
         "best": trainer.state.best_global_step,
     }
+
+
+def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int]]:
+    """The threads that trainers of a loop leave behind, by name, and how many the system sees after each of them."""
+    before, left, counts = set(threading.enumerate()), set(), []
+    for _ in range(3):
+        trainer = make_trainer(folder, helix, {"num_hidden_layers": 4}, training={"max_steps": 1})
+        trainer.train()
+        mine = set(threading.enumerate()) - before
+        del trainer
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while any(thread.is_alive() for thread in mine if thread.name != LIVENESS) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left |= {thread.name for thread in mine if thread.is_alive()} - {LIVENESS}
+        counts.append(len(os.listdir("/proc/self/task")))
+    return left, counts
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:

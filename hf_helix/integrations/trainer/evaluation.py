@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
@@ -21,12 +22,15 @@ from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 
+# What `use_cache` adds, whose name Transformers 5.24 has changed.
+_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 # Flags of a model's configuration, and the outputs beside the logits that they add.
 _OUTPUTS = {
     "output_hidden_states": ("hidden_states",),
     "output_attentions": ("attentions",),
     "output_router_logits": ("aux_loss", "router_logits"),
-    "use_cache": ("past_key_values",),
+    "use_cache": (_CACHE,),
 }
 
 
@@ -41,7 +45,7 @@ def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
         ValueError: names the flag, and what to set.
     """
     if ignore_keys is None:
-        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", [_CACHE])
     for flag, names in _OUTPUTS.items():
         wanted = [name for name in names if name not in ignore_keys]
         if getattr(config, flag, False) and wanted:

@@ -38,10 +38,10 @@ def causal_masks(
     for window in set(sliding_windows):
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
         masks[window] = create(
-            config=model.config,
-            inputs_embeds=embeddings,
-            attention_mask=mask,
-            past_key_values=None,
+            model.config,
+            embeddings,
+            mask,
+            None,  # the cache, whose name Transformers 5.24 has changed
             and_mask_function=apart,
             allow_is_causal_skip=mask is None,
         )

@@ -13,6 +13,8 @@ import contextlib
 import functools
 import os
 import platform
+import re
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,6 +152,33 @@ def options_of(use: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = MAX_CTAS[use]
     return options
+
+
+def wait_for_gloo(limit: float) -> None:
+    """Waits until gloo's threads have let go of what was communicated last; call it before the interpreter ends.
+
+    They drop a tensor after its collective is over, and take the GIL to do so, which aborts a process whose interpreter
+    is ending (pytorch/pytorch#190489). Torch joins them only where nobody holds the group, as a trainer does.
+
+    Args:
+        limit: seconds to wait at most.
+    """
+    deadline, now = time.monotonic() + limit, _gloo_threads()
+    before: list[str] = []
+    while (now != before or any("sleeping" not in each for each in now)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # without the GIL, and for longer than a thread waits between two attempts to get it
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> list[str]:
+    """What gloo's worker threads do and how often they have slept, by the system; it stays the same while they rest."""
+    found = []
+    for task in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):
+            text = task.read_text()
+            if "pt_gloo_runloop" in text:
+                found.append("".join(re.findall("^(?:State|voluntary).*", text, re.MULTILINE)))
+    return found
 
 
 def order_launches(pp_size: int) -> None:

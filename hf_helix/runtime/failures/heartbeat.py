@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from hf_helix.runtime.distributed import agreement
+from hf_helix.runtime.distributed.groups import wait_for_gloo
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.runtime.failures import endings
 from hf_helix.runtime.failures.store import connect_store
@@ -339,3 +340,4 @@ def _leave() -> None:
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+    wait_for_gloo(GRACE)

@@ -27,6 +27,9 @@ class _Shape:
     dtype: torch.dtype
 
 
+_UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
+"""Operators that write to `out`, whose rules raise on the meta device: the first of torch 2.11, the second to 2.13."""
+
 _made: dict[object, _Shape | Sequence[_Shape | None] | None] = {}
 """What operators made of arguments, by both; None where it cannot be made again without them."""
 
@@ -39,7 +42,7 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         args: what it is called with.
         kwargs: what it is called with by keyword.
     """
-    if function is torch.ops.aten.baddbmm.dtype_out:  # torch's own rule for it raises on the meta device (2.13)
+    if function in _UNRULED:
         return kwargs["out"]
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
     if key is None:

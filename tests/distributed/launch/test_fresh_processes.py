@@ -113,3 +113,29 @@ def test_one_rank_of_a_host_says_its_error_whole(tmp_path: Path, monkeypatch: py
     assert output_of(script).strip() == first
     assert endings.is_same(first, second)
     assert not endings.is_same(first, "rank 0 failed: ValueError: yes")
+
+
+HELD_UNTIL_THE_END = """
+import threading, time, weakref
+import torch, torch.distributed as dist
+import hf_helix.runtime.failures.heartbeat
+
+def slowly(_):
+    dropping.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group, dropping = dist.group.WORLD, threading.Event()
+tensors = [torch.ones(1) for _ in range(10_000)]  # so many that `del` comes before gloo lets go of them
+last = weakref.ref(tensors[-1], slowly)
+group.allreduce_coalesced(tensors)
+del tensors
+assert dropping.wait(60)
+"""
+
+
+def test_a_run_ends_well_while_gloo_still_holds_tensors() -> None:
+    """Torch aborts a process whose interpreter ends before a thread of gloo has dropped its last tensor."""
+    output_of(HELD_UNTIL_THE_END)

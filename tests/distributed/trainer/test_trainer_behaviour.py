@@ -104,6 +104,14 @@ def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_o
         compare(result, expected)
 
 
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+def test_trainers_that_are_gone_leave_no_threads(size: str, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "helix": {size: 2, "plan": "sequential"}}
+    for left, (first, *others) in cluster_of(2).run(f"{JOB}threads_left", **job):
+        assert left == set()
+        assert max(others) <= first, others
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "label smoothing, pipeline": {"helix": {"pp_size": 2}, "training": SMOOTHED},
     "label smoothing, shared sequences": {"helix": {"cp_size": 2}, "training": SMOOTHED},

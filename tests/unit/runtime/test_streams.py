@@ -201,13 +201,16 @@ def test_spans_are_recorded_while_a_trace_is_set(streams: Streams) -> None:
     assert trace.beside() == pytest.approx(spans["computed"].end - spans["computed"].start)
 
 
-def test_close_ends_the_threads_after_their_work() -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
+def test_threads_end_after_their_work(is_closed: bool) -> None:
     streams, log = CpuStreams(), []
     before = set(threading.enumerate())
     gate = Gate(log, "last")
     streams.issue(NEAR, gate, (), "last")
     (worker,) = set(threading.enumerate()) - before
-    streams.close()
+    if is_closed:
+        streams.close()
+    del streams
     gate.open.set()
     worker.join(LONG)
     assert not worker.is_alive()
