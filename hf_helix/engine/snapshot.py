@@ -38,7 +38,7 @@ class Snapshot:
     def _copied_numbers(self, model: Any) -> Iterator[Entry]:
         yield from _numbers("config", vars(model.config), (float,))
         of_adapters = {
-            id(part) for _, module in self._modules if hasattr(module, "active_adapters") for part in module.modules()
+            id(part) for _, module in self._modules if hasattr(module, "base_layer") for part in module.modules()
         }
         for name, module in self._modules:
             if id(module) not in of_adapters:  # whose state operators read

@@ -98,7 +98,7 @@ CHANGES = {
     "add_hook": "model.layers.0.mlp has a forward hook",
     "add_module": "model.layers.0.mlp has got a module or parameter",
     "replace_module": "lm_head was replaced or removed",
-    "resize": "embed_tokens.weight has got another shape",
+    "resize": "was 131 and is 140",
     "soften_norms": "",
     "freeze": "",
     "soften_adapters": "",
