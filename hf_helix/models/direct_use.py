@@ -51,14 +51,27 @@ def refuse_saving(model: nn.Module, instead: Instead) -> None:
     for module in model.modules():
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(type(module), name):
-                setattr(module, name, functools.partial(_refuse_to_save, name, instead.saving))
+                setattr(module, name, _Refusal(f"{name}()", instead.saving))
 
 
-def _refuse_to_save(name: str, saving: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        f"this model's weights are cut over several ranks, and {name}() would write the part of every rank to the same "
-        f"files; call {saving} on every rank"
-    )
+class _Refusal:
+    """A method that raises. Copies of the model share it, and it cannot be pickled."""
+
+    def __init__(self, what: str, saving: str) -> None:
+        self._what = what
+        self._saving = saving
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this model's weights are cut over several ranks, and {self._what} would write the same files on every "
+            f"rank; call {self._saving} on every rank, and load it with from_pretrained(folder)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        _Refusal("torch.save(model)", self._saving)()
 
 
 @contextlib.contextmanager
