@@ -91,7 +91,7 @@ class Division:
     def _reduce(self, tensor: Tensor) -> None:
         if world_size() > 1:
             with watched():
-                meet(f"{self.name} is read")
+                meet(f"{self.name} is read, {tensor.numel()} numbers of {tensor.dtype}")
                 dist.all_reduce(tensor)
 
 
@@ -306,9 +306,13 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
         return _view(value, get)
     if attribute == "data":
         return value if value._path else _divided(_held(value).data, value._division)
-    if attribute == "requires_grad" and isinstance(value, DividedParameter) and value._division.is_absent:
-        return value._trained
+    if attribute == "requires_grad" and isinstance(value, DividedParameter):
+        return _requires_grad(value)
     return get(value)
+
+
+def _requires_grad(value: DividedParameter) -> bool:
+    return value._trained if value._division.is_absent else value.requires_grad
 
 
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
@@ -367,7 +371,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         func(*_map(args, _full), **kwargs)
         return written
     records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
-    if records and isinstance(written, DividedParameter) and written.requires_grad:
+    if records and isinstance(written, DividedParameter) and _requires_grad(written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
     if not written._path and "out" not in kwargs:

@@ -25,8 +25,8 @@ from hf_helix.upstream.overridden import OVERRIDDEN, Overridden
 Class = TypeVar("Class", bound=type)
 
 KNOWN: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.11", "2.13"),
-    "transformers": ("5.17", "5.23"),
+    "torch": ("2.11", "2.15"),
+    "transformers": ("5.17", "5.24"),
     "accelerate": ("1.14", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),

@@ -137,6 +137,8 @@ def test_bf16_is_as_exact_as_the_module(family: str) -> None:
     rounded to bf16 once before they are summed are as good.
     """
     module, given = module_of(family), tokens_of(40, 3)
+    if hasattr(module, "limit"):  # far away: what bf16 rounds to a bound of `clamp` has no gradient since torch 2.14
+        module.limit = 100.0
     exact, stock = by_itself(module, given), by_itself(module, given, autocast=True)
     result = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
     for name, value in exact.items():
