@@ -78,6 +78,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     }
 
 
+@plain_parameters()
 def beside_themselves(folder: str, helix: dict[str, Any], **options: Any) -> list[str]:
     """Every computation beside itself, each in a thread of its own; returns their names."""
     trainer = make_trainer(folder, {**helix, "plan": "sequential"}, **options)

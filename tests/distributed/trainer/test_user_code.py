@@ -109,9 +109,12 @@ CHANGES = {
 def test_changes_of_the_model_are_followed_or_refused(layout: str, cluster_of: Any, tmp_path: Path) -> None:
     ranks, helix = LAYOUTS[layout]
     for name, words in CHANGES.items():
-        dp = ranks if layout.startswith("shard") else 1
         job = {"folder": str(tmp_path), "helix": None, "name": name}
-        stock = user_code_jobs.change(**job) if dp == 1 else cluster_of(2).run(user_code_jobs.change, **job)[0]
+        stock: Any = None  # which DDP may refuse in its own words
+        if not words and layout.startswith("shard"):
+            stock = cluster_of(2).run(user_code_jobs.change, **job)[0]
+        elif not words:
+            stock = user_code_jobs.change(**job)
         for result in cluster_of(ranks).run(user_code_jobs.change, folder=str(tmp_path), helix=helix, name=name):
             assert words in result if words else is_close(stock, result, 1e-4), (name, stock, result)
 
