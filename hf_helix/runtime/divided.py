@@ -48,6 +48,7 @@ class Division:
     ) -> None:
         self.name = name
         self.shape = shape
+        self.numel = prod(shape)
         self._device = device
         self._local = local
         self._counts = counts
@@ -123,7 +124,7 @@ class DividedTensor(Tensor):
             copy = _full(self).clone() if self._path else _divided(_held(self).clone(), self._division)
             if isinstance(self, DividedParameter):
                 copy.__class__ = DividedParameter
-                copy.requires_grad_(self.requires_grad)
+                copy.requires_grad = self.requires_grad
             return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,13 +134,14 @@ class DividedTensor(Tensor):
 
 
 _GRADIENT: Any = torch.Tensor.grad
+_TRAINED: Any = torch.Tensor.requires_grad
 
 
 class DividedParameter(DividedTensor, nn.Parameter):
     """A parameter of a cut model, outside of `plain_parameters`.
 
-    Where data-parallel ranks divide it, this rank's elements are in `_shard`. Where another pipeline rank holds it,
-    `_trained` and `_has_gradient` say what is known of it.
+    Where data-parallel ranks divide it, this rank's elements are in `_shard`. `_trained`, and where another pipeline
+    rank holds it `_has_gradient`, say what is known of the full parameter.
     """
 
     _shard: Tensor | None = None
@@ -150,7 +152,19 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     def numel(self) -> int:
         """Returns the number of elements of the full parameter."""
-        return prod(self._division.shape)
+        return int(self._division.numel)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter is trained, also where another pipeline rank holds it."""
+        return self._trained
+
+    @requires_grad.setter
+    def requires_grad(self, new: bool) -> None:
+        self._trained = bool(new)
+        if not self._division.is_absent:
+            with torch._C.DisableTorchFunctionSubclass():
+                _TRAINED.__set__(self, new)
 
     @property
     def grad(self) -> Any:
@@ -198,9 +212,9 @@ class DividedParameters:
             is_first = is_first and (is_cut or parameter in shards or mesh.axis_of(placement).rank == 0)
             division = Division(name, shape, mesh.device, local, local is not None and bool(is_first))
             shard = shards.get(parameter)
-            parameter._trained, parameter._shard = trained, shard  # type: ignore[attr-defined]
+            parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
-                each._division = division  # type: ignore[attr-defined]
+                each._division, each._trained = division, trained  # type: ignore[attr-defined]
                 self._parameters.append(each)
         self._absent = [parameter for parameter in self._parameters if parameter._division.is_absent]
         _live.add(self)
@@ -290,7 +304,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         outline, kind = _outline(args[0]), type(args[0]).__name__
         return f"{kind}({args[0]._division.name}, {list(outline.shape)}, {outline.dtype}, divided over the ranks)"
     if name == "requires_grad_":
-        _write_attribute(args[0], "requires_grad", (*args[1:], True)[0] if not kwargs else kwargs["requires_grad"])
+        args[0].requires_grad = kwargs.get("requires_grad", (*args[1:], True)[0])
         return args[0]
     if name.startswith(_FOREACH):
         return _foreach(name, args, kwargs, is_recording)
@@ -306,22 +320,12 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
         return _view(value, get)
     if attribute == "data":
         return value if value._path else _divided(_held(value).data, value._division)
-    if attribute == "requires_grad" and isinstance(value, DividedParameter):
-        return _requires_grad(value)
     return get(value)
-
-
-def _requires_grad(value: DividedParameter) -> bool:
-    return value._trained if value._division.is_absent else value.requires_grad
 
 
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
     held = _held(value)
-    if attribute == "requires_grad" and isinstance(value, DividedParameter):
-        value._trained = bool(new)
-        if not value._division.is_absent:
-            value.requires_grad = bool(new)
-    elif attribute == "data" and not value._path:
+    if attribute == "data" and not value._path:
         if _outline(new).shape != value._division.shape:  # as where a table is resized: every rank has the new values
             value.data, value._division = _full(new).detach(), None
             value.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -371,7 +375,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         func(*_map(args, _full), **kwargs)
         return written
     records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
-    if records and isinstance(written, DividedParameter) and _requires_grad(written):
+    if records and isinstance(written, DividedParameter) and written.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
     if not written._path and "out" not in kwargs:

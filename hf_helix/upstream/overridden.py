@@ -261,6 +261,6 @@ OVERRIDDEN: tuple[Overridden, ...] = (
             "scripts would see this rank's part",
             callers=(),
         )
-        for name in ("grad", "numel")
+        for name in ("grad", "numel", "requires_grad")
     ),
 )

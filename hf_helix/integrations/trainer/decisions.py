@@ -16,7 +16,8 @@ from hf_helix.runtime.distributed.agreement import meet
 
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _STOPS = FLAGS[-2:]
-_EVENTS = {"on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
+_EVENTS = {"on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
+_RARE = ("on_step_begin", "on_substep_end")  # shared where a callback of any rank acts on them
 _ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")  # where a rank would save by itself
 
 
@@ -28,7 +29,7 @@ class Decisions:
         self._stock, self._handler.call_event = self._handler.call_event, self._call
         self._agreed: set[str] = set()  # flags of all ranks
         self._late: set[str] = set()  # flags of this rank that the others do not know yet
-        self._asks_in_windows = False  # whether a callback of any rank decides between micro-batches
+        self._asked: set[str] = set()  # which of the rare events a callback of any rank acts on
         saving = [each for each in self._handler.callbacks if isinstance(each, JITCheckpointCallback)]
         self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
         for callback in saving:
@@ -39,7 +40,7 @@ class Decisions:
         """Calls the callbacks, and shares what they have decided. Collective where the stock loop acts on it."""
         control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
-        if event in _EVENTS or is_log_of_step or (event == "on_substep_end" and self._asks_in_windows):
+        if event in _EVENTS or is_log_of_step or event in self._asked:
             self._share(event, control)
         elif event == "on_substep_end":
             self._late |= {name for name in _STOPS if getattr(control, name)} - self._agreed
@@ -48,10 +49,12 @@ class Decisions:
         return control
 
     def _share(self, event: str, control: Any) -> None:
-        asks = [type(each).on_substep_end is not TrainerCallback.on_substep_end for each in self._handler.callbacks]
+        kinds = [type(each) for each in self._handler.callbacks]
+        asks = [any(getattr(kind, rare) is not getattr(TrainerCallback, rare) for kind in kinds) for rare in _RARE]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
-        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), any(asks), any(has_signal)]
-        *flags, self._asks_in_windows, ends = meet(f"training goes on after {event}", mine)
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
+        *flags, begins, inside, ends = meet(f"training goes on after {event}", mine)
+        self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
         if ends and event == "on_step_end":  # evaluation would take of the time that is left
             flags = [flags[0], False, True, flags[3], True]
             for manager in self._on_signal:
