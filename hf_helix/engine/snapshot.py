@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DIVISION = "_division"
-"""The attribute of a parameter that ranks divide, see `hf_helix.runtime.divided`."""
-
 Entry = tuple[str, dict[str, Any], str, Any]
 """The name of the module, and a dictionary of it with a key and its value."""
 
@@ -32,6 +29,7 @@ class Snapshot:
         runs = {id(module) for given in called for module in given.modules()}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
         self._structure = list(_tensors_and_modules(model))
+        self._forms = [(name, value, _form(value)) for name, value in model.named_parameters()]
         self._numbers = list(self._copied_numbers(model))
         self._sizes = list(self._count())
 
@@ -60,10 +58,11 @@ class Snapshot:
             now = values.get(key)
             if now is value:
                 continue
-            if key == DIVISION:
-                return f"{name} has got another shape"
             if isinstance(value, nn.Module | nn.Parameter) or not (isinstance(now, Tensor) and torch.equal(now, value)):
                 return f"{_joined(name, key)} was replaced or removed"
+        for name, parameter, form in self._forms:
+            if _form(parameter) != form:
+                return f"{name} has got another shape"
         for (name, _), was, now in zip(self._modules, self._sizes, self._count(), strict=True):
             if was != now:
                 return f"{name or 'the model'} has got a module or parameter"
@@ -97,8 +96,11 @@ def _tensors_and_modules(model: nn.Module) -> Iterator[Entry]:
             for key, value in values.items():
                 if not isinstance(value, nn.Module) or _holds(value):
                     yield name, values, key, value
-                if isinstance(value, nn.Parameter) and DIVISION in vars(value):
-                    yield _joined(name, key), vars(value), DIVISION, vars(value)[DIVISION]
+
+
+def _form(parameter: nn.Parameter) -> Any:
+    """The shape of a parameter, or its division over the ranks, which it loses with its shape."""
+    return vars(parameter).get("_division", parameter.shape)
 
 
 def _numbers(name: str, values: dict[str, Any], kinds: tuple[type, ...]) -> Iterator[Entry]:

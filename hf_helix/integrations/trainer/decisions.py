@@ -49,8 +49,7 @@ class Decisions:
         return control
 
     def _share(self, event: str, control: Any) -> None:
-        kinds = [type(each) for each in self._handler.callbacks]
-        asks = [any(getattr(kind, rare) is not getattr(TrainerCallback, rare) for kind in kinds) for rare in _RARE]
+        asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
         mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
         *flags, begins, inside, ends = meet(f"training goes on after {event}", mine)
@@ -62,3 +61,8 @@ class Decisions:
         self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
         for name in FLAGS:
             setattr(control, name, name in self._agreed)
+
+
+def _acts(callback: Any, event: str) -> bool:
+    """Whether a callback does anything at an event."""
+    return getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event)
