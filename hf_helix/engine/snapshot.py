@@ -28,7 +28,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
         runs = {id(module) for given in called for module in given.modules()}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
-        self._structure = list(_tensors_and_modules(model))
+        self._structure = list(_tensors_and_modules(model, runs))
         self._forms = [(name, value, _form(value)) for name, value in model.named_parameters()]
         self._numbers = list(self._copied_numbers(model))
         self._sizes = list(self._count())
@@ -90,9 +90,10 @@ def _joined(*names: str) -> str:
     return ".".join(filter(None, map(str, names)))
 
 
-def _tensors_and_modules(model: nn.Module) -> Iterator[Entry]:
+def _tensors_and_modules(model: nn.Module, runs: Collection[int]) -> Iterator[Entry]:
     for name, module in model.named_modules():
-        for values in (module._parameters, module._buffers, module._modules):
+        buffers = {} if id(module) in runs else module._buffers  # ropes make theirs anew
+        for values in (module._parameters, buffers, module._modules):
             for key, value in values.items():
                 if not isinstance(value, nn.Module) or _holds(value):
                     yield name, values, key, value

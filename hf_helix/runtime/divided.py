@@ -147,6 +147,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
     _shard: Tensor | None = None
     _trained = False
     _has_gradient = False
+    _aliases: Any = ()  # what scripts have asked for as `data`
 
     # What the Trainer asks for in every step is said here, without the way through `__torch_function__`.
 
@@ -178,18 +179,23 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     @grad.setter
     def grad(self, new: Any) -> None:
-        self._has_gradient = new is not None
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             held = _held(self)
+            if new is not None and _outline(new).shape != self._division.shape:
+                raise RuntimeError(
+                    f"{self._division.name}.grad = a tensor of shape {list(_outline(new).shape)}: assign one of "
+                    f"{list(self._division.shape)}, as the parameter has"
+                )
             if new is not None and not self._division.is_absent:
                 if _shares_memory(new, _GRADIENT.__get__(held)):
                     return
                 new = _elements(new, self._division, held).to(held.dtype).detach()
+            self._has_gradient = new is not None
             _GRADIENT.__set__(held, None if self._division.is_absent else new)
 
 
 class DividedParameters:
-    """The parameters of a cut model that ranks divide. They are ordinary ones again while nobody refers to this.
+    """The parameters of a cut model that ranks divide. Once this object is gone, they keep the class that they have.
 
     Args:
         model: the cut model.
@@ -280,6 +286,7 @@ _REFUSED = {
         ("set_", "resize_", "resize_as_", "share_memory_", "storage", "untyped_storage", "data_ptr"),
         "read or write the values, as in parameter.data.copy_(values)",
     ),
+    **dict.fromkeys(("t_", "transpose_", "squeeze_", "unsqueeze_"), "use the function that returns a view"),
 }
 
 
@@ -290,11 +297,12 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         if name == "__get__":
             return _read_attribute(args[0], attribute, func)
         return _write_attribute(args[0], attribute, args[1] if name == "__set__" else None)
-    if name in _REFUSED:
-        owner = next(each for each in args if isinstance(each, DividedTensor))
+    is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
+    if name in _REFUSED or is_collective:
+        owner = next(each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor))
         raise RuntimeError(
-            f"{owner._division.name}.{name}(): the ranks hold parts of this parameter and run no such thing; "
-            f"{_REFUSED[name]}"
+            f"{name}() of {owner._division.name}: the ranks hold parts of this parameter, for which it does not work; "
+            f"{_REFUSED.get(name, 'every rank sees the full parameter and the gradient of all ranks without it')}"
         )
     if name in _OF_FULL:
         return func(*_map(args, _outline), **kwargs)
@@ -307,7 +315,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         args[0].requires_grad = kwargs.get("requires_grad", (*args[1:], True)[0])
         return args[0]
     if name.startswith(_FOREACH):
-        return _foreach(name, args, kwargs, is_recording)
+        return _foreach(func, name, args, kwargs, is_recording)
     if _is_in_place(name) or kwargs.get("out") is not None:
         return _write(func, name, args, kwargs, is_recording)
     return _read(func, name, args, kwargs)
@@ -319,7 +327,10 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
     if attribute in _VIEWS:
         return _view(value, get)
     if attribute == "data":
-        return value if value._path else _divided(_held(value).data, value._division)
+        data = value if value._path else _divided(_held(value), value._division)
+        if isinstance(value, DividedParameter):
+            value._aliases = [*(each for each in value._aliases if each() is not None), weakref.ref(data)]
+        return data
     return get(value)
 
 
@@ -333,6 +344,7 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
         elements = _elements(new, value._division, held)
         if elements.dtype is held.dtype and elements.device == held.device:
             if not _shares_memory(elements, held):
+                _part_from_aliases(value, held)
                 held.copy_(elements)
         elif held is value:
             value.data = elements
@@ -344,6 +356,15 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
             )
     else:
         setattr(value, attribute, new)
+
+
+def _part_from_aliases(value: DividedTensor, held: Tensor) -> None:
+    """Gives what a script keeps as `parameter.data` memory of its own, since the parameter gets other values."""
+    aliases = [alias for each in getattr(value, "_aliases", ()) if _shares_memory(alias := each(), held)]
+    own = held.detach().clone() if aliases else held
+    for alias in aliases:
+        alias.data = own
+    value._aliases = ()  # type: ignore[attr-defined]
 
 
 def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -372,7 +393,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if args and isinstance(args[0], (list, tuple)):
         raise RuntimeError(f"{name}() writes to a list of tensors that the ranks hold parts of; use foreach=False")
     if not isinstance(written, DividedTensor):
-        func(*_map(args, _full), **kwargs)
+        func(*_map(args, _full), **{key: _map(value, _full) for key, value in kwargs.items()})
         return written
     records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
     if records and isinstance(written, DividedParameter) and written.requires_grad:
@@ -404,20 +425,28 @@ def _set_items(value: DividedTensor, index: Any, new: Any) -> None:
     held.copy_(torch.where(division.cut(is_set, held), division.cut(full, held), held))
 
 
-def _foreach(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
     """Does what a function over lists of tensors does, one tensor after the other."""
-    values = args[0]
+    lists = {key for key, given in [*enumerate(args), *kwargs.items()] if isinstance(given, (list, tuple))}
+    values = [*args, *kwargs.values()][0] if 0 in lists or not args else args[1]
     order = _order(args, kwargs) if name == "_foreach_norm" else None
     if order is not None and all(isinstance(each, DividedTensor) and not each._path for each in values):
         return _norms(values, order)
-    single = getattr(torch.Tensor, name.removeprefix(_FOREACH))
+
+    def single(*given: Any, **keywords: Any) -> Any:
+        places = [[value] if key in lists else value for key, value in enumerate(given)]
+        result = func(*places, **{key: [value] if key in lists else value for key, value in keywords.items()})
+        return result[0] if result else given[0]
+
     results = []
-    for place, value in enumerate(values):
-        others = [each[place] if isinstance(each, (list, tuple)) else each for each in args[1:]]
-        is_divided = any(isinstance(each, DividedTensor) for each in (value, *others))
-        run = _call if is_divided else lambda func, given, keywords, _: func(*given, **keywords)
-        results.append(run(single, (value, *others), kwargs, is_recording))
-    return None if name.endswith("_") else results
+    for place in range(len(values)):
+        given = tuple(value[place] if key in lists else value for key, value in enumerate(args))
+        keywords = {key: value[place] if key in lists else value for key, value in kwargs.items()}
+        is_divided = any(isinstance(each, DividedTensor) for each in _tensors((given, keywords)))
+        run = _call if is_divided else lambda function, values, named, _: function(*values, **named)
+        single.__name__ = name.removeprefix(_FOREACH)
+        results.append(run(single, given, keywords, is_recording))
+    return values if name.endswith("_") else results
 
 
 # -- sums ---------------------------------------------------------------------------------------------------------
@@ -438,6 +467,7 @@ def _sum(name: str, value: DividedTensor) -> Tensor:
 
 def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
     """The p of a norm over all elements; None where the arguments ask for another norm."""
+    kwargs = {key: value for key, value in kwargs.items() if value is not None and value is not False}
     order = next(iter(kwargs.values()), 2) if len(args) == 1 else args[1]
     is_plain = len(args) + len(kwargs) <= 2 and kwargs.keys() <= {"p", "ord"}
     order = 2 if order in ("fro", None) else order
@@ -447,8 +477,11 @@ def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
 def _norms(values: Iterable[Any], order: float) -> list[Tensor]:
     """The norms of tensors, whose parts are summed over the ranks in one collective."""
     values = list(values)
-    powers = [torch.linalg.vector_norm(_held(value), order, dtype=torch.float32).double() ** order for value in values]
-    counted = [power if value._division._counts else power * 0 for value, power in zip(values, powers, strict=True)]
+    kinds = [torch.promote_types(_held(value).dtype, torch.float32) for value in values]
+    pairs = list(zip(values, kinds, strict=True))
+    powers = [torch.linalg.vector_norm(_held(value), order, dtype=kind).double() ** order for value, kind in pairs]
+    zero = torch.zeros_like(powers[0])
+    counted = [power if value._division._counts else zero for value, power in zip(values, powers, strict=True)]
     first = values[0]._division
     total = torch.stack(counted).to(first._device)
     first._reduce(total)
@@ -496,7 +529,7 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Runs a function on this rank's elements; a divided tensor of the result, or the argument that it returns."""
     divided = [each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor)]
     held = _held(next(each for each in divided if each._division is division and not each._path))
-    local = lambda each: _elements(each, division, held) if each.dim() else each  # noqa: E731
+    local = lambda each: _elements(each, division, held) if _outline(each).dim() else _full(each)  # noqa: E731
     result = func(*_map(args, local), **{key: _map(value, local) for key, value in kwargs.items()})
     same = next((each for each in divided if _held(each) is result), None)
     return same if same is not None else _divided(result, division)

@@ -120,6 +120,11 @@ OVERRIDDEN: tuple[Overridden, ...] = (
         "every rank would train the whole model by itself",
     ),
     _trainer(
+        "_move_model_to_device",
+        "moves what this rank holds of the parameters",
+        "parameters that are spread would keep memory",
+    ),
+    _trainer(
         "_build_accelerator_args",
         "gives Accelerate the layout",
         "ranks that share a batch would get different data",

@@ -152,7 +152,26 @@ def decay(model: Any) -> None:
         parameter.data.clamp_(-0.3, 0.3)
 
 
+def swap(model: Any) -> None:
+    """Other weights for a while, as for an evaluation of their average."""
+    kept = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+    for name, parameter in model.named_parameters():
+        parameter.data = kept[name]
+        parameter.grad *= 1.5
+
+
+def foreach(model: Any) -> None:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch._foreach_addcmul_(gradients, gradients, gradients, 0.5)
+    torch._foreach_maximum_(gradients, -0.1)
+    torch._foreach_mul_(gradients, torch._foreach_pow(2.0, torch._foreach_norm(gradients, ord=2)))
+
+
 WRITINGS: dict[str, Any] = {
+    "swap": swap,
+    "foreach": foreach,
     "clip": lambda model: clip_grad_norm_(model.parameters(), 0.5),
     "clip a layer": lambda model: clip_grad_norm_(
         [p for n, p in model.named_parameters() if ".1." in n], 0.1, norm_type=1

@@ -119,10 +119,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if model is not None:
             call.set("model", model)
             self._cut(model, arguments)
-        with plain_parameters():
-            super().__init__(*call.positional, **call.named)
-        if model is not None:
-            self.helix.free_spread_parameters()  # which the stock Trainer has moved to its device
+        super().__init__(*call.positional, **call.named)
         check_trainer(self, arguments)
         Decisions(self)
 
@@ -189,6 +186,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             before.close()
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Moves what this rank holds; parameters that are spread have got memory by it, and give it back."""
+        with plain_parameters():
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+        self.helix.free_spread_parameters()
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts it."""
