@@ -144,7 +144,7 @@ class Engine(Diagnostics):
 
     def _check_unchanged(self) -> None:
         """Refuses what a script has changed since the model was cut, and what would never run."""
-        self._snapshot.check()
+        self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
             check_forwards(self.model, self.base, self.family, self._called)
@@ -240,6 +240,7 @@ class Engine(Diagnostics):
             check_trained(self.model, self.runner.stage, self._trains)
             self._trained_then = trained
         self._check_unchanged()
+        self._snapshot.check_trainable()
         check_batch(batches[0])
         agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)

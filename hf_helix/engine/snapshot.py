@@ -30,6 +30,8 @@ class Snapshot:
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
         self._structure = list(_tensors_and_modules(model, runs))
         self._forms = [(name, value, _form(value)) for name, value in model.named_parameters()]
+        self._types = [(name, value, value.dtype) for name, value in model.named_parameters()]
+        self._adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "merged_adapters")]
         self._numbers = list(self._copied_numbers(model))
         self._sizes = list(self._count())
 
@@ -68,13 +70,29 @@ class Snapshot:
                 return f"{name or 'the model'} has got a module or parameter"
         return ""
 
-    def check(self) -> None:
+    def check_trainable(self) -> None:
+        """Refuses to train adapters that are merged into the weights.
+
+        Raises:
+            ValueError: names the module.
+        """
+        for name, module in self._adapted:
+            if module.merged_adapters:
+                raise ValueError(f"{name} has merged its adapters, which are not trained then; call unmerge_adapter()")
+
+    def check(self, with_types: bool) -> None:
         """Refuses a model that is not as it was.
+
+        Args:
+            with_types: whether other types of parameters are refused, too: buffers between ranks have the type.
 
         Raises:
             ValueError: names the module and what was changed.
         """
         change = self.change_of_structure()
+        for name, parameter, dtype in self._types if with_types else ():
+            if parameter.dtype != dtype:
+                change = f"{name} was {dtype} and is {parameter.dtype}"
         for name, values, key, value in self._numbers:
             now = values.get(key)
             if now is not value and now != value:

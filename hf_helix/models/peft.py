@@ -86,8 +86,8 @@ class Unwrapped:
         return isinstance(self.copies[0], Conv1D)
 
     def adapters(self) -> list[LowRank]:
-        """Returns the adapters that are switched on."""
-        if self.lora is None or self.lora.disable_adapters:
+        """Returns the adapters that are switched on, and not merged into the weights."""
+        if self.lora is None or self.lora.disable_adapters or self.lora.merged:
             return []
         return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
 

@@ -271,10 +271,24 @@ def full_of(value: Tensor) -> Tensor:
 
 _OF_FULL = {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__"}
 _OF_FULL |= {"is_contiguous", "storage_offset"}
-_OF_HELD = {"element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "type", "is_inference"}
+_OF_HELD = {"element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_inference"}
 _OF_HELD |= {"_has_compatible_shallow_copy_type", "is_tensor", "is_neg", "is_conj"}
 _VIEWS = {"T", "mT", "H", "mH", "real"}
-_ELEMENTWISE = {"copy", "fill", "zero", "to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool"}
+_ELEMENTWISE = {
+    "copy",
+    "fill",
+    "zero",
+    "to",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "bool",
+    "type",
+}
 _ELEMENTWISE |= {"cpu", "cuda", "contiguous", "detach", "zeros_like", "ones_like", "full_like", "empty_like"}
 _ELEMENTWISE |= {"__rsub__", "__rpow__", "__rdiv__", "__rtruediv__", "multiply", "subtract", "__and__", "__or__"}
 _FOREACH = "_foreach_norm".removesuffix("norm")
@@ -306,7 +320,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         )
     if name in _OF_FULL:
         return func(*_map(args, _outline), **kwargs)
-    if name in _OF_HELD:
+    if name in _OF_HELD or (name == "type" and len(args) == 1 and not kwargs):
         return func(*_map(args, _held), **kwargs)
     if name in ("__repr__", "__format__"):  # debuggers call them on one rank, so no values are gathered
         outline, kind = _outline(args[0]), type(args[0]).__name__

@@ -63,6 +63,7 @@ READINGS: dict[str, Any] = {
     "vector": lambda model: parameters_to_vector(model.parameters()).abs().sum().item(),
     "numpy": lambda model: float(abs(_named(model, CUT).detach().cpu().numpy()).sum()),
     "chunks": lambda model: [number(part) for part in _named(model, CUT).chunk(3)],
+    "types": each(lambda p: p.grad.type(torch.float64).norm() + p.data.type(torch.DoubleTensor).norm()),
     "bfloat16": each(lambda p: p.to(torch.bfloat16).float().norm()),
     "trained": lambda model: [p.requires_grad for p in model.parameters()],
     "pickled": lambda model: number(_saved(_named(model, CUT))),
@@ -287,7 +288,12 @@ def soften_adapters(model: Any) -> None:
             module.scaling["default"] *= 3
 
 
+def merge_adapters(model: Any) -> None:
+    model.merge_adapter()
+
+
 CHANGES: dict[str, Any] = {
+    "merge_adapters": merge_adapters,
     "scale": scale,
     "drop": drop,
     "weigh_routers": weigh_routers,
@@ -318,7 +324,7 @@ def change(folder: str, helix: dict[str, Any] | None, name: str) -> Any:
     options: dict[str, Any] = {"num_hidden_layers": 4}
     if name == "weigh_routers":
         options |= {"family": "mixtral", "output_router_logits": True}
-    if name == "soften_adapters":
+    if name in ("soften_adapters", "merge_adapters"):
         options |= {"lora": {}}
     training = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "optim": "sgd"}
     made = tiny(**options)

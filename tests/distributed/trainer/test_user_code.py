@@ -91,6 +91,7 @@ def test_what_is_saved_is_what_the_trainer_holds(kind: str, layout: str, cluster
 
 # The words of the error; "" for what is followed.
 CHANGES = {
+    "merge_adapters": "has merged its adapters",
     "scale": "model.layers.0.self_attn.scaling was 0.35",
     "drop": "model.layers.0.self_attn.attention_dropout was 0.0 and is 0.9",
     "weigh_routers": "router_aux_loss_coef was ",
