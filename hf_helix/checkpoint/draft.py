@@ -27,7 +27,7 @@ from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CheckpointDraft:
             self.path(name).replace(self.folder / name)
         for file in self.folder.iterdir():
             is_left_over = file.name.startswith(".helix-") and file.name.endswith(".tmp")
-            if is_left_over or (_WEIGHTS.fullmatch(file.name) and file.name not in self.layout.files):
+            if is_left_over or (WEIGHTS.fullmatch(file.name) and file.name not in self.layout.files):
                 file.unlink()
         index = self.folder / INDEX_NAME
         if self.layout.index is None:

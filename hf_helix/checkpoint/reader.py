@@ -70,7 +70,7 @@ class Checkpoint:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         for path, promised in _files(folder):
-            with _open_safetensors(path) as file:
+            with open_safetensors(path) as file:
                 present = set(file.keys())
                 absent = sorted(promised - present)
                 if absent:
@@ -115,7 +115,7 @@ class Reader:
     def _file(self, key: str) -> Any:
         path = self._tensors[key].file
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(_open_safetensors(path))
+            self._open[path] = self._stack.enter_context(open_safetensors(path))
         return self._open[path]
 
 
@@ -240,7 +240,12 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 
 @contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Opens a file for as long as the context lasts.
+
+    Raises:
+        ValueError: the file cannot be read; names it.
+    """
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

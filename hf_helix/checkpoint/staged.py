@@ -8,19 +8,16 @@ Must hold: until the new files have been read back and found complete, the earli
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-WEIGHTS = re.compile(r"(adapter_)?model(-\d+-of-\d+)?\.safetensors")
-"""The names of the files with tensors that `save_pretrained` writes."""
-
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
+from hf_helix.checkpoint.draft import WEIGHTS
+from hf_helix.checkpoint.reader import open_safetensors
+from hf_helix.checkpoint.safetensors_file import TYPES
 
 
 @contextlib.contextmanager
@@ -33,11 +30,10 @@ def staged(folder: Path) -> Iterator[Path]:
             shutil.copy2(folder / "README.md", aside)
         yield aside
         written = [path for path in aside.rglob("*") if path.is_file()]
-        if any(WEIGHTS.fullmatch(path.name) for path in written):
-            kept = {path.name for path in written}
-            for path in folder.iterdir():
-                if WEIGHTS.fullmatch(path.name) and path.name.startswith("model") and path.name not in kept:
-                    path.unlink()
+        kept = {path.name for path in written if WEIGHTS.fullmatch(path.name)}
+        for path in folder.iterdir() if kept else ():  # adapters may lie beside the files of their model
+            if WEIGHTS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
         for path in written:
             place = folder / path.relative_to(aside)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -58,14 +54,10 @@ def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
     """
     found: dict[str, tuple[list[int], str]] = {}
     for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    about = file.get_slice(key)
-                    found[key] = about.get_shape(), _DTYPES.get(about.get_dtype(), about.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path.name} cannot be read back after saving ({error}); save again") from error
-    wanted = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in expected.items()}
+        with open_safetensors(path) as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            found |= {key: (about.get_shape(), about.get_dtype()) for key, about in slices.items()}
+    wanted = {key: (list(value.shape), TYPES[value.dtype]) for key, value in expected.items()}
     if found != wanted or not found:
         odd = next((key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)), "")
         raise ValueError(

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import safetensors_file
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
+from hf_helix.checkpoint.staged import staged
 from hf_helix.operators.unit import Placement
 from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.runtime.divided import plain_parameters
@@ -302,3 +303,16 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
                 write_slice(file.fileno(), layout.starts[name], tensor.shape, part, placement, 3, rank)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize(("written", "left"), [("adapter_model.safetensors", True), ("model.safetensors", False)])
+def test_staged_files_take_the_place_of_their_own_kind(written: str, left: bool, tmp_path: Path) -> None:
+    """Adapters may be saved to the folder of their model, whose files stay."""
+    old = tmp_path / "model-00001-of-00002.safetensors"
+    old.write_bytes(b"old")
+    with staged(tmp_path) as aside:
+        (aside / written).write_bytes(b"new")
+        assert old.exists()
+    assert (tmp_path / written).read_bytes() == b"new"
+    assert old.exists() == left
+    assert not list(tmp_path.glob(".helix-*"))
