@@ -67,7 +67,6 @@ def save_pretrained(
         _Writer(model, stage, mesh, files, layout, draft.writers()).write()
         files.close()
         agree_on_success(files.error)
-        decide_on_rank_0(lambda: check_files([*map(draft.path, layout.files)], layout.tensors))
         decide_on_rank_0(lambda: _publish(model, draft))
     except BaseException:
         if rank() == 0:
@@ -244,6 +243,7 @@ def _is_cut_stack(source: Source, placement: Placement) -> bool:
 
 
 def _publish(model: Any, draft: CheckpointDraft) -> None:
+    check_files([*map(draft.path, draft.layout.files)], draft.layout.tensors)
     draft.publish()
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")

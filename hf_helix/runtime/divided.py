@@ -14,6 +14,7 @@ which return views is asked of torch: by the tags of its operators, and by a tri
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -85,8 +86,10 @@ class Division:
 
     def total(self, number: Tensor) -> Tensor:
         """Returns the sum over all ranks of what each has found in its elements, as float64. Collective."""
-        total = number.to(self._device, torch.float64)
-        self._reduce(total := total if self._counts else torch.zeros_like(total))
+        total = number.to(self._device, torch.float64, copy=True)
+        if not self._counts:
+            total.zero_()
+        self._reduce(total)
         return total.to(number.device)
 
     def _reduce(self, tensor: Tensor) -> None:
@@ -214,9 +217,11 @@ class DividedParameters:
             if not (is_cut or parameter in shards or mesh.pipe.size > 1):
                 continue
             shape, trained = full[name]
-            is_first = mesh.holds_first_copy(placement) if parameter not in shards else local and local.is_first_copy
-            is_first = is_first and (is_cut or parameter in shards or mesh.axis_of(placement).rank == 0)
-            division = Division(name, shape, mesh.device, local, local is not None and bool(is_first))
+            if local is not None and parameter in shards:
+                counts = local.is_first_copy
+            else:
+                counts = mesh.holds_first_copy(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
+            division = Division(name, shape, mesh.device, local, local is not None and counts)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
@@ -398,7 +403,7 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         view = _view(first, lambda full: func(full, *args[1:], **kwargs))
         if view is not None:
             return view
-    return func(*_map(args, _full), **{key: _map(value, _full) for key, value in kwargs.items()})
+    return _apply(func, args, kwargs, _full)
 
 
 def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
@@ -407,7 +412,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if args and isinstance(args[0], (list, tuple)):
         raise RuntimeError(f"{name}() writes to a list of tensors that the ranks hold parts of; use foreach=False")
     if not isinstance(written, DividedTensor):
-        func(*_map(args, _full), **{key: _map(value, _full) for key, value in kwargs.items()})
+        _apply(func, args, kwargs, _full)
         return written
     records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
     if records and isinstance(written, DividedParameter) and written.requires_grad:
@@ -424,7 +429,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     full = division.gather(held)
     place = _along(full, written._path)
     with_place = lambda each: place if each is written else _full(each)  # noqa: E731
-    result = func(*_map(args, with_place), **{key: _map(value, with_place) for key, value in kwargs.items()})
+    result = _apply(func, args, kwargs, with_place)
     held.copy_(division.cut(full, held))
     return written if result is place else result
 
@@ -470,7 +475,7 @@ _NORMS = {"norm", "linalg_vector_norm"}
 
 
 def _sum(name: str, value: DividedTensor) -> Tensor:
-    held, count = _held(value), prod(value._division.shape)
+    held, count = _held(value), value._division.numel
     if name in ("any", "all", "count_nonzero"):
         total = value._division.total(held.count_nonzero())
         return {"any": total > 0, "all": total == count}.get(name, total.long())
@@ -517,6 +522,7 @@ def _is_in_place(name: str) -> bool:
 _AUGMENTED = {f"__i{name}__" for name in ["and", "or", "xor", "lshift", "rshift", "floordiv", "mod", "pow"]}
 
 
+@functools.cache
 def _is_elementwise(name: str) -> bool:
     """Whether every element of the result depends on the same element of the operands alone, and on no chance."""
     name = name if name.startswith("__") else name.removesuffix("_")
@@ -533,7 +539,7 @@ def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], va
     find the same, so that they look at full tensors."""
     outline = lambda each: _outline(each).to("meta")  # noqa: E731
     try:
-        result = func(*_map(args, outline), **{key: _map(given, outline) for key, given in kwargs.items()})
+        result = _apply(func, args, kwargs, outline)
     except (RuntimeError, TypeError):
         return False  # of values, such as `equal`
     return isinstance(result, Tensor) and result.shape == value._division.shape
@@ -544,7 +550,7 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     divided = [each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor)]
     held = _held(next(each for each in divided if each._division is division and not each._path))
     local = lambda each: _elements(each, division, held) if _outline(each).dim() else _full(each)  # noqa: E731
-    result = func(*_map(args, local), **{key: _map(value, local) for key, value in kwargs.items()})
+    result = _apply(func, args, kwargs, local)
     same = next((each for each in divided if _held(each) is result), None)
     return same if same is not None else _divided(result, division)
 
@@ -618,6 +624,11 @@ def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor
     view = _divided(_held(value), value._division)
     view._path = (*value._path, *steps)
     return view
+
+
+def _apply(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Any]) -> Any:
+    """What a function returns for its arguments with every tensor in them changed."""
+    return func(*_map(args, change), **{key: _map(value, change) for key, value in kwargs.items()})
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
