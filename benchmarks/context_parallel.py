@@ -170,7 +170,7 @@ class Bench:
 
     def even_rate(self, length: int) -> int:
         """Mbit/s at which communication takes as long as computation."""
-        from hf_helix.tuning.measure.overlap import measure_overlap
+        from hf_helix.measure.overlap import measure_overlap
 
         overlap = measure_overlap({"": self.runners[()]}, self.window(length), 1)[""]
         sums = sum(parameter.nbytes for parameter in self.runners[()].stage.placements)  # all-reduce of two ranks
@@ -178,10 +178,10 @@ class Bench:
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
+        from hf_helix.measure.overlap import measure_overlap
+        from hf_helix.measure.profiler import measure_profile
         from hf_helix.planning.graph.ablation import ablate_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
-        from hf_helix.tuning.measure.overlap import measure_overlap
-        from hf_helix.tuning.measure.profiler import measure_profile
 
         window = self.window(length)
         profile = measure_profile(self.runners[()], window)

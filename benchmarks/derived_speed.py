@@ -26,7 +26,7 @@ from hf_helix.engine.build import build_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models import registry
-from hf_helix.models.derived.family import DerivedFamily
+from hf_helix.models.derived import DerivedFamily
 from hf_helix.runtime.distributed.mesh import build_mesh
 
 DECLARED, DERIVED = "declared", "derived"

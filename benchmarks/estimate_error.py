@@ -46,8 +46,8 @@ def main() -> None:
 def work(rank: int, options: argparse.Namespace) -> None:
     """One rank."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29578", RANK=str(rank), WORLD_SIZE=str(RANKS))
+    from hf_helix.measure.cluster_file import measure_cluster
     from hf_helix.simulation.cluster import load_cluster, parse_cluster
-    from hf_helix.simulation.measured.machine import measure_cluster
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -72,9 +72,9 @@ def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any
     from hf_helix.config import HelixConfig
     from hf_helix.engine.on_paper import amounts_of
     from hf_helix.engine.synthetic import Workload, model_on_meta
+    from hf_helix.measure.profiler import measure_profile
     from hf_helix.simulation.estimate import estimate_profile
     from hf_helix.simulation.sizes import Sizes
-    from hf_helix.tuning.measure.profiler import measure_profile
 
     config, shape = HelixConfig(tp_size=tp_size, link=options.link), model_config(options)
     dtype = torch.bfloat16 if options.bf16 else None

@@ -59,9 +59,9 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
+    from hf_helix.measure.profiler import measure_profile
     from hf_helix.planning.plans.priority_plan import PriorityPlan
     from hf_helix.tuning.candidates import baseline_runner, plan_runners
-    from hf_helix.tuning.measure.profiler import measure_profile
 
     config = HelixConfig(tp_size=1, cp_size=2 if layout == "cp2" else 1, link=options.link)
     made = Workload(shaped_link.llama(options), config, torch.device("cpu"))
@@ -89,9 +89,9 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
 
 def exposed_time(runner: Any, window: Any, repeats: int) -> float:
     """The median seconds of a window in which gradients are summed and nothing is computed. Collective."""
+    from hf_helix.measure.overlap import trace_window
     from hf_helix.planning.graph.operator import Kind
     from hf_helix.runtime.distributed.agreement import all_gather_object
-    from hf_helix.tuning.measure.overlap import trace_window
 
     seconds, sums = [], Kind.GRADIENTS.value
     for _ in range(repeats):
@@ -102,8 +102,8 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
 
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
     """The median seconds of each way, all in turn."""
+    from hf_helix.measure.overlap import time_in_turn
     from hf_helix.runtime.gradients.reduce import complete_gradients
-    from hf_helix.tuning.measure.overlap import time_in_turn
 
     def behind() -> None:
         plain.train_window(window, complete=False)

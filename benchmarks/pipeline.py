@@ -132,12 +132,12 @@ def work(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
+    from hf_helix.measure.memory import peak_bytes
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
-    from hf_helix.tuning.measure.memory import peak_bytes
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "folded_1f1b", linear.mesh)
@@ -191,7 +191,7 @@ def timed(runner: Any, window: Any) -> float:
     """Seconds of a window on this rank, from the moment at which all ranks have met."""
     import torch.distributed as dist
 
-    from hf_helix.tuning.measure.overlap import forget_gradients
+    from hf_helix.measure.overlap import forget_gradients
 
     dist.barrier()
     start = time.perf_counter()
@@ -203,8 +203,8 @@ def timed(runner: Any, window: Any) -> float:
 
 def bubble(runner: Any, window: Any) -> float:
     """The part of a step in which a rank does not compute; mean over the ranks."""
+    from hf_helix.measure.overlap import trace_window
     from hf_helix.runtime.distributed.agreement import all_gather_object
-    from hf_helix.tuning.measure.overlap import trace_window
 
     trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans]

@@ -2,7 +2,7 @@
 
 In:   the number of pipeline ranks, the shape of a model and of its micro-batches.
 Out:  a table of peak bytes for every rank and way of running, and what each needs beyond 1F1B's first rank.
-Must hold: activations and buffers are counted while a window runs (`tuning.measure.memory`), states by the parameters
+Must hold: activations and buffers are counted while a window runs (`measure.memory`), states by the parameters
 that a rank really holds; what is computed instead is labelled so; the run ends within `--timeout`.
 
 States are the parameter, its gradient and AdamW's two moments, all in fp32: four times the bytes of the parameters. The
@@ -136,13 +136,13 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every way of running; on every rank the same rows."""
+    from hf_helix.measure.memory import peak_bytes
+    from hf_helix.measure.profiler import measure_profile
     from hf_helix.planning.pipeline.scheduler import Scheduler, candidates
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.effort import FULL
-    from hf_helix.tuning.measure.memory import peak_bytes
-    from hf_helix.tuning.measure.profiler import measure_profile
 
     linear = workload(options, "1f1b")
     folded = workload(options, "folded_1f1b", linear.mesh)

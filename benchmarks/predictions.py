@@ -39,6 +39,11 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
 from hf_helix.link_speed import parse_link
+from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, waiting_entry
+from hf_helix.measure.machine import describe_device
+from hf_helix.measure.memory import peak_bytes
+from hf_helix.measure.overlap import forget_gradients, time_steps, transports
+from hf_helix.measure.together import measure_waiting
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
@@ -46,15 +51,10 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links, waiting_entry
-from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.peaks import peaks_of_window
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.step import Case, profile_of, simulate_plan
 from hf_helix.tuning.candidates import plan_runners
-from hf_helix.tuning.measure.machine import describe_device
-from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import forget_gradients, time_steps, transports
 
 CPU = torch.device("cpu")
 DENSE, EXPERTS = "llama", "mixtral"

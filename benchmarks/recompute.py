@@ -4,7 +4,7 @@ Cuts a Llama over two ranks (`tp_size=2`) and trains windows of it without recom
 every time under the same plans. The operators are measured under each mode, those that run again included, and plans
 are made with these times. Steps of all modes and plans are timed in one run, in turn; medians, the slower rank counts.
 A step is forward, backward and gradient sums of a window, without the optimizer. Memory is what activations and buffers
-of a window take at most on a rank, counted while it runs (`tuning.measure.memory`). With `--rate`, two hosts are
+of a window take at most on a rank, counted while it runs (`measure.memory`). With `--rate`, two hosts are
 joined by a link of that speed (see shaped_link.py; needs root); without it, two processes talk over this machine.
 
     sudo python benchmarks/recompute.py --rate 500
@@ -78,11 +78,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
+    from hf_helix.measure.memory import peak_bytes
+    from hf_helix.measure.overlap import measure_overlap, time_steps
+    from hf_helix.measure.profiler import measure_profile
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.candidates import plan_runners
-    from hf_helix.tuning.measure.memory import peak_bytes
-    from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
-    from hf_helix.tuning.measure.profiler import measure_profile
 
     work = Workload(shaped_link.llama(options), HelixConfig(tp_size=2), torch.device("cpu"))
     window = work.window(options.microbatches, options.batch, options.sequence)

@@ -332,10 +332,10 @@ class Bench:
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
         from hf_helix.config import RULES
+        from hf_helix.measure.overlap import measure_overlap
+        from hf_helix.measure.profiler import measure_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
         from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
-        from hf_helix.tuning.measure.overlap import measure_overlap
-        from hf_helix.tuning.measure.profiler import measure_profile
 
         window, others = self.window(count), self.others(count)
         profile = measure_profile(self.runner, window, {"link": f"{rate} Mbit/s"})

@@ -24,7 +24,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("operators",),
     ("models", "runtime"),
-    ("tuning", "simulation", "checkpoint"),
+    ("measure", "tuning", "simulation", "checkpoint"),
     ("report",),
     ("engine",),
     ("testing", "paper"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.runtime.stage import Stage
 
 MOST = 4

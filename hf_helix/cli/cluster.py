@@ -82,9 +82,9 @@ def _measure(options: argparse.Namespace) -> None:
     """One process of the measurement."""
     import torch.distributed as dist
 
+    from hf_helix.measure.cluster_file import measure_cluster
+    from hf_helix.measure.progress import progress_bar
     from hf_helix.simulation.cluster import parse_cluster
-    from hf_helix.simulation.measured.machine import measure_cluster
-    from hf_helix.tuning.progress import progress_bar
 
     device = join()
     with progress_bar(dist.get_rank() == 0) as progress:

@@ -66,13 +66,13 @@ def add_command(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
     from hf_helix.engine.advice import remember
+    from hf_helix.measure.progress import progress_bar
     from hf_helix.models.peft import base_of
     from hf_helix.models.registry import family_of
     from hf_helix.report.step import dropped_lines, ranking_lines
     from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
-    from hf_helix.tuning.progress import progress_bar
 
     tokens = parse_count(options.batch_tokens)
     for name in ("top", "sequence_length"):

@@ -84,8 +84,8 @@ def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
         profile: the times of the operators.
         schedule: of the windows that the plan is for.
     """
+    from hf_helix.measure.progress import progress_bar
     from hf_helix.planning.plans.registry import make_plan
-    from hf_helix.tuning.progress import progress_bar
 
     model, mesh = made_for(profile)
     with progress_bar() as progress:

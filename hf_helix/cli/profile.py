@@ -102,8 +102,8 @@ def _measure(options: argparse.Namespace) -> None:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.tuning.measure.profiler import measure_profile
-    from hf_helix.tuning.progress import progress_bar
+    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.progress import progress_bar
 
     device = join(options.pp_size)
     config = HelixConfig(**{name: getattr(options, name) for name in OF_CONFIG})
@@ -123,11 +123,11 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
+    from hf_helix.measure.overlap import trace_window
     from hf_helix.report.perfetto import write_perfetto
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.runtime.distributed.mesh import rank
     from hf_helix.tuning.candidates import plan_runners
-    from hf_helix.tuning.measure.overlap import trace_window
 
     runner = plan_runners(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up

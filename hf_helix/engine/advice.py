@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_helix.measure.machine import device_in_clusters
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import host_name
@@ -25,7 +26,6 @@ from hf_helix.runtime.notices import say
 from hf_helix.simulation.sizes import Sizes, size_text
 from hf_helix.tuning.cache import cache_root, write_file
 from hf_helix.tuning.fingerprint import model_digest
-from hf_helix.tuning.measure.machine import device_in_clusters
 
 if TYPE_CHECKING:
     from hf_helix.simulation.cluster import Cluster

@@ -28,8 +28,8 @@ from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.weights.gather import spread_units
-from hf_helix.operators.weights.kept import keep_units
+from hf_helix.operators.zero.zero1 import keep_units
+from hf_helix.operators.zero.zero3 import spread_units
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_helix.config import HelixConfig
+from hf_helix.measure.memory import peak_bytes
+from hf_helix.measure.overlap import Overlap, measure_overlap, trace_window
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
@@ -30,8 +32,6 @@ from hf_helix.runtime.router_stats import router_entries
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.compare import PAPER, Comparison, compare
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, trace_window
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import Tuner
 

@@ -43,6 +43,7 @@ from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.whole_weights import whole_weights
+from hf_helix.measure.even_link import even_out
 from hf_helix.models.batch_form import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
@@ -62,7 +63,6 @@ from hf_helix.runtime.input_ranges import extents
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.fingerprint import fingerprint
-from hf_helix.tuning.measure.even_link import even_out
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
 

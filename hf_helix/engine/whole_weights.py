@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_helix.checkpoint.shard import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
-from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.operators.zero.zero1 import kept_flats
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import plain_parameters

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_helix.models.causal_lm import check_head
-from hf_helix.models.derived.family import DerivedFamily
+from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.gpt_neox import GPTNeoX
 from hf_helix.models.families.llama import Llama, Mistral, Qwen2, Qwen3

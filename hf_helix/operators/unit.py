@@ -21,7 +21,7 @@ from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
 if TYPE_CHECKING:
-    from hf_helix.operators.weights.flat import Flat
+    from hf_helix.operators.zero.flat_parameter import Flat
 
 TP, EXPERTS = "tp", "experts"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_helix.measure.overlap import Overlap
 from hf_helix.report.flops import TokenFlops
 from hf_helix.runtime.trace import Trace
-from hf_helix.tuning.measure.overlap import Overlap
 
 # What a log line shows: what this library adds to a run. The speed is there already, in the progress bar.
 SHORT = ("helix/overlapped_fraction", "helix/hidden_fraction")

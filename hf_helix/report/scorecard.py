@@ -7,7 +7,7 @@ Must hold: overlapped and hidden are always printed together, beside the bound; 
 
 from __future__ import annotations
 
-from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.measure.overlap import Overlap
 from hf_helix.tuning.verdict import in_ms
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_helix.operators.base import Communication, Method, Tensors, Work
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.weights.flat import Flat
-from hf_helix.operators.weights.kept import KeptFlat, kept_flats
-from hf_helix.operators.weights.lending import lending
+from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.lending import lending
+from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key

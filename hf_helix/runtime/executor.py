@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision, explicit_gradients
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.weights.kept import KeptFlat
+from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key

@@ -1,6 +1,6 @@
 """Weights that every rank keeps whole, and that each steps a part of: what a layout knows of them.
 
-In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.weights.kept`).
+In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.zero.zero1`).
 Out:  the gathers of a layout, and which units read which flat.
 Must hold: gathers are in the order in which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.weights.kept import KeptFlat, kept_flats
+from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import max_elements

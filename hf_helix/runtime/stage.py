@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, PipelineTransfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks

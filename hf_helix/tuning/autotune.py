@@ -12,6 +12,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.profiler import measure_profile
+from hf_helix.measure.progress import StageProgress, stage_progress
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.search import lower_bound
 from hf_helix.planning.profile import Profile
@@ -19,9 +22,6 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.candidates import baseline_runner, plan_runners, predict_window
 from hf_helix.tuning.effort import BASELINE, FULL, Effort
-from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, time_steps
-from hf_helix.tuning.measure.profiler import measure_profile
-from hf_helix.tuning.progress import StageProgress, stage_progress
 from hf_helix.tuning.result import TuningResult
 
 CLOSE = 1.05  # times that differ by less than this may have changed places

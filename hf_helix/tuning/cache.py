@@ -24,10 +24,10 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
+from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.profile_file import load_profile, profile_json
 from hf_helix.planning.text import format_json
-from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
 
 CACHE_VARIABLE = "HELIX_CACHE"

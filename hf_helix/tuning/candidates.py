@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hf_helix.measure.progress import StageProgress, stage_progress
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.files import parse_plan
 from hf_helix.planning.plans.plan import Plan
@@ -18,7 +19,6 @@ from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.progress import StageProgress, stage_progress
 
 
 def plan_runners(

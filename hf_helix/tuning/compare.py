@@ -2,7 +2,7 @@
 
 In:   a runner, the window, the names of rules, and the times of the operators if they are known.
 Out:  a `Comparison`, the same on every rank.
-Must hold: all plans are timed in alternation in one run and medians are taken (`tuning.measure.overlap`); on an
+Must hold: all plans are timed in alternation in one run and medians are taken (`measure.overlap`); on an
 emulated link they are timed without it, too; training is left as it was found.
 """
 
@@ -12,6 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.profiler import measure_profile
+from hf_helix.measure.progress import Progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
@@ -20,9 +23,6 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.candidates import baseline_runner, plan_runners
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, time_steps
-from hf_helix.tuning.measure.profiler import measure_profile
-from hf_helix.tuning.progress import Progress
 
 PAPER = "dhelix"
 

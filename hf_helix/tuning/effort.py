@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hf_helix.config import RULES
+from hf_helix.measure.profiler import TRAIN
+from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans import search
 from hf_helix.planning.profile import named_operators
-from hf_helix.tuning.measure.profiler import TRAIN
-from hf_helix.tuning.measure.timing import ISSUING, ISSUING_SLOWEST
 
 BASELINE = "sequential"
 CANDIDATES = RULES  # baselines, too: which rule wins depends on model and link, and only the most promising are timed

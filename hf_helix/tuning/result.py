@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hf_helix.config import AUTO
+from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.profile import Profile
 from hf_helix.tuning.effort import FULL
-from hf_helix.tuning.measure.overlap import Overlap
 
 
 @dataclass(frozen=True)

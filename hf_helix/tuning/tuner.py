@@ -19,6 +19,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from hf_helix.config import AUTO, HelixConfig
+from hf_helix.measure.machine import machine
+from hf_helix.measure.overlap import time_steps
+from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.costs import stage_costs
 from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
@@ -47,9 +50,6 @@ from hf_helix.tuning.effort import (
     tuning_cost,
 )
 from hf_helix.tuning.fingerprint import file_digest
-from hf_helix.tuning.measure.machine import machine
-from hf_helix.tuning.measure.overlap import time_steps
-from hf_helix.tuning.progress import progress_bar
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.verdict import contention_of, format_tuning, format_verdict
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 
+from hf_helix.measure.overlap import Overlap
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
 
 SMALL = 1.05  # a gain below this is explained

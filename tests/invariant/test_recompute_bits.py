@@ -16,8 +16,8 @@ from support.pipeline_jobs import make, runner_of, window_of
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import trace_window
+from hf_helix.measure.memory import peak_bytes
+from hf_helix.measure.overlap import trace_window
 
 JOB = "invariant.test_recompute_bits:"
 MODES = ("none", "selective", "full")

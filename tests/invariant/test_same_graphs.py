@@ -15,7 +15,7 @@ from support.small_traces import whole_gradients
 from support.units import run_units
 from torch import Tensor
 
-from hf_helix.models.derived.family import DerivedFamily
+from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.family import Family
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of

@@ -7,8 +7,8 @@ from typing import Any
 from support.jobs import make_trainer
 from support.pipeline_jobs import make, runner_of, window_of
 
-from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import record_moves
+from hf_helix.measure.memory import peak_bytes
+from hf_helix.measure.overlap import record_moves
 
 
 def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: int, count: int) -> dict[str, Any]:

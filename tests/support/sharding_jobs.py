@@ -14,14 +14,14 @@ from support.at_once import collectives_at_once
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
 
+from hf_helix.measure.memory import LiveBytes
+from hf_helix.measure.overlap import transports
+from hf_helix.measure.profiler import measure_profile
+from hf_helix.measure.shares import bytes_spared, bytes_summed
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.operators.zero.zero1 import kept_flats
 from hf_helix.planning.profile import named_gathers
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.tuning.measure.memory import LiveBytes
-from hf_helix.tuning.measure.overlap import transports
-from hf_helix.tuning.measure.profiler import measure_profile
-from hf_helix.tuning.measure.shares import bytes_spared, bytes_summed
 
 LENGTHS = (33, 16, 21)
 

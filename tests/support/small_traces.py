@@ -12,15 +12,15 @@ from support.rank_threads import Meeting, ThreadTransport, on_ranks
 from support.units import run_units
 from torch import Tensor, nn
 
-from hf_helix.models.derived.leaves import DTYPE, Leaves, skeleton_of
-from hf_helix.models.derived.lowering.glue import Share
-from hf_helix.models.derived.lowering.lower import declare
-from hf_helix.models.derived.lowering.outline import Outline
-from hf_helix.models.derived.placement.inference import Inference
-from hf_helix.models.derived.placement.placed import SHARD, NeedsInlining, Placed
-from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
+from hf_helix.models.lowering.glue import Share
+from hf_helix.models.lowering.lower import declare
+from hf_helix.models.lowering.outline import Outline
+from hf_helix.models.placement.inference import Inference
+from hf_helix.models.placement.placed import SHARD, NeedsInlining, Placed
+from hf_helix.models.trace.leaves import DTYPE, Leaves, skeleton_of
+from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Placement, Unit

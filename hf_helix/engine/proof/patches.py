@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hf_helix.models.copies import rebound
-from hf_helix.models.derived.alike import digest_of_code, text_of
-from hf_helix.models.derived.calls import Decoder
+from hf_helix.models.trace.alike import digest_of_code, text_of
+from hf_helix.models.trace.calls import Decoder
 
 CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype)

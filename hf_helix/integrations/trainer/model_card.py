@@ -27,9 +27,9 @@ import yaml
 from huggingface_hub import RepoCard
 
 from hf_helix.config import HelixConfig
+from hf_helix.measure.overlap import Overlap
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.tuning.verdict import in_ms

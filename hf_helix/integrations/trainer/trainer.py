@@ -39,6 +39,7 @@ from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
+from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plans.plan import Plan
@@ -50,7 +51,6 @@ from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.fingerprint import shared_options
-from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
 from hf_helix.upstream.check import check_class
 

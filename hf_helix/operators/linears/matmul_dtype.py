@@ -2,7 +2,7 @@
 
 In:   parameters in the higher precision that an optimizer keeps, and the type of what they are multiplied with.
 Out:  copies in that type; those of linears that read one value lie in one piece, for one GEMM. Where ranks gather a
-      piece that has them in it (`hf_helix.operators.weights.flat`), they are views of it.
+      piece that has them in it (`hf_helix.operators.zero.flat_parameter`), they are views of it.
 Must hold: a copy lives within one window only. Meanwhile nobody writes to weights. Between windows anybody may
 (optimizers, `load_state_dict`, merged adapters, callbacks), and not all of them leave a mark such as `Tensor._version`.
 """

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.layout import GradientSum, Layout

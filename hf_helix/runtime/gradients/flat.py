@@ -15,7 +15,7 @@ import torch
 
 from hf_helix.operators.base import Work
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 
 
 class FlatGradients:

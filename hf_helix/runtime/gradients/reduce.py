@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
 from hf_helix.operators.linears.side_by_side import in_one
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets

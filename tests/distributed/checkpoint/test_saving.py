@@ -25,10 +25,10 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import safetensors_file
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.checkpoint.staged import staged
+from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.unit import Placement
-from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.operators.zero.zero1 import kept_flats
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.tuning.measure.memory import LiveBytes
 
 # What the ranks run
 

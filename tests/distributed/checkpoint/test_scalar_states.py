@@ -16,8 +16,8 @@ from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.engine.optimizer_parts import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED
-from hf_helix.operators.weights.flat import Flat
-from hf_helix.operators.weights.kept import KeptFlat
+from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.local_parameter import LocalParameter, Stretch
 

@@ -14,11 +14,11 @@ from support.jobs import _microbatches, make_trainer
 from support.tuning_jobs import hasty
 
 from hf_helix.link_speed import parse_link
+from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.tuning.measure.overlap import forget_gradients, transports
 
 # What the ranks run
 

@@ -9,8 +9,8 @@ from support.jobs import _microbatches, make_trainer
 from support.pipeline_jobs import runner_of
 from torch import Tensor
 
+from hf_helix.measure.memory import LiveBytes
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.tuning.measure.memory import LiveBytes
 
 LAYERS = 5
 

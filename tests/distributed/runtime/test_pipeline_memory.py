@@ -15,7 +15,7 @@ import pytest
 from support.models import VOCABULARY
 from support.pipeline_jobs import runner_of, trainer_of, window_of
 
-from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.measure.memory import peak_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_helix.operators.weights.flat import Flat
-from hf_helix.operators.weights.gather import UNITS_AHEAD
+from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.zero3 import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.actions import Slot
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from hf_helix.simulation.measured import device, links, machine, together
 from support.cluster import Cluster
 
 from hf_helix.cli.cluster import written
@@ -21,7 +22,6 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
 from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import load_cluster
-from hf_helix.simulation.measured import device, links, machine, together
 
 LEAST = {
     (device, "SIDES"): (32, 64),

@@ -9,13 +9,13 @@ import torch
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import one_rank
 
+from hf_helix.measure import machine, profiler
+from hf_helix.measure import overlap as measure
+from hf_helix.measure.bench import Bench
+from hf_helix.measure.overlap import measure_overlap
+from hf_helix.measure.profiler import measure_profile
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.profile import named_operators
-from hf_helix.tuning.measure import machine, profiler
-from hf_helix.tuning.measure import overlap as measure
-from hf_helix.tuning.measure.bench import Bench
-from hf_helix.tuning.measure.overlap import measure_overlap
-from hf_helix.tuning.measure.profiler import measure_profile
 
 TP = {"tp_size": 2, "model": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {

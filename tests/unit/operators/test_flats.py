@@ -14,10 +14,10 @@ from hf_helix.operators.communication.transport import Axis, Copies, Recorder, S
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.operators.unit import COPIED
-from hf_helix.operators.weights.flat import Flat
-from hf_helix.operators.weights.grouping import make_flats
-from hf_helix.operators.weights.kept import KeptFlat
-from hf_helix.operators.weights.lending import casts_of, lending
+from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.grouping import make_flats
+from hf_helix.operators.zero.lending import casts_of, lending
+from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.planning.graph.operator import Part
 
 RANKS = 2

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_helix.tuning.progress import progress_bar
+from hf_helix.measure.progress import progress_bar
 
 
 def work(is_shown: bool = True) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import COPIED, CUT_ROWS
-from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import buckets

@@ -19,6 +19,8 @@ from transformers import LlamaConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
+from hf_helix.measure import machine, profiler, timing
+from hf_helix.measure.transfer_times import time_train
 from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Profile, named_of_window, named_operators
@@ -27,8 +29,6 @@ from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce
 from hf_helix.runtime.streams import CudaStreams, stream_name
 from hf_helix.runtime.trace import Span
-from hf_helix.tuning.measure import machine, profiler, timing
-from hf_helix.tuning.measure.transfer_times import time_train
 
 LAUNCHING, COMPUTATION, COLLECTIVE = 1e-4, 1e-5, 4e-5  # seconds: of the host, of the device
 CYCLES = 2e9  # of the GPU in a second

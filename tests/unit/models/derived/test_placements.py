@@ -13,8 +13,8 @@ from support.small_traces import check_on_two_ranks, inferred, placed_on, traced
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models.derived.placement.inference import Inference
-from hf_helix.models.derived.placement.placed import (
+from hf_helix.models.placement.inference import Inference
+from hf_helix.models.placement.placed import (
     COLUMN,
     PARTIAL,
     REPLICATED,
@@ -24,7 +24,7 @@ from hf_helix.models.derived.placement.placed import (
     NeedsInlining,
     Placed,
 )
-from hf_helix.models.derived.trace import Underivable
+from hf_helix.models.trace.trace import Underivable
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS
 
 

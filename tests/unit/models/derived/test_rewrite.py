@@ -7,8 +7,8 @@ import torch
 from support.small_traces import WIDTH, check_on_two_ranks, traced
 from torch import Tensor, nn
 
-from hf_helix.models.derived.placement.nodes import name_of
-from hf_helix.models.derived.trace import ModuleTrace, Underivable
+from hf_helix.models.placement.nodes import name_of
+from hf_helix.models.trace.trace import ModuleTrace, Underivable
 
 
 class Code(nn.Module):

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_helix.models import registry
-from hf_helix.models.derived import rope
-from hf_helix.models.derived.placement.nodes import name_of
-from hf_helix.models.derived.trace import Given, ModuleTrace
+from hf_helix.models.placement.nodes import name_of
+from hf_helix.models.trace import rope
+from hf_helix.models.trace.trace import Given, ModuleTrace
 
 EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]
 

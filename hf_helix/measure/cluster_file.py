@@ -1,0 +1,252 @@
+"""This machine as a cluster file describes it, measured by the ranks that were started on it.
+
+In:   the processes that a launcher started, or one; perhaps an emulated link.
+Out:  the mapping that a cluster file holds, the same on every rank.
+Must hold: which ranks share a node is read from the names of their hosts; every number says that it was measured, when
+and on what.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hf_helix.link_speed import parse_link
+from hf_helix.measure.device import (
+    CPU_BLOCK,
+    GPU_BLOCK,
+    Points,
+    attention_work,
+    measure_attention,
+    measure_calls,
+    measure_exponentials,
+    measure_memory,
+    measure_products,
+)
+from hf_helix.measure.links import Fit, TimedCollective, fit, measure_link
+from hf_helix.measure.machine import describe_device, device_in_clusters
+from hf_helix.measure.progress import StageProgress
+from hf_helix.measure.stopwatch import Stopwatch
+from hf_helix.measure.together import measure_contention, measure_waiting
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.distributed.groups import backend_of, host_name
+from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, world_size
+from hf_helix.runtime.streams import make_streams
+from hf_helix.simulation.cluster import load_cluster, shipped_clusters
+from hf_helix.version import __version__
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+BUDGET = {"cpu": 0.1, "cuda": 0.05}
+"""Seconds for the repeats of each piece of work."""
+
+FRAGMENTS = 1e9
+"""Bytes of a GPU that are left free, since its allocator leaves gaps."""
+
+
+def measure_cluster(
+    device: torch.device, link: str | None = None, progress: StageProgress | None = None
+) -> dict[str, Any]:
+    """Returns what a cluster file of this machine holds. Collective.
+
+    Args:
+        device: of this rank.
+        link: the speed of an emulated link, as `HelixConfig(link=...)` takes it; None for the links as they are.
+        progress: called with what is being measured.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks, or the ranks of a node do not follow each other.
+    """
+    if link is not None and parse_link(link).rate is None:
+        raise ValueError(f"link={link!r} has no rate to describe; give one, such as '300mbit' or '10gbit,50us'")
+    started = time.perf_counter()
+    nodes, per_node = count_nodes(all_gather_object(host_name()))
+    show = progress or (lambda stage, share: None)
+    data: dict[str, Any] = {"name": "", "nodes": nodes, "devices_per_node": per_node}
+    data["backend"] = backend_of(device) if dist.is_initialized() else ("nccl" if device.type == "cuda" else "gloo")
+    data["device"] = measure_device(device, per_node, show)
+    notes = {}
+    if world_size() > 1:
+        mesh = build_mesh(per_node, device, cp_size=nodes, link=link)
+        notes = measure_links(data, mesh, show)
+    data["name"] = f"{nodes * per_node} x {data['device']['name']}, measured"
+    about = f"on {datetime.date.today()} with `hf-helix cluster`, hf_helix {__version__}, torch {torch.__version__}, "
+    about += f"{torch.get_num_threads()} threads a rank, in {time.perf_counter() - started:.0f} s"
+    data["sources"] = {"measured": about, "device": describe_device(device), **notes}
+    if link is not None:
+        data["sources"]["node"] = f"an emulated link of {link}"
+    return all_gather_object(data)[0]
+
+
+def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
+    """Returns the number of nodes, and of ranks on each.
+
+    Args:
+        hosts: the name of every rank's host, by rank.
+
+    Raises:
+        ValueError: nodes have unequal numbers of ranks, or ranks of one do not follow each other.
+    """
+    names = list(dict.fromkeys(hosts))
+    per_node = len(hosts) // len(names)
+    if list(hosts) != [name for name in names for _ in range(per_node)]:
+        counts = ", ".join(f"{hosts.count(name)} on {name.split()[0]}" for name in names)
+        raise ValueError(
+            f"a cluster file describes nodes with equally many ranks that follow each other; here are {counts}. Start "
+            "equally many on each, such as torchrun --nnodes 2 --nproc-per-node 8"
+        )
+    return len(names), per_node
+
+
+def measure_device(device: torch.device, per_node: int, show: StageProgress) -> dict[str, Any]:
+    """Returns what a cluster file holds of a device. Collective.
+
+    Args:
+        device: of this rank.
+        per_node: ranks that share the memory of a node.
+        show: called with what is being measured.
+    """
+    reserved = _reserved(device)
+    watch = Stopwatch(device, BUDGET[device.type])
+    show("calls", 0.0)
+    calls = measure_calls(watch)
+    show("memory", 0.05)
+    memory = measure_memory(watch)
+    exponentials = measure_exponentials(watch) if device.type == "cpu" else None
+    products, attention = {}, {}
+    for place, (name, dtype) in enumerate(TYPES.items()):
+        show(f"products in {name}", 0.15 + 0.3 * place)
+        products[name] = measure_products(watch, dtype)
+        show(f"attention in {name}", 0.35 + 0.3 * place)
+        attention[name] = measure_attention(watch, dtype)
+    name = device_in_clusters(device)
+    peaks = _peaks(name, products)
+    bandwidth = max(rate for _, rate in memory)
+    block = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    data: dict[str, Any] = {
+        "name": name,
+        "memory_gb": _short((total or psutil.virtual_memory().total / per_node) / 1e9),
+        "reserved_gb": _short(reserved / 1e9),
+        "peak_tflops": {key: _short(peak / 1e12) for key, peak in peaks.items()},
+        "matmul": {key: efficiency_curve(points, peaks[key]) for key, points in products.items()},
+        "attention": {
+            key: attention_curve(points, peaks[key], block, exponentials) for key, points in attention.items()
+        },
+        "attention_block": block,
+        "memory_gb_per_s": _short(bandwidth / 1e9),
+        "memory_efficiency": efficiency_curve(memory, bandwidth),
+        "kernel_us": _short(calls.kernel * 1e6),
+        "issue_us": _short(calls.operator * 1e6),
+        "host_runs_ahead": device.type == "cuda",
+    }
+    if exponentials is not None:
+        data["exponentials_per_ns"] = _short(exponentials / 1e9)
+    return data
+
+
+def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
+    """Adds the links of a mesh to what a cluster file holds, and what they and computation cost each other. Collective.
+
+    Args:
+        data: what the file holds so far.
+        mesh: with the ranks of a node on `tp`, and the nodes on `cp`.
+        show: called with what is being measured.
+
+    Returns:
+        What was timed, as text.
+    """
+    streams, device = make_streams(mesh.device), mesh.device
+    axes: dict[Kind, Axis] = {}
+    notes = {}
+    for name, axis, sharing in (("node", mesh.tp, 1), ("network", mesh.cp, mesh.tp.size)):
+        if axis.size > 1:
+            show(f"links ({name})", 0.75)
+            timed = measure_link(axis, streams, device)
+            data[name] = link_entry(fit(timed, sharing))
+            notes[f"{name}.gb_per_s"] = _rates(timed)
+            axes[Kind.INTRA_NODE if name == "node" else Kind.INTER_NODE] = axis
+    if "network" in data:
+        data["network"]["devices_per_link"] = mesh.tp.size
+    show("computation beside communication", 0.9)
+    slow = measure_contention(axes, streams, device)
+    data["contention"] = {
+        key: [[sent, _short(max(1.0, factor))] for sent, factor in points] for key, points in slow.items()
+    }
+    data["waiting_us"] = waiting_entry(measure_waiting(next(iter(axes.values())), streams, device))
+    streams.close()
+    return notes
+
+
+def _reserved(device: torch.device) -> float:
+    """Bytes that are taken before there is any tensor."""
+    if device.type == "cpu":
+        return float(psutil.Process().memory_info().rss)
+    torch.ones(1, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) + FRAGMENTS
+
+
+def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
+    """Operations a second by type: of the data sheet where the package has a file with it, else the best found."""
+    best = {key: max(rate for _, rate in points) for key, points in products.items()}
+    known = (load_cluster(file).device for file in shipped_clusters())
+    sheet = next((device.peaks for device in known if device.name == name), {})
+    return {key: max(rate, sheet.get(key, 0.0)) for key, rate in best.items()}
+
+
+def efficiency_curve(points: Points, best: float) -> list[list[float]]:
+    """Returns (size, rate) points as a cluster file has them: [size, share of the best rate]."""
+    return [[_short(size), _short(rate / best)] for size, rate in points]
+
+
+def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
+    """Returns the curve of fused attention of a cluster file: [keys, share of the peak].
+
+    Args:
+        points: (keys, seconds) of forward and backward.
+        peak: operations that the device does in a second.
+        block: keys at once; a causal mask spares whole blocks only.
+        exponentials: in a second; None where they take no time of their own.
+    """
+    rates = []
+    for keys, seconds in points:
+        operations, taken = attention_work(keys, block)
+        rest = seconds - taken / exponentials if exponentials else seconds
+        rates.append((keys, operations / max(0.2 * seconds, rest)))
+    return efficiency_curve(rates, peak)
+
+
+def link_entry(link: Fit) -> dict[str, Any]:
+    """Returns the entry of a cluster file for a measured link."""
+    return {
+        "gb_per_s": _short(link.bandwidth / 1e9),
+        "latency_us": _short(link.latency * 1e6),
+        "efficiency": [[_short(size), _short(share)] for size, share in link.efficiency],
+    }
+
+
+def waiting_entry(seconds: float) -> float:
+    """Returns the entry of a cluster file for what ranks wait behind a second of computation."""
+    return _short(seconds * 1e6 * math.sqrt(1e-3))
+
+
+def _rates(timed: Sequence[TimedCollective]) -> str:
+    """What the largest collective of each method sent."""
+    largest = {each.method: each for each in timed}
+    return "measured; " + ", ".join(
+        f"{name} {each.bytes / each.seconds / 1e9:.3g} GB/s" for name, each in largest.items()
+    )
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.4g}")

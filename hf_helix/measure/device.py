@@ -1,0 +1,275 @@
+"""What a device computes and how fast its memory is, by size.
+
+In:   a stopwatch.
+Out:  operations a second of products and of attention, bytes a second of element-wise kernels, exponentials a second,
+      and what a kernel and an operator take that do nothing.
+Must hold: what is timed is what a decoder runs: products of all three parts of a linear, attention with its backward,
+element-wise kernels. What they read is not in the nearest cache, and what they write is memory of their own, which is
+kept for a while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.measure.stopwatch import Stopwatch, Work
+from hf_helix.operators.base import Precision
+from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
+from hf_helix.operators.segment import Segment
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import unit_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.streams import make_streams
+
+Points = list[tuple[float, float]]
+"""(size, rate), sizes growing."""
+
+SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""The lengths of products that are as long in all three dimensions."""
+
+SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
+"""Rows, columns and depth of products, by a side."""
+
+KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
+HEADS, HEAD_SIZE = 8, 64
+
+CPU_BLOCK, GPU_BLOCK = 512, 128
+"""Keys that the fused attention of torch goes through at once."""
+
+ELEMENTS = tuple(2**power for power in range(12, 28))
+"""The elements of tensors that element-wise kernels read."""
+
+OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes of the operands that kernels take in turn, since those of a step are not in the nearest cache."""
+
+MOST_OPERANDS = 256
+"""How many operands there are at most."""
+
+KEPT = {"cpu": 64 << 20, "cuda": 2 << 30}
+"""Bytes of results that stay alive for a while, as activations do."""
+
+LONGEST = 0.15
+"""Seconds of a piece of work after which no larger one is tried."""
+
+CHAIN, TINY_KERNELS = 16, 8
+
+
+class Activations:
+    """Results that stay alive until so many later ones are there.
+
+    Args:
+        device: that they lie on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._max_bytes, self._bytes = KEPT[device.type], 0
+        self._kept: deque[Tensor] = deque()
+
+    def keep(self, *results: Tensor) -> None:
+        """Keeps results alive."""
+        self._kept += results
+        self._bytes += sum(result.nbytes for result in results)
+        while self._bytes > self._max_bytes:
+            self._bytes -= self._kept.popleft().nbytes
+
+
+def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields operands for ever, as many different ones as fill `OPERANDS`."""
+    first = make()
+    count = OPERANDS[device.type] // sum(value.nbytes for value in first)
+    return itertools.cycle([first, *(make() for _ in range(min(MOST_OPERANDS, count) - 1))])
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What calls take that compute nothing.
+
+    Attributes:
+        kernel: seconds of a kernel, one after the other.
+        operator: seconds of an operator of a graph, issued by the executor.
+    """
+
+    kernel: float
+    operator: float
+
+
+def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
+    """Returns operations a second by the operations of a product."""
+    points = []
+    for side in SIDES:
+        shapes = [tuple(max(8, int(side * factor)) for factor in factors) for factors in SHAPES]
+        works = [(2.0 * m * n * k, work) for m, n, k in shapes for work in _linear(watch.device, dtype, m, n, k)]
+        seconds = sum(watch.seconds(work) for _, work in works)
+        points.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
+        if seconds > len(works) * LONGEST / 8:
+            break
+    return points
+
+
+def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
+    """F, I and W of a linear with `m` tokens, `n` features out and `k` features in."""
+
+    def operands() -> tuple[Tensor, ...]:
+        value, gradient, weight = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (m, n), (n, k)))
+        total_type = torch.float32 if in_one_gemm(value, torch.float32) else dtype
+        return value, gradient, weight, torch.zeros(n, k, device=device, dtype=total_type)
+
+    turns, results = _in_turn(device, operands), Activations(device)
+
+    def forward() -> None:
+        value, _, weight, _ = next(turns)
+        results.keep(functional.linear(value, weight))
+
+    def input_gradient() -> None:
+        _, gradient, weight, _ = next(turns)
+        results.keep(gradient @ weight)
+
+    def weight_gradient() -> None:
+        value, gradient, _, total = next(turns)
+        add_product(total, gradient.t(), value)
+
+    return [forward, input_gradient, weight_gradient]
+
+
+def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
+    """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
+    points = []
+    for keys in KEYS:
+        with torch.enable_grad():
+            seconds = watch.seconds(_attention(watch.device, dtype, keys))
+        points.append((float(keys), seconds))
+        if seconds > LONGEST:
+            break
+    return points
+
+
+def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
+    """Causal attention, forward and backward."""
+
+    def operands() -> tuple[Tensor, ...]:
+        return tuple(torch.randn(1, HEADS, keys, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4))
+
+    turns, results = _in_turn(device, operands), Activations(device)
+
+    def work() -> None:
+        *leaves, gradient = next(turns)
+        q, k, v = (value.requires_grad_() for value in leaves)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        results.keep(out.detach(), *torch.autograd.grad(out, (q, k, v), gradient))
+
+    return work
+
+
+def attention_work(keys: float, block: int) -> tuple[float, float]:
+    """Returns the operations and the exponentials of causal attention, forward and backward, as a device computes them.
+
+    Args:
+        keys: of a sequence.
+        block: keys that it goes through at once; a causal mask spares whole blocks.
+    """
+    blocks = -(-keys // block)
+    pairs = HEADS * keys * keys * (1 + 1 / blocks) / 2
+    return 14.0 * pairs * HEAD_SIZE, 2.0 * pairs
+
+
+def measure_memory(watch: Stopwatch) -> Points:
+    """Returns bytes a second by the bytes that an element-wise kernel reads and writes."""
+    empty = watch.seconds(_elementwise(watch.device, 8)) / 3
+    points = []
+    for elements in ELEMENTS:
+        seconds = watch.seconds(_elementwise(watch.device, elements)) / 3
+        moved = 4.0 * elements * 8 / 3
+        if seconds > 1.3 * empty:
+            points.append((moved, moved / (seconds - empty)))
+        if seconds > LONGEST / 4:
+            break
+    return points
+
+
+def _elementwise(device: torch.device, elements: int) -> Work:
+    """A sum, a product and a negative: eight passes over memory, each kernel with a result of its own."""
+    turns = _in_turn(device, lambda: (torch.randn(elements, device=device), torch.randn(elements, device=device)))
+    results = Activations(device)
+
+    def work() -> None:
+        first, other = next(turns)
+        total = first + other
+        product = total * other
+        results.keep(total, product, -product)
+
+    return work
+
+
+def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
+    """Returns a few milliseconds of what a decoder layer computes: mostly products, and some element-wise kernels.
+
+    Args:
+        device: that the values are on.
+        factor: of the sides of products.
+    """
+    side = int(factor * (1024 if device.type == "cuda" else 256))
+    products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
+    small = _elementwise(device, side * side)
+
+    def work() -> None:
+        for product in products:
+            product()
+        small()
+
+    return work
+
+
+def measure_exponentials(watch: Stopwatch) -> float:
+    """Returns exponentials a second, those of activations and of softmax."""
+    value = torch.randn(256, 256, device=watch.device)
+    functions: list[Callable[[Tensor], Tensor]] = [torch.exp, torch.sigmoid, functional.silu, _softmax]
+    seconds = [watch.seconds(lambda function=function: function(value)) for function in functions]  # type: ignore[misc]
+    return value.numel() * len(seconds) / sum(seconds)
+
+
+def _softmax(value: Tensor) -> Tensor:
+    return value.softmax(-1)
+
+
+def measure_calls(watch: Stopwatch) -> Calls:
+    """Returns what a kernel and an operator take that compute next to nothing."""
+    operator = watch.seconds(_chain(watch.device, 0)) / (2 * CHAIN)
+    if watch.device.type == "cuda":
+        return Calls(watch.seconds(_elementwise(watch.device, 8)) / 3, operator)
+    with_kernels = watch.seconds(_chain(watch.device, TINY_KERNELS)) / (2 * CHAIN)
+    return Calls((with_kernels - operator) / TINY_KERNELS, operator)
+
+
+def _chain(device: torch.device, kernels: int) -> Work:
+    """Segments one after the other, forward and backward, each with so many kernels of a few elements."""
+
+    def function(value: Tensor) -> Tensor:
+        for _ in range(kernels):
+            value = value * 1.5
+        return value.view_as(value)
+
+    names = [f"x{place}" for place in range(CHAIN + 1)]
+    operators = [
+        Operator(name=f"op{place}", kind=Kind.COMPUTE, reads=(first,), writes=(second,))
+        for place, (first, second) in enumerate(itertools.pairwise(names))
+    ]
+    pair = GraphPair.of(Graph("chain", tuple(operators), (names[0],), (names[-1],)))
+    unit = Unit(label="chain", graphs=pair, operators={op.name: Segment(function) for op in operators}, placements={})
+    layout = Layout(["chain"], {0: [0]}, {"chain": pair})
+    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0), forward)]
+    executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None))
+    value = torch.randn(8, device=device)
+    sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
+    batches = [MicroBatch(dict, (0, 0))]
+    return lambda: executor.run(program, batches, sources, training=True)

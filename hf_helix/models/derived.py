@@ -1,0 +1,351 @@
+"""A family that is derived from a model: the same units as a declared one, without a declaration.
+
+In:   a causal language model of Transformers, or one that is written like them.
+Out:  its units, and the side inputs of its batches.
+Must hold: what is traced is what runs: patched forwards, options and all. A model that cannot be derived is refused
+with a sentence on why. Layers whose code, options and arguments are alike share one trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from hf_helix.models.causal_lm import text_part
+from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import LossTweaks, ParallelContext
+from hf_helix.models.graph.expert_form import is_experts
+from hf_helix.models.graph.expert_layer import check_expert_count, expert_side_inputs
+from hf_helix.models.graph.masks import causal_masks
+from hf_helix.models.lowering.glue import Share
+from hf_helix.models.lowering.lower import declare, declare_layer
+from hf_helix.models.lowering.outline import Outline
+from hf_helix.models.model_code import forward_of, other_code
+from hf_helix.models.placement.inference import Inference
+from hf_helix.models.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, Placed
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.models.trace.alike import description
+from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
+from hf_helix.models.trace.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
+from hf_helix.models.trace.trace import (
+    EXAMPLE_BATCH,
+    EXAMPLE_LENGTH,
+    PLACES,
+    Given,
+    ModuleTrace,
+    Underivable,
+    args_of,
+    trace,
+)
+from hf_helix.operators.unit import Unit
+
+POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
+"""The positions of tokens, as the whole model is given them."""
+
+DECLARE = (
+    "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
+    "hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows, or use one of the classes that "
+    "`hf-helix models` lists"
+)
+
+
+class DerivedFamily(Family):
+    """The family of one model.
+
+    Args:
+        base: the Transformers model, whole.
+
+    Raises:
+        ValueError: it cannot be derived; says why, and what a family of one's own would have to say.
+    """
+
+    needs_proof = True
+    is_traced = True
+
+    def __init__(self, base: Any) -> None:
+        self.model_class = type(base).__name__
+        self.traced = {id(module): forward_of(module) for module in base.modules()}
+        self._width = base.get_input_embeddings().weight.shape[1]
+        with refusing(base):
+            self.calls = LayerCalls(base)
+            self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
+            self._kinds: dict[tuple[str, int, int], Outline] = {}
+            self._has_experts = bool(self._expert_counts())
+            self._routers = {id(router.module): router.index for router in routers_of(base)}
+            self._balance: Balance | None = None
+            self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
+            masks = [mask for call in self.calls.calls for mask in call.masks]
+            by_positions = {mask.by_positions for mask in masks}
+            if len(by_positions) > 1:
+                raise Underivable("only some of its layers tell packed documents apart")
+            self.packs_by_positions = by_positions != {False}
+            self._windows = {mask.sliding_window for mask in masks}
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def layers(self, model: Any) -> Sequence[nn.Module]:
+        return list(self.calls.decoder.layers)
+
+    def final_norm(self, model: Any) -> nn.Module:
+        raise NotImplementedError
+
+    def layer(self, b: Builder, layer: Any) -> Unit:
+        number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
+        outline, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
+        start = {outline.trace.hidden: b.input("x")}
+        sums = None if balance is None else b.input(BALANCE)
+        x, parts = declare_layer(outline, b, layer, start, None if balance is None else balance.choices)
+        if sums is None:
+            return b.build(x)
+        routers = self._routers_in(layer)
+        if len(parts) != len(routers) or len(routers) > 1:
+            raise Underivable(
+                f"output_router_logits=True adds a loss for the balance of its experts, which reads {len(routers)} "
+                f"routers of {b.label}, of which {len(parts)} are followed"
+            )
+        return b.build(x, add_part(b, sums, parts[0] if parts else None))
+
+    def units(
+        self,
+        model: Any,
+        sharing: ParallelContext,
+        loss_tweaks: LossTweaks | None = None,
+        places: Collection[int] | None = None,
+    ) -> list[Unit]:
+        with refusing(model):
+            self._balance = balance_of(model)
+            return super().units(model, sharing, loss_tweaks, places)
+
+    def layer_key(self, model: Any, place: int) -> str:
+        return self._key(place)
+
+    def embedding(self, b: Builder, model: Any) -> Unit:
+        outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        return b.build(declare(outline, b, model, {}), *self.balance_start(b, model))
+
+    def loss(self, b: Builder, model: Any, x: str) -> str:
+        _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        logits = declare(outline, b, model, {outline.start[0]: x}, WHOLE)
+        return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
+
+    def balance(self, model: Any) -> Balance | None:
+        """Returns the load-balancing loss of the units that were declared last."""
+        return self._balance
+
+    def check_context(self, model: Any) -> None:
+        """What cannot be cut over context-parallel ranks is refused where attention is declared."""
+
+    def digest(self, model: Any) -> str:
+        """Returns a fingerprint of what the model computes."""
+        with refusing(model):
+            text = [type(model).__qualname__, repr(balance_of(model))]
+            for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
+                outline = self._kind(number, 1, 0)
+                text += [_described(outline.trace, outline.target), self._key(number)]
+            pre, post = self._outlines_of_ends(model, 1, 0)
+            text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
+            return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+    # -- traces ----------------------------------------------------------------------------------------------------
+
+    def _key(self, number: int) -> str:
+        """Tells layers apart: by code, options, sizes, and what they are called with."""
+        return f"{description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
+
+    def _kind(self, number: int, size: int, rank: int) -> Outline:
+        """Returns what declares the operators of a layer, and of all that are like it."""
+        key = self._key(number)
+        if (key, size, rank) not in self._kinds:
+            layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
+            inference = self._infer(key, lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD))
+            graph = inference.trace
+            self._kinds[key, size, rank] = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
+        return self._kinds[key, size, rank]
+
+    def _infer(
+        self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: Placed
+    ) -> Inference:
+        """Infers placements of a trace, and traces again through the norms that this asks for.
+
+        Args:
+            key: tells traces apart: each is made once, for all layers of a kind and all numbers of ranks.
+            make: traces, given the paths of norms to trace through.
+            tp_size: the number of ranks.
+            hidden: the placement of what enters.
+        """
+        inlined: frozenset[str] = frozenset()
+        while True:
+            if (key, inlined) not in self._traces:
+                self._traces[key, inlined] = make(inlined)
+            try:
+                return Inference(self._traces[key, inlined], tp_size, hidden)
+            except NeedsInlining as needed:
+                inlined |= {needed.path}
+
+    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
+        leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
+        leaves.replace(skeleton)
+        said = leaves.record(skeleton, self._routers_in(layer))
+
+        def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
+            args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
+            said.clear()
+            result = module(x, *args, **kwargs)
+            self.calls.is_tuple = isinstance(result, tuple)
+            return (result[0] if isinstance(result, tuple) else result, *(x for x in said if isinstance(x, Tensor)))
+
+        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
+        return trace(skeleton, leaves, hidden, call.given, run)
+
+    def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
+        """Traces a whole model, whose layers are leaves."""
+        self._kind(0, 1, 0)  # which tells whether layers return tuples
+        leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
+        skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
+        layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
+        for number, layer in enumerate(layers):
+            leaf = leaves.add(LAYER, str(number))
+            layer.forward = _as_leaf(leaf, self.calls.is_tuple)
+        inside = {id(module) for module in layers.modules()}
+        table = model.get_input_embeddings()
+        leaves.table = next(name for name, module in model.named_modules() if module is table)
+        leaves.replace(skeleton, skip=lambda module: id(module) in inside)
+        for module in skeleton.modules():
+            if "Rotary" in type(module).__name__ and id(module) not in inside:
+                module.forward = lambda x, *args, **kwargs: (x, x)  # for layers alone
+
+        def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
+            with named_masks(module.get_submodule(decoder.path)):
+                logits: Tensor = module(input_ids=ids, position_ids=given[0], use_cache=False).logits
+            return logits
+
+        ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
+        return trace(skeleton, leaves, ids, [POSITIONS], run)
+
+    def _outlines_of_ends(self, model: Any, size: int, rank: int) -> tuple[Outline, Outline]:
+        if (size, rank) not in self._ends:
+            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, Placed(FREE))
+            graph = inference.trace
+            layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
+            layers.sort(key=lambda node: int(graph.path_of(node)))
+            for before, after in itertools.pairwise(layers):
+                if args_of(after)[0] is not before:
+                    raise Underivable("its forward computes something between two layers")
+            share = Share(size, rank)
+            first = args_of(layers[0])[0]
+            self._ends[size, rank] = (
+                Outline(inference, share, [], first),
+                Outline(inference, share, [layers[-1]], graph.result),
+            )
+        return self._ends[size, rank]
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check(self, config: Any, tp_size: int) -> None:
+        heads = {
+            words: getattr(config, name)
+            for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
+            if isinstance(getattr(config, name, None), int)
+        }
+        if heads:
+            check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
+
+    def check_experts(self, model: Any, sharing: ParallelContext) -> None:
+        counts = self._expert_counts()
+        if not counts:
+            super().check_experts(model, sharing)
+        for count in counts:
+            check_expert_count(count, sharing)
+
+    def _routers_in(self, layer: nn.Module) -> list[tuple[str, int]]:
+        """Returns the path of each router in a layer, and which of its outputs has the logits."""
+        named = layer.named_modules()
+        return [(path, self._routers[id(module)]) for path, module in named if id(module) in self._routers]
+
+    def _expert_counts(self) -> set[int]:
+        modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
+        return {len(m.get_parameter("down_proj")) for m in modules}
+
+    # -- side inputs -----------------------------------------------------------------------------------------------
+
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        layers = set(map(id, self.calls.decoder.layers))
+        own = {id(m) for layer in self.calls.decoder.layers for m in layer.modules()}
+        tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+        return [
+            m
+            for m in self.calls.decoder.module.modules()
+            if id(m) not in own | layers | tables and not list(m.children())
+        ]
+
+    def side_inputs(
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
+    ) -> dict[str, Any]:
+        side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
+        if not self._has_experts:
+            return side
+        balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
+        return {**side, **expert_side_inputs(batch, cut), **balance}
+
+    def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None or not self.calls.counts_what_is_seen:
+            return super().count_positions(ids, mask)
+        return count_seen(mask)
+
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
+        masks = causal_masks(model, self._windows, ids, mask, documents)
+        return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
+
+    def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        inputs = {}
+        dims = {given.name: given.open for call in self.calls.calls for given in call.given}
+        for name, tensor in self.calls.tensors(ids, positions).items():
+            along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
+            inputs[name] = cut.take(tensor, along[0]) if along else tensor
+        return inputs
+
+
+def _as_leaf(leaf: int, is_tuple: bool) -> Any:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = OPS.unary(hidden_states, leaf)
+        return (result,) if is_tuple else result
+
+    return forward
+
+
+def _named(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _described(graph: ModuleTrace, target: Node) -> str:
+    leaves = [
+        (
+            leaf.kind,
+            leaf.path,
+            sorted((key, _named(value) if callable(value) else str(value)) for key, value in leaf.details.items()),
+        )
+        for leaf in graph.leaves
+    ]
+    return "\n".join([*(node.format_node() or "" for node in graph.nodes), str(target), repr(leaves)])
+
+
+@contextlib.contextmanager
+def refusing(model: Any) -> Iterator[None]:
+    """Returns the context in which a refusal says which class it is about, and what to do."""
+    try:
+        yield
+    except Underivable as error:
+        own = not type(model).__module__.startswith("transformers.")
+        instead = other_code(model, own) or text_part(model) or DECLARE
+        raise ValueError(f"{type(model).__name__} cannot be derived: {error}; {instead}") from error

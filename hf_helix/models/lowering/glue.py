@@ -1,0 +1,311 @@
+"""The glue between leaves, as functions: a part of a trace that runs on this rank's share of its values.
+
+In:   the nodes of a trace that are computed together, and the placements of their values.
+Out:  a function over tensors, made once and shared by all layers of a kind; what it reads besides values is bound to
+      it layer by layer.
+Must hold: sizes of batch and sequence come from the tensors that it is called with; lengths of what is cut are this
+rank's. What was cast to the type of the trace is cast to the type of the first value.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from hf_helix.models.placement.inference import Inference
+from hf_helix.models.placement.nodes import bounds_of_slice, edges_of, name_of
+from hf_helix.models.placement.placed import FREE, Placed
+from hf_helix.models.trace import rope
+from hf_helix.models.trace.leaves import DTYPE
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
+from hf_helix.operators.unit import cut_bounds
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of everything that is cut a rank has."""
+
+    size: int
+    rank: int
+
+    def of(self, blocks: Sequence[int]) -> list[int]:
+        """Returns the lengths of this rank's parts of blocks."""
+        bounds = (cut_bounds(block, self.size, self.rank) for block in blocks)
+        return [last - first for first, last in bounds]
+
+
+@dataclass(frozen=True)
+class Glue:
+    """A part of a trace as a function.
+
+    Attributes:
+        function: called with what it is bound to, then values, then side inputs by keyword.
+        attributes: the parameters and buffers that it reads, by name in the traced module.
+        modules: the paths of the submodules that it calls.
+        side: the side inputs that it takes.
+        gate: where it does nothing but call one submodule and multiply, the path of that submodule.
+    """
+
+    function: Callable[..., Any]
+    attributes: tuple[str, ...]
+    modules: tuple[str, ...]
+    side: tuple[str, ...]
+    gate: str | None = None
+
+    def bind(self, module: nn.Module) -> Callable[..., Any]:
+        """Returns the function for one layer."""
+        owners = [_owner(module, name) for name in self.attributes]
+        called = [module.get_submodule(path) for path in self.modules]
+        return functools.partial(self.function, *owners, *called)
+
+    def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters that it reads itself, by name."""
+        attributes = [(name, getattr(_owner(module, name), name.rpartition(".")[2])) for name in self.attributes]
+        return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter)]
+
+    def called(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the submodules that it calls."""
+        return [module.get_submodule(path) for path in self.modules]
+
+
+def build_glue(
+    inference: Inference,
+    share: Share,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    flat: Container[Node] = (),
+) -> Glue:
+    """Returns the function that computes some nodes from others.
+
+    Args:
+        inference: the trace and its placements.
+        share: which part a rank has of what is cut.
+        inputs: the values that are there.
+        outputs: the nodes to compute.
+        flat: those whose tokens lie in one dimension between operators, too, and not in two.
+    """
+    return _Writer(inference, share, flat).write(inputs, outputs)
+
+
+class _Writer:
+    """Writes the nodes of a trace into a graph of their own."""
+
+    def __init__(self, inference: Inference, share: Share, flat: Container[Node]) -> None:
+        self.inference = inference
+        self.flat = flat
+        self.trace: ModuleTrace = inference.trace
+        self.share = share
+        self.graph = Graph()
+        self.made: dict[Node, Any] = {}
+        self.sizes: dict[Any, tuple[Node, int]] = {}
+        self.first: Node | None = None
+
+    def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> Glue:
+        nodes = [node for node in self._needed(inputs, outputs) if node not in inputs]
+        attributes = [node for node in nodes if node in self.trace.attributes]
+        given = [node for node in nodes if node in self.trace.given]
+        leaves = [node for node in nodes if self.trace.leaf(node) is not None]
+        modules = list(dict.fromkeys(self.trace.path_of(node) for node in leaves))
+        names = [self.trace.attributes[node] for node in attributes]
+        owners = {node: self.graph.placeholder(f"owner{i}") for i, node in enumerate(attributes)}
+        called = {path: self.graph.placeholder(f"module{i}") for i, path in enumerate(modules)}
+        for i, node in enumerate(inputs):
+            self._enter(node, self.graph.placeholder(f"value{i}"))
+        for node in given:
+            self._enter(node, self.graph.placeholder(self.trace.given[node]))
+        for node, name in zip(attributes, names, strict=True):
+            self.made[node] = self.graph.call_function(getattr, (owners[node], name.rpartition(".")[2]))
+        for node in nodes:
+            if node in self.trace.constants:
+                self.made[node] = self._constant(self.trace.constants[node])
+            elif node in leaves:
+                path = self.trace.path_of(node)
+                self.made[node] = self.graph.call_function(_call, (called[path], self._value(args_of(node)[0])))
+            elif node not in self.made:
+                self.made[node] = self._copy(node)
+        results = [self._leave(node) for node in outputs]
+        self.graph.output(results[0] if len(results) == 1 else tuple(results))
+        module = GraphModule(nn.Module(), self.graph)
+        gate = None
+        if len(modules) == 1 and len(nodes) == 2 and len(inputs) == 2:
+            product = outputs[0]
+            if product.target is torch.ops.aten.mul.Tensor and args_of(product) == (leaves[0], inputs[1]):
+                gate = modules[0] if args_of(leaves[0])[0] is inputs[0] else None
+        return Glue(module.forward, tuple(names), tuple(modules), tuple(self.trace.given[n] for n in given), gate)
+
+    def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
+        """Returns the nodes that the outputs need, in the order of the trace."""
+        needed: set[Node] = set()
+        waiting = list(outputs)
+        known = set(inputs)
+        while waiting:
+            node = waiting.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            if node not in known:
+                waiting += [value for value in node.all_input_nodes if not _is_size(value)]
+        order = [*inputs, *self.trace.attributes, *self.trace.constants, *self.trace.given, *self.trace.nodes]
+        return [node for node in dict.fromkeys(order) if node in needed or node in known]
+
+    def _enter(self, node: Node, here: Node) -> None:
+        self.made[node] = here
+        if self.first is None and node.meta["val"].is_floating_point():
+            self.first = here
+        if self._is_flattened(node):
+            for dim, symbol in enumerate((self.trace.batch, self.trace.sequence)):
+                self.sizes.setdefault(symbol, (here, dim))
+            self.made[node] = self.graph.call_function(torch.ops.aten.flatten.using_ints, (here, 0, 1))
+            return
+        for dim, size in enumerate(node.meta["val"].shape):
+            if not isinstance(size, int):
+                self.sizes.setdefault(size.node.expr, (here, dim))
+
+    def _leave(self, node: Node) -> Node:
+        made: Node = self.made[node]
+        if _is_part(node):
+            made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
+        if not self._is_flattened(node):
+            return made
+        sizes = [self._size(symbol) for symbol in (self.trace.batch, self.trace.sequence)]
+        return self.graph.call_function(torch.ops.aten.unflatten.int, (made, 0, sizes))
+
+    def _is_flattened(self, node: Node) -> bool:
+        """Returns whether the tokens of a value lie in one dimension in the code, and in two between operators."""
+        return self.trace.shape(node)[:1] == (BATCH * SEQUENCE,) and node not in self.flat
+
+    def _constant(self, value: Tensor) -> Any:
+        """Returns a constant of the code, which is one number."""
+        if value.numel() != 1 or value.is_meta:
+            raise Underivable("its code makes a tensor of constants")
+        return value.item()
+
+    def _value(self, value: Any) -> Any:
+        """Returns an argument of the trace as one of this graph."""
+        if isinstance(value, Node):
+            return self._size(value.meta["val"]) if _is_size(value) else self.made[value]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._value(part) for part in value)
+        if isinstance(value, slice):
+            return slice(*(self._value(part) for part in (value.start, value.stop, value.step)))
+        return value
+
+    def _size(self, size: Any) -> Any:
+        """Returns a size as a number, or as a computation on the sizes of what enters."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr if hasattr(size, "node") else size
+        if expression.is_Integer:
+            return int(expression)
+        if expression in self.sizes:
+            here, dim = self.sizes[expression]
+            return self.graph.call_function(torch.ops.aten.sym_size.int, (here, dim))
+        if expression.is_Mul or expression.is_Add:
+            parts = [self._size(part) for part in expression.args]
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.graph.call_function(operator.mul if expression.is_Mul else operator.add, (total, part))
+            return total
+        raise Underivable(f"its code computes with sizes in a way that is not followed: {expression}")
+
+    def _copy(self, node: Node) -> Any:
+        """Writes one operation, with the lengths of this rank's share."""
+        target: Any = node.target
+        args = list(args_of(node))
+        kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
+        name = name_of(node)
+        placed = self.inference.placed.get(node, Placed(FREE))
+        if name in ("view", "reshape", "_unsafe_view"):
+            target = torch.ops.aten.reshape.default
+            args[1] = self._lengths(args[1], placed)
+        elif name == "view_as":
+            target = torch.ops.aten.reshape_as.default
+        elif name == "rope":
+            target = rope.function_of(node, self.trace.given)
+        elif name == "expand":
+            args[1] = self._lengths(args[1], placed)
+        elif name == "unflatten":
+            args[2] = self._lengths(args[2], placed, args[1] % len(self.trace.shape(args[0])))
+        elif name == "slice" and self._cuts(node):
+            first, last = self._local_bounds(node)
+            args = [args[0], args[1], first, last]
+        elif name in ("split", "split_with_sizes", "chunk") and self._cuts(node):
+            target = torch.ops.aten.split_with_sizes.default
+            dim = args[2] if len(args) > 2 else 0
+            whole = [self.trace.number(value.shape[dim]) for value in node.meta["val"]]
+            args = [args[0], self._local_lengths(node, whole), dim]
+        args = [self._type(self._value(value)) for value in args]
+        made = self.graph.call_function(target, tuple(args), kwargs)
+        if placed.is_summand:
+            (length,) = self._of(args_of(node)[0]).blocks
+            return self.graph.call_function(torch.ops.aten.mul.Tensor, (made, self.share.of([length])[0] / length))
+        return made
+
+    def _type(self, value: Any) -> Any:
+        """Returns a type or a device of the trace as that of the first value."""
+        if value is DTYPE or value == META:
+            if self.first is None:
+                raise Underivable("its code makes tensors of nothing")
+            return self.graph.call_function(getattr, (self.first, "dtype" if value is DTYPE else "device"))
+        return value
+
+    def _of(self, value: Any) -> Placed:
+        return self.inference.placed[value]
+
+    def _lengths(self, lengths: Any, placed: Placed, first: int = 0) -> list[Any]:
+        """Returns the lengths of dimensions, those from `first` on, as a rank has them."""
+        result = list(lengths)
+        place = -1 if placed.dim is None else placed.dim - first
+        if 0 <= place < len(result) and isinstance(result[place], int) and result[place] != -1:
+            result[place] = sum(self.share.of(placed.blocks))
+        return result
+
+    def _cuts(self, node: Node) -> bool:
+        """Returns whether an operation takes apart the dimension that is cut."""
+        given = self._of(args_of(node)[0])
+        place = 1 if node.target is torch.ops.aten.slice.Tensor else 2
+        dim = args_of(node)[place] if len(args_of(node)) > place else 0
+        return given.dim is not None and dim % len(self.trace.shape(args_of(node)[0])) == given.dim
+
+    def _local_bounds(self, node: Node) -> tuple[int, int]:
+        given = self._of(args_of(node)[0])
+        edges, local = edges_of(given.blocks), edges_of(self.share.of(given.blocks))
+        first, last = bounds_of_slice(node, given.size)
+        return local[edges.index(first)], local[edges.index(last)]
+
+    def _local_lengths(self, node: Node, whole: Sequence[int]) -> list[int]:
+        given, lengths, place = self._of(args_of(node)[0]), [], 0
+        for length in whole:
+            blocks: list[int] = []
+            while sum(blocks) < length:
+                blocks.append(given.blocks[place])
+                place += 1
+            lengths.append(sum(self.share.of(blocks)))
+        return lengths
+
+
+def _is_part(node: Node) -> bool:
+    """Returns whether a value is a part of another one, whose memory it would keep. Both parts of a rope are kept."""
+    of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
+    return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), (torch.SymInt, int))
+
+
+def _call(module: Any, value: Tensor) -> Tensor:
+    return module(value)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])

@@ -1,0 +1,308 @@
+"""The leaves of a trace: submodules and functions that a trace shows as one operation each.
+
+In:   a skeleton: a copy of a module on the meta device, see `skeleton_of`.
+Out:  the same skeleton, whose linears, norms, activations, dropouts, experts and attention are calls of custom
+      operators; what each call stands for is a `Leaf`.
+Must hold: the model itself is never touched. A module is a leaf only where it is known what it does to the dimensions
+of its input; any other code is traced through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from hf_helix.models.copies import copy_module
+from hf_helix.models.graph.expert_form import forward_arguments, is_experts
+from hf_helix.models.peft import unwrapped
+
+DTYPE = torch.bfloat16
+"""The type that models are traced in. A value that is cast to it is cast to the type that the model computes in, and
+one that is cast to fp32 is meant to be fp32."""
+
+LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP = (
+    "linear",
+    "norm",
+    "elementwise",
+    "dropout",
+    "attention",
+    "experts",
+    "layer",
+    "lookup",
+)
+
+
+DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What tells attention where documents begin: hf_helix says it by itself."""
+
+
+@dataclass(frozen=True)
+class MaskOf:
+    """Stands for an attention mask where a model hands one to its layers.
+
+    Attributes:
+        sliding_window: the number of tokens that a token attends to; None for all before it.
+        by_positions: whether it was made with the positions of tokens, by which packed documents are told apart.
+    """
+
+    sliding_window: int | None = None
+    by_positions: bool = True
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a call of a custom operator stands for.
+
+    Attributes:
+        kind: one of the kinds above.
+        path: the name of the module in what was traced.
+        details: of attention, what its interface is called with; of dropout, its probability.
+    """
+
+    kind: str
+    path: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+_library = torch.library.Library("hf_helix", "DEF")
+_library.define("linear(Tensor x, int leaf, int features) -> Tensor")
+_library.define("unary(Tensor x, int leaf) -> Tensor")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int leaf) -> Tensor")
+_library.define("lookup(Tensor ids, int leaf, int features) -> Tensor")
+_library.define("experts(Tensor x, Tensor index, Tensor weights, int leaf) -> Tensor")
+
+
+def _linear(x: Tensor, leaf: int, features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features))
+
+
+def _unary(x: Tensor, leaf: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], leaf: int) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
+
+
+def _lookup(ids: Tensor, leaf: int, features: int) -> Tensor:
+    return ids.new_empty((*ids.shape, features), dtype=DTYPE)
+
+
+def _experts(x: Tensor, index: Tensor, weights: Tensor, leaf: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+for _shapes in (_linear, _unary, _attention, _lookup, _experts):
+    torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
+
+OPS = torch.ops.hf_helix
+LEAF_OPS: dict[Any, int] = {
+    OPS.linear.default: 1,
+    OPS.unary.default: 1,
+    OPS.attention.default: 4,
+    OPS.experts.default: 3,
+    OPS.lookup.default: 1,
+}
+"""The operators of leaves, and which of their arguments is the number of the leaf; those before it are tensors."""
+
+
+def skeleton_of(module: nn.Module) -> Any:
+    """Returns a copy of a module on the meta device: its code and its options, without memory for its weights."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = torch.empty(parameter.shape, device="meta", dtype=DTYPE)
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    for buffer in module.buffers():
+        dtype = DTYPE if buffer.is_floating_point() else buffer.dtype
+        memo[id(buffer)] = torch.empty(buffer.shape, device="meta", dtype=dtype)
+    skeleton = copy_module(module, memo)
+    part: Any
+    for part in skeleton.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            hooks.clear()  # those that would not run later are refused by name
+        if hasattr(part, "gradient_checkpointing"):
+            part.gradient_checkpointing = False
+    return skeleton
+
+
+class Leaves:
+    """Puts custom operators in the place of submodules, and remembers what they stand for.
+
+    Args:
+        inlined: the paths of norms that are traced through, see `hf_helix.models.placement`.
+    """
+
+    def __init__(self, inlined: frozenset[str] = frozenset()) -> None:
+        self.leaves: list[Leaf] = []
+        self._inlined = inlined
+        self._paths: dict[int, str] = {}
+        self.table: str | None = None
+
+    def add(self, kind: str, path: str, **details: Any) -> int:
+        """Adds a leaf and returns its number."""
+        self.leaves.append(Leaf(kind, path, details))
+        return len(self.leaves) - 1
+
+    def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:
+        """Puts leaves in the place of the submodules of a skeleton, of all but those to skip (with all that is inside).
+
+        Args:
+            skeleton: is changed.
+            skip: returns whether a submodule is left alone.
+        """
+
+        def visit(path: str, module: nn.Module) -> None:
+            self._paths[id(module)] = path
+            if skip(module) or self._replace_one(path, module):
+                return
+            for name, child in module.named_children():
+                visit(f"{path}.{name}" if path else name, child)
+
+        visit("", skeleton)
+
+    def record(self, skeleton: nn.Module, routers: Iterable[tuple[str, int]]) -> list[Any]:
+        """Lets routers write down what they say, and returns the list that they write into.
+
+        Args:
+            skeleton: is changed.
+            routers: the path of each, and which of its outputs has the logits.
+        """
+        said: list[Any] = []
+        for path, index in routers:
+            router: Any = skeleton.get_submodule(path)
+            router.forward = _recording(router.forward, index, said)
+        return said
+
+    def _replace_one(self, path: str, module: Any) -> bool:
+        """Makes one module a leaf if it can be one."""
+        if is_projection(module):
+            features = _features_out(module)
+            number = self.add(LINEAR, path)
+            module.forward = lambda x: OPS.linear(x, number, features)
+        elif is_experts(module):
+            number = self.add(EXPERTS, path)
+            names = forward_arguments(module)
+
+            def run(*values: Any, **named: Any) -> Tensor:
+                hidden, index, weights = (*values, *(named[name] for name in names[len(values) :]))
+                result: Tensor = OPS.experts(hidden, index, weights, number)
+                return result
+
+            module.forward = run
+        elif is_norm(module) and path not in self._inlined:
+            number = self.add(NORM, path)
+            module.forward = lambda x: OPS.unary(x, number)
+        elif isinstance(module, nn.Dropout):
+            number = self.add(DROPOUT, path, p=module.p)
+            dropout: Any = module
+            dropout.forward = lambda x: OPS.unary(x, number) if dropout.p else x
+        elif is_activation(module):
+            number = self.add(ELEMENTWISE, path)
+            module.forward = lambda x: OPS.unary(x, number)
+        else:
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Returns the context of a trace: calls of attention and of dropout are leaves in it."""
+        torch_functional: Any = functional
+        plain_dropout, plain_embedding = functional.dropout, functional.embedding
+
+        def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if self.table is None or self._module_of_frame() != self.table:
+                return plain_embedding(ids, weight, *args, **kwargs)
+            value: Tensor = OPS.lookup(ids, self.add(LOOKUP, self.table), weight.shape[1])
+            return value
+
+        def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            def attend(
+                module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
+            ) -> Any:
+                options = {name: value for name, value in given.items() if name not in DOCUMENTS}
+                tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+                rest = {name: value for name, value in options.items() if name not in tensors}
+                number = self.add(
+                    ATTENTION,
+                    self._paths[id(module)],
+                    mask=attention_mask,
+                    eager=default,
+                    options=rest,
+                    tensors=tuple(tensors),
+                )
+                return OPS.attention(query, key, value, list(tensors.values()), number), None
+
+            return attend
+
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if not training or p == 0:
+                return input
+            value: Tensor = OPS.unary(input, self.add(DROPOUT, self._module_of_frame(), p=p))
+            return value
+
+        interface: Any = ALL_ATTENTION_FUNCTIONS
+        interface.get_interface = get_interface
+        torch_functional.dropout, torch_functional.embedding = dropout, embedding
+        try:
+            yield
+        finally:
+            torch_functional.dropout, torch_functional.embedding = plain_dropout, plain_embedding
+            del interface.get_interface
+
+    def _module_of_frame(self) -> str:
+        """Returns the path of the module whose code calls, which says whether it is in training."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self._paths:
+                return self._paths[id(owner)]
+            frame = frame.f_back
+        return ""
+
+
+def _recording(forward: Callable[..., Any], index: int, said: list[Any]) -> Callable[..., Any]:
+    """Returns a forward that writes down one of its outputs."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        said.append(output[index] if isinstance(output, (tuple, list)) else output)
+        return output
+
+    return record
+
+
+def is_projection(module: Any) -> bool:
+    """Returns whether a module is a plain linear, perhaps with what PEFT puts around one."""
+    return type(unwrapped(module).copies[0]) in (nn.Linear, Conv1D)
+
+
+def _features_out(module: Any) -> int:
+    plain = unwrapped(module).copies[0]
+    return int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
+
+
+def is_norm(module: Any) -> bool:
+    """Returns whether a module normalises the last dimension of its one argument."""
+    if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
+        return False
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+        return False
+    required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
+    return len(required) == 1 and all(p.dim() == 1 for p in module.parameters())
+
+
+def is_activation(module: Any) -> bool:
+    """Returns whether a module computes a function of every element by itself."""
+    home = type(module).__module__
+    known = home in ("transformers.activations", "torch.nn.modules.activation")
+    plain = next(module.parameters(), None) is None and next(module.children(), None) is None
+    return known and plain and not isinstance(module, (nn.Softmax, nn.GLU, nn.MultiheadAttention))
