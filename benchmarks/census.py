@@ -26,7 +26,7 @@ import torch
 import transformers
 
 from hf_helix.cli.models import describe, headline
-from hf_helix.engine.proof.subject import Subject, has_experts
+from hf_helix.engine.proof.prove import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (

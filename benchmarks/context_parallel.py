@@ -154,7 +154,7 @@ class Bench:
     def window(self, length: int) -> list[Any]:
         import torch
 
-        from hf_helix.models.sequence_sharding import SequenceCut
+        from hf_helix.models.batch_inputs import SequenceCut
         from hf_helix.runtime.microbatch import MicroBatch
 
         count = self.options.microbatches
@@ -178,8 +178,8 @@ class Bench:
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
+        from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import measure_overlap
-        from hf_helix.measure.profiler import measure_profile
         from hf_helix.planning.graph.ablation import ablate_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
 

@@ -72,11 +72,10 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.measure.even_link import even_out
-    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.planning.profile_file import save_profile
-    from hf_helix.tuning.candidates import predict_window
-    from hf_helix.tuning.compare import compare
+    from hf_helix.tuning.candidates import compare, predict_window
+    from hf_helix.tuning.even_link import even_out
 
     shards = {f"shard_{options.shard}": True} if options.shard else {}
     config = HelixConfig(tp_size=options.tp_size, link=link, **shards)

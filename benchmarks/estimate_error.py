@@ -72,7 +72,7 @@ def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any
     from hf_helix.config import HelixConfig
     from hf_helix.engine.on_paper import amounts_of
     from hf_helix.engine.synthetic import Workload, model_on_meta
-    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.simulation.estimate import estimate_profile
     from hf_helix.simulation.sizes import Sizes
 

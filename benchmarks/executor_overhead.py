@@ -35,9 +35,9 @@ from one_process import environment
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import (
     Call,
     Communication,

@@ -87,8 +87,8 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(shared: Any, whole: Any, options: argparse.Namespace, rate: int) -> dict[str, Any]:
     """Measure the operators, make the plans, time everything in turn."""
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.measure.overlap import measure_overlap
-    from hf_helix.measure.profiler import measure_profile
     from hf_helix.tuning.candidates import plan_runners, predict_window
 
     window = shared.window(options.microbatches, 1, options.length)

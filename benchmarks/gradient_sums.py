@@ -59,7 +59,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.planning.plans.priority_plan import PriorityPlan
     from hf_helix.tuning.candidates import baseline_runner, plan_runners
 

@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph import builder, norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import explicit
 from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.transport import Axis, SilentTransport

@@ -136,8 +136,8 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.runtime.distributed.agreement import all_gather_object
-    from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
+    from hf_helix.tuning.tuner import tune
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "folded_1f1b", linear.mesh)

@@ -137,12 +137,12 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every way of running; on every rank the same rows."""
     from hf_helix.measure.memory import peak_bytes
-    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.planning.pipeline.scheduler import Scheduler, candidates
     from hf_helix.runtime.distributed.agreement import all_gather_object
-    from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.effort import FULL
+    from hf_helix.tuning.tuner import tune
 
     linear = workload(options, "1f1b")
     folded = workload(options, "folded_1f1b", linear.mesh)

@@ -40,10 +40,10 @@ from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
 from hf_helix.link_speed import parse_link
 from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, waiting_entry
+from hf_helix.measure.links import measure_waiting
 from hf_helix.measure.machine import describe_device
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import forget_gradients, time_steps, transports
-from hf_helix.measure.together import measure_waiting
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh

@@ -79,8 +79,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.measure.memory import peak_bytes
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.measure.overlap import measure_overlap, time_steps
-    from hf_helix.measure.profiler import measure_profile
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.candidates import plan_runners
 

@@ -87,7 +87,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     """Of every repeat, by rank: seconds, bytes of memory above, bytes handed over."""
     import torch.distributed as dist
 
-    from hf_helix.checkpoint.atomic import to_disk
+    from hf_helix.checkpoint.folders import to_disk
     from hf_helix.runtime.distributed.agreement import all_gather_object
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")

@@ -332,8 +332,8 @@ class Bench:
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
         from hf_helix.config import RULES
+        from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import measure_overlap
-        from hf_helix.measure.profiler import measure_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
         from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
 

@@ -114,8 +114,8 @@ class Bench:
         from stock_models import DDP, TOLERANCE, StockModel
 
         from hf_helix.engine.microbatches import LossScale
+        from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import forget_gradients, measure_overlap, time_steps
-        from hf_helix.measure.profiler import measure_profile
         from hf_helix.tuning.candidates import plan_runners
 
         batches, (runner, maker) = self.batches(count), self.sharded

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.proof.prove import SIZES, describe, prove, shared_reason
-from hf_helix.engine.proof.subject import Subject, default_layouts
+from hf_helix.engine.proof.prove import SIZES, Subject, default_layouts, describe, prove, shared_reason
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks

@@ -31,7 +31,7 @@ from benchmarks.gpu.windows import engine_on
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
-from hf_helix.measure import profiler
+from hf_helix.measure import operators as profiler
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.runtime.distributed.mesh import mesh_of

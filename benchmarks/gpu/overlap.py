@@ -24,8 +24,8 @@ from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
+from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import forget_gradients, trace_window
-from hf_helix.measure.profiler import measure_profile
 from hf_helix.operators.communication.transport import Axis, Transport
 from hf_helix.planning.profile import Profile
 from hf_helix.report.perfetto import write_perfetto

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import materialize
-from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.checkpoint.shard import WholeSlices, materialize
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.planning.text import shorten_list

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.checkpoint.shard import WholeSlices
 from hf_helix.runtime.distributed.agreement import agree_on_success
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

@@ -22,8 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.load import model_tensors
 from hf_helix.checkpoint.reader import Checkpoint
-from hf_helix.checkpoint.shard import materialize
-from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.checkpoint.shard import WholeSlices, materialize
 from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks

@@ -22,13 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.draft import CheckpointDraft, DraftFiles, TensorPart
-from hf_helix.checkpoint.layout import CheckpointLayout, tensors_on_disk
+from hf_helix.checkpoint.files import CheckpointLayout, tensors_on_disk
+from hf_helix.checkpoint.folders import CheckpointDraft, DraftFiles, TensorPart, check_files, staged
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import join_slices
-from hf_helix.checkpoint.staged import check_files, staged
-from hf_helix.checkpoint.whole_slices import WholeSlices
+from hf_helix.checkpoint.shard import WholeSlices, join_slices
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0

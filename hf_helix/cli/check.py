@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hf_helix.cli.options import Commands
-    from hf_helix.engine.proof.subject import Subject
+    from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
 
 EXAMPLES = """\
@@ -63,7 +63,7 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Checks every layout, and says what was found as it is found."""
-    from hf_helix.engine.proof.subject import Subject, is_class
+    from hf_helix.engine.proof.prove import Subject, is_class
     from hf_helix.testing import prove_layouts
 
     asked = {name: value for name in SIZES if (value := getattr(options, name)) is not None}

@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> None:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.measure.profiler import measure_profile
+    from hf_helix.measure.operators import measure_profile
     from hf_helix.measure.progress import progress_bar
 
     device = join(options.pp_size)

@@ -9,8 +9,7 @@ checks            what cannot be run, refused by name
 recompute         which layers are recomputed
 evaluate          what evaluation does before and after the runner
 snapshot          what a script may not change once the model is cut
-whole_weights     all weights in the model for a while, where ranks have spread them
-optimizer_parts   an optimizer of the whole model's parameters, on a rank that has a part of them
+zero              ZeRO: an optimizer that steps shards, and full weights in the model for a while
 advice            what the doctor found, for a run to say at its start
 synthetic         a model with random weights and tokens, for measuring without training
 proof/            a cut model compared with the unsplit one, before anyone trains with it

@@ -24,8 +24,7 @@ from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
 from hf_helix.simulation.sizes import Sizes, size_text
-from hf_helix.tuning.cache import cache_root, write_file
-from hf_helix.tuning.fingerprint import model_digest
+from hf_helix.tuning.cache import cache_root, model_digest, write_file
 
 if TYPE_CHECKING:
     from hf_helix.simulation.cluster import Cluster

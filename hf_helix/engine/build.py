@@ -37,10 +37,10 @@ from hf_helix.planning.plans.registry import baseline_plan
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_sums
-from hf_helix.runtime.kept_weights import layout_with_gathers
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.zero import layout_with_gathers
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
 """Returns the plan that a run starts with, and what makes its schedules, for a layout of units over ranks."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.config import HelixConfig
@@ -28,12 +29,12 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.router_stats import router_entries
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.compare import PAPER, Comparison, compare
+from hf_helix.runtime.stage import Stage
+from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import Tuner
+from hf_helix.tuning.verdict import TuningResult
 
 
 class Diagnostics:
@@ -161,3 +162,48 @@ class Diagnostics:
             losses = self._count(window, length, train)
         self._live.add_trace(trace, sum(batch.num_tokens for batch in window), time.perf_counter() - start)
         return losses
+
+
+# -- router stats --------------------------------------------------------------------------------------------------
+# What routers did since the last log, over all ranks.
+#
+# In:   the meters of this rank's units.
+# Out:  figures for the logs; none where the model has no routers.
+# Must hold: every rank calls it; each token counts once.
+
+
+def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
+    """Means over the layers, and forget. Collective.
+
+    Args:
+        capped: whether experts drop what they have no room for.
+
+    Returns:
+        `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor),
+        where the logits of every layer are known;
+        `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
+        `helix/dropped_tokens`: the part of all choices that found no room.
+    """
+    meters = {index: meter for index, unit in sorted(stage.model.items()) for meter in unit.meters}
+    if not meters:
+        return {}
+    held = stage.units
+    sums = torch.stack(
+        [
+            meter.read(mesh.device) if index in held else torch.zeros(meter.num_experts + 3, device=mesh.device)
+            for index, meter in meters.items()
+        ]
+    )
+    if world_size() > 1:
+        dist.all_reduce(sums)
+    load, (squares, tokens, dropped) = sums[:, :-3], sums[:, -3:].unbind(1)
+    if not bool((tokens > 0).all()):
+        return {}
+    chosen = load.sum(1)
+    entries = {}
+    if not bool(squares.isnan().any()):
+        entries["helix/router_z"] = (squares / tokens).mean()
+    entries["helix/expert_imbalance"] = (load.amax(1) / load.mean(1)).mean()
+    if capped:
+        entries["helix/dropped_tokens"] = (dropped / chosen).mean()
+    return {name: round(float(value), 4) for name, value in entries.items()}

@@ -38,13 +38,11 @@ from hf_helix.engine.checks import (
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
-from hf_helix.engine.optimizer_parts import cut_states, step_shards
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.whole_weights import whole_weights
-from hf_helix.measure.even_link import even_out
-from hf_helix.models.batch_form import LOSS_ALONE
+from hf_helix.engine.zero import cut_states, step_shards, whole_weights
+from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
@@ -58,13 +56,14 @@ from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_o
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
+from hf_helix.runtime.failures.values import extents
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
-from hf_helix.runtime.input_ranges import extents
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.fingerprint import fingerprint
-from hf_helix.tuning.result import TuningResult
+from hf_helix.tuning.cache import fingerprint
+from hf_helix.tuning.even_link import even_out
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
+from hf_helix.tuning.verdict import TuningResult
 
 
 class Engine(Diagnostics):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.batch_form import LOSS_ALONE, targets_of
+from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut, targets_of
 from hf_helix.models.family import Family
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED

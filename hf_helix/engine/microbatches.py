@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.models.batch_form import FORM, forms_of
+from hf_helix.models.batch_inputs import FORM, SequenceCut, forms_of
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.moe.dispatch import SHARD_TOKENS
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.microbatch import MicroBatch

@@ -21,7 +21,7 @@ from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.tuning.fingerprint import fingerprint
+from hf_helix.tuning.cache import fingerprint
 
 
 def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -74,7 +74,7 @@ class Workload:
         model: the Transformers model, cut.
         mesh: which ranks share what.
         runner: runs windows on this rank.
-        about: what measurements are for, see `hf_helix.tuning.fingerprint`.
+        about: what measurements are for, see `hf_helix.tuning.cache`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.optimizer_parts import steps_shards
+from hf_helix.engine.zero import steps_shards
 from hf_helix.runtime.divided import plain_parameters
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.

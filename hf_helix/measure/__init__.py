@@ -1,14 +1,13 @@
-"""Measurements on this machine.
+"""Measurements of this machine.
 
-profiler        every operator of a model, alone and beside others: a `Profile`
-bench           one operator, or two beside each other, again and again
-transfer_times  what ranks of a pipeline send each other
-sum_times       sums of gradients over ranks
-gather_times    gathers of weights that a window has once
-shares          bytes that data-parallel ranks sum and gather, and what parts save each of them
-timing          what runs of a program, and when; holds a GPU until the host has issued it
-overlap         a window under each of several plans, its computation alone, its communication alone
-memory          the most bytes that a window has alive
-even_link       the speed at which an emulated link takes as long as computation
-machine         what a machine is recognised by
+operators      every operator of a model, alone and beside others: a `Profile`
+communication  gradient reductions, weight gathers and pipeline transfers of a window
+overlap        a window under several plans, its computation alone, its communication alone
+memory         the most bytes that a window has alive
+timing         clocks: when parts of a program run, a GPU held until the host has issued the program
+machine        what a machine is recognised by
+device         rates of a device, for a cluster file
+links          rates of the links between ranks and what ranks wait for each other, for a cluster file
+cluster_file   the whole measurement of a cluster file
+progress       progress of long measurements, as callbacks
 """

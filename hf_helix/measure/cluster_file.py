@@ -30,11 +30,10 @@ from hf_helix.measure.device import (
     measure_memory,
     measure_products,
 )
-from hf_helix.measure.links import Fit, TimedCollective, fit, measure_link
+from hf_helix.measure.links import Fit, TimedCollective, fit, measure_contention, measure_link, measure_waiting
 from hf_helix.measure.machine import describe_device, device_in_clusters
 from hf_helix.measure.progress import StageProgress
-from hf_helix.measure.stopwatch import Stopwatch
-from hf_helix.measure.together import measure_contention, measure_waiting
+from hf_helix.measure.timing import Stopwatch
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.measure.stopwatch import Stopwatch, Work
+from hf_helix.measure.timing import Stopwatch, Work
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
 from hf_helix.operators.segment import Segment

@@ -14,7 +14,7 @@ from hf_helix.link_speed import LinkSpeed
 from hf_helix.planning.plans.link_speeds import Predicted, link_of, predict_speeds
 from hf_helix.planning.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
-from hf_helix.tuning.compare import Comparison
+from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.effort import BASELINE
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameter import LocalParameter, local_parameters
 from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.zero import LocalParameter, local_parameters
 
 
 class Division:

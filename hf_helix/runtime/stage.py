@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, PipelineTransfer, transfer_unit
+from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs

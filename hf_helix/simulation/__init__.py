@@ -3,7 +3,6 @@
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
 clusters/   files of known clusters
-measured/   this machine, for such a file
 amounts/    what a rank computes, moves and keeps: counted on the meta device
 sizes       the parallel sizes of a layout                                                   (no torch)
 estimate    amounts and a cluster -> a profile

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hf_helix.config import RULES
-from hf_helix.measure.profiler import TRAIN
+from hf_helix.measure.operators import TRAIN
 from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout

@@ -1,33 +1,31 @@
-"""Which plan a run uses, and when that is decided. How plans are measured and compared is in `autotune`.
+"""One tuning: measures operators, makes plans from the measurement, and keeps the one that is fastest in real windows.
 
-In:   the configuration, what the run is for, the first window, and how many steps are left.
-Out:  a plan before anything runs; once the run is worth it, the one that was measured to be the fastest.
-Must hold: every rank decides the same; ranks exchange something before the first window of two micro-batches or more
-and after 2, 4, 8, ... steps only; measuring and searching take at most `tuning_share` of the run, and say beforehand
-how long they take; what was measured is kept on disk.
-
-The integrations call `Engine.tune`, and so `Tuner.update`, with the micro-batches of the next step, before it runs:
-operators are timed with the shapes that the run has. The result of an earlier run of the same case is taken from the
-cache with the first window of two micro-batches or more. Otherwise the clock of rank 0 decides after 2, 4, 8, ... steps
-how thorough a tuning the rest of the run is worth.
+In:   a runner, a window of micro-batches, the names of the rules to choose from, and on a pipeline the schedules.
+Out:  the runner with the chosen plan and schedule, and a `TuningResult`.
+Must hold: `sequential` is always among the candidates of `auto`, so overlap is never slower than none beyond noise;
+every rank has the same plans, which rank 0 makes; training is left as it was found.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.measure.machine import machine
-from hf_helix.measure.overlap import time_steps
-from hf_helix.measure.progress import progress_bar
+from hf_helix.measure.operators import measure_profile
+from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.progress import StageProgress, progress_bar, stage_progress
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.costs import stage_costs
 from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
 from hf_helix.planning.plans.files import load_plan, parse_plan
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import RULES, runs_one_strand
+from hf_helix.planning.plans.search import lower_bound
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0
@@ -36,8 +34,8 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning import cache
-from hf_helix.tuning.autotune import tune
-from hf_helix.tuning.candidates import make_plans
+from hf_helix.tuning.cache import file_digest
+from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
 from hf_helix.tuning.effort import (
     BASELINE,
     CANDIDATES,
@@ -49,9 +47,110 @@ from hf_helix.tuning.effort import (
     tuning_budget,
     tuning_cost,
 )
-from hf_helix.tuning.fingerprint import file_digest
-from hf_helix.tuning.result import TuningResult
-from hf_helix.tuning.verdict import contention_of, format_tuning, format_verdict
+from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
+
+CLOSE = 1.05  # times that differ by less than this may have changed places
+
+
+def tune(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    effort: Effort = FULL,
+    *,
+    about: Mapping[str, str] | None = None,
+    profile: Profile | None = None,
+    schedules: Callable[[Profile], Sequence[Scheduler]] | None = None,
+    num_microbatches: int | None = None,
+    progress: StageProgress | None = None,
+) -> tuple[Runner, TuningResult]:
+    """Returns the runner of the fastest plan, and what was measured. Collective; call it when there are no gradients.
+
+    Args:
+        runner: the runner whose parameters and streams are measured with.
+        window: the micro-batches that are measured with.
+        effort: the rules to choose from, and how thoroughly they are compared.
+        about: what the measurement is for, see `Profile`.
+        profile: the operator times to plan with; None to measure them.
+        schedules: returns the schedules to choose from, given the profile; None for the runner's own.
+        num_microbatches: the number of micro-batches of the windows to plan for; None for that of `window`.
+        progress: called while operators are measured, plans are made and plans are timed.
+    """
+    if profile is None:
+        base = baseline_runner(runner, len(window))
+        profile = measure_profile(base, window, about, progress=stage_progress(progress, "measuring operators"))
+    schedulers = schedules(profile) if schedules else [runner.scheduler]
+    by_rule = plan_runners(runner, effort.rules, profile, num_microbatches or len(window), progress, effort.searching)
+    runners = {
+        _label(rule, scheduler, schedulers): planned.with_plan(planned.plan, scheduler)
+        for scheduler in schedulers
+        for rule, planned in by_rule.items()
+    }
+    predicted = {name: predict_window(candidate, profile, len(window)) for name, candidate in runners.items()}
+    baseline = _label(BASELINE, schedulers[0], schedulers)
+    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: effort.timed + 1]
+    timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
+    overlaps = measure_overlap(timed, window, effort.repeats, stage_progress(progress, "timing plans"))
+    overlaps = _time_close_ones_again(overlaps, timed, window, effort.repeats)
+    kept = min(overlaps, key=lambda name: overlaps[name].step)
+    result = TuningResult(
+        kept,
+        overlaps,
+        predicted,
+        min(lower_bound(profile, scheduler(len(window))) for scheduler in schedulers),
+        profile,
+        gradient_bytes=_gradient_bytes(runner),
+        ranks=runner.mesh.experts.size * runner.mesh.cp.size,
+        schedule=runners[kept].scheduler.name,
+        effort=effort.name,
+    )
+    return runners[kept], result
+
+
+def _time_close_ones_again(
+    overlaps: Mapping[str, Overlap], runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int
+) -> dict[str, Overlap]:
+    """The measurements, with the candidates whose steps are too close to call timed again, longer."""
+    best = min(overlap.step for overlap in overlaps.values())
+    close = {name: runners[name] for name, overlap in overlaps.items() if overlap.step <= CLOSE * best}
+    if len(close) == 1:
+        return dict(overlaps)
+    steps = {name: statistics.median(times) for name, times in time_steps(close, window, 2 * repeats).items()}
+    return {name: replace(overlap, step=steps.get(name, overlap.step)) for name, overlap in overlaps.items()}
+
+
+def _gradient_bytes(runner: Runner) -> int:
+    """Bytes of the gradients of the uncut parameters that this rank holds a part of."""
+    return sum(
+        parameter.nbytes
+        if placement.dim is None
+        else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
+        for parameter, placement in runner.stage.placements.items()
+        if parameter.requires_grad
+    )
+
+
+def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
+    return rule if len(among) == 1 else f"{rule} on {scheduler.name}"
+
+
+# -- tuner ---------------------------------------------------------------------------------------------------------
+# Which plan a run uses, and when that is decided. How plans are measured and compared is in `autotune`.
+#
+# In:   the configuration, what the run is for, the first window, and how many steps are left.
+# Out:  a plan before anything runs; once the run is worth it, the one that was measured to be the fastest.
+# Must hold: every rank decides the same; ranks exchange something before the first window of two micro-batches or
+# more
+# and after 2, 4, 8, ... steps only; measuring and searching take at most `tuning_share` of the run, and say
+# beforehand
+# how long they take; what was measured is kept on disk.
+#
+# The integrations call `Engine.tune`, and so `Tuner.update`, with the micro-batches of the next step, before it runs:
+# operators are timed with the shapes that the run has. The result of an earlier run of the same case is taken from
+# the
+# cache with the first window of two micro-batches or more. Otherwise the clock of rank 0 decides after 2, 4, 8, ...
+# steps
+# how thorough a tuning the rest of the run is worth.
+
 
 # Rules that wait for a measurement; until then, a plan that needs none serves.
 MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
@@ -87,7 +186,7 @@ class Tuner:
     Args:
         config: the options of the run.
         model: the name of the model's class, for plan files.
-        fingerprint: what measurements are for, see `hf_helix.tuning.fingerprint`.
+        fingerprint: what measurements are for, see `hf_helix.tuning.cache`.
         num_microbatches: the number of micro-batches of a window, as the run is configured.
 
     Attributes:

@@ -15,11 +15,11 @@ from support.small_traces import whole_gradients
 from support.units import run_units
 from torch import Tensor
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.family import Family
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.segment import Add
 from hf_helix.operators.unit import Placement, Unit

@@ -11,8 +11,8 @@ from support.models import arguments, tiny
 from support.pipeline_jobs import batches_of, items_in, make, runner_of, whole_gradients, window_of
 from torch import Tensor
 
+from hf_helix.engine.diagnostics import router_entries
 from hf_helix.runtime.microbatch import derive_seed
-from hf_helix.runtime.router_stats import router_entries
 
 
 def kept_in_order(chosen: Tensor, rows: int, num_experts: int, factor: float) -> Tensor:

@@ -26,8 +26,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
-from hf_helix.checkpoint import atomic
-from hf_helix.checkpoint import draft as saving
+from hf_helix.checkpoint import folders as atomic
+from hf_helix.checkpoint import folders as saving
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.runtime.executor import Executor
 

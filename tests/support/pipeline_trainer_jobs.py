@@ -31,7 +31,7 @@ from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
-from hf_helix.tuning import autotune as tuning
+from hf_helix.tuning import tuner as tuning
 
 LAYERS = 5  # four virtual stages, and one that holds more than the others
 PADDED: dict[str, Any] = {

@@ -24,7 +24,7 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import gradient_norm
-from hf_helix.runtime.local_parameter import local_parameters
+from hf_helix.runtime.zero import local_parameters
 
 # Three steps in an epoch of 12 samples: a run of four is interrupted in the first one and goes on into the second.
 TRAINING = {
@@ -151,10 +151,10 @@ def run_into_bad_gradients(folder: str) -> None:
 
 
 ROOM = {
-    "for the model": "hf_helix.checkpoint.draft.write_slice",
-    "for states": "hf_helix.checkpoint.optimizer_state.FileSystemWriter.write_data",
+    "for the model": "hf_helix.checkpoint.folders.write_slice",
+    "for states": "hf_helix.checkpoint.training_state.FileSystemWriter.write_data",
     "for generators": "hf_helix.integrations.trainer.checkpoints.generators",
-    "on the disk": "hf_helix.checkpoint.atomic._sync",
+    "on the disk": "hf_helix.checkpoint.folders._sync",
 }
 
 

@@ -15,9 +15,8 @@ from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
 
 from hf_helix.measure.memory import LiveBytes
-from hf_helix.measure.overlap import transports
-from hf_helix.measure.profiler import measure_profile
-from hf_helix.measure.shares import bytes_spared, bytes_summed
+from hf_helix.measure.operators import measure_profile
+from hf_helix.measure.overlap import bytes_spared, bytes_summed, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.zero1 import kept_flats
 from hf_helix.planning.profile import named_gathers

@@ -20,8 +20,8 @@ from support.tuning_jobs import hasty
 
 from hf_helix import HelixConfig, HelixPlugin
 from hf_helix.engine.engine import Engine
-from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning import effort
+from hf_helix.tuning import tuner as tuning
 from hf_helix.tuning.effort import FULL, QUICK, SHORT, Effort
 
 MODEL = {"attention_dropout": 0.1}

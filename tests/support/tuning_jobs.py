@@ -18,16 +18,15 @@ from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
-from hf_helix.measure import profiler
-from hf_helix.measure.bench import Bench
-from hf_helix.measure.profiler import measure_profile
+from hf_helix.measure import operators as profiler
+from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.tuning import autotune as tuning
+from hf_helix.tuning import tuner as tuning
 
 
 @contextlib.contextmanager

@@ -1,35 +1,241 @@
-"""Proof on first use: a family that was derived from the model is proven before anything of the model is cut.
+"""Patches of a model: what was changed on its instances, and is not in its class.
 
-In:   the whole model of a run, its options and its mesh.
-Out:  nothing, or an error on all ranks that names what differs.
-Must hold: what is proven is a small model of the same class, patched as the model of the run is, on the run's own mesh,
-all ranks together; a verdict is found again by what it is about only (the model's graphs, the source it is made of,
-versions, layout). The random state of the run is as before, and nothing of the proof stays in memory.
+In:   the model of a run, and a small model of its class.
+Out:  the small model with the same patches: forwards and options of submodules, and submodules without parameters.
+Must hold: what cannot be carried over is refused by name, so that nothing is trained that was not proven. The given
+model is only looked at.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import torch
+from torch import nn
+
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
-from hf_helix.engine.proof.patches import carry_patches
-from hf_helix.engine.proof.prove import describe, prove
-from hf_helix.engine.proof.subject import Subject
+from hf_helix.engine.proof.prove import Subject, describe, prove
 from hf_helix.engine.proof.verdict import SHOWN, Proof
+from hf_helix.models.copies import rebound
 from hf_helix.models.registry import family_of
+from hf_helix.models.trace.alike import digest_of_code, text_of
+from hf_helix.models.trace.calls import Decoder
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.tuning.cache import result_folder, write_file
 from hf_helix.version import __version__
+
+CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+OF_RUNS = ("training", "gradient_checkpointing", "_gradient_checkpointing_func", "_compiled_call_impl")
+"""What a run sets by itself, and what does not change what is computed or is refused elsewhere."""
+
+ADVICE = (
+    "a derived family is proven on a small model of its class, into which it cannot be carried over; write it into a "
+    "class of your own (a subclass of the model), or declare the family (docs/adding_a_model.md)"
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute of a submodule that is not as its class makes it.
+
+    Attributes:
+        path: the submodule.
+        name: the attribute.
+        value: what it is.
+        code: tells it from patches by other code.
+    """
+
+    path: str
+    name: str
+    value: Any
+    code: str
+
+
+def carry_patches(model: Any, small: Any) -> None:
+    """Changes a small model as a model was changed.
+
+    Args:
+        model: the whole Transformers model of a run.
+        small: a model of its class, with fewer layers.
+
+    Raises:
+        ValueError: something was changed that cannot be carried over; names it.
+    """
+    plain, decoder = _as_made(model), Decoder(model)
+    prefix = f"{decoder.path}.{decoder.name}".removeprefix(".")
+    inside = {id(module) for layer in decoder.layers for module in layer.modules()}
+    outside = list(_patches(model, plain, "", lambda module: id(module) in inside))
+    sources = _sources(model, plain, small, prefix)
+    shared = {id(model.config): small.config, **_pairs(model, small)}
+    for patch in outside:
+        _put(small, patch, shared)
+    for layer, (source, patches) in zip(small.get_submodule(prefix), sources, strict=True):
+        memo = {**shared, **_pairs(decoder.layers[source], layer)}
+        for patch in patches:
+            _put(layer, patch, memo, f"{prefix}.{source}")
+
+
+def _as_made(model: Any) -> Any:
+    """Returns a model as its class makes it, of the same sizes, without memory for its weights."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int, list[Patch]]]:
+    """Returns for each layer of a small model a layer of the same kind, and its patches.
+
+    All ways in which layers of a kind were changed are among them; what differs in numbers only is one way.
+    """
+    layers, made = model.get_submodule(prefix), plain.get_submodule(prefix)
+    small_kinds = [_kind(small, layer, number) for number, layer in enumerate(small.get_submodule(prefix))]
+    patches: dict[int, list[Patch]] = {}
+    ways: dict[Any, dict[Any, list[int]]] = {kind: {} for kind in small_kinds}
+    for number, layer in enumerate(layers):
+        patches[number] = list(_patches(layer, made[number], f"{prefix}.{number}."))
+        way = frozenset((patch.path, patch.name, patch.code) for patch in patches[number])
+        kind = _kind(plain, made[number], number)
+        alike, count = ways.setdefault(kind, {}), small_kinds.count(kind)
+        alike.setdefault(way, []).append(number)
+        if len(alike) > max(count, 1 - bool(way)):
+            raise ValueError(
+                f"model.{prefix}.{number} was changed in another way than {len(alike) - 1} layers before it, of which "
+                f"a small model has {count}: {ADVICE}"
+            )
+    chosen = {kind: _one_of_each(list(alike.values()), small_kinds.count(kind)) for kind, alike in ways.items()}
+    numbers = [chosen[kind].pop(0) if chosen[kind] else None for kind in small_kinds]
+    return [(number or 0, patches[number] if number is not None else []) for number in numbers]
+
+
+def _one_of_each(groups: list[list[int]], count: int) -> list[int]:
+    """Returns so many numbers in order: the first of each group, and as many others as there is room for."""
+    firsts = [group[0] for group in groups]
+    others = [number for group in groups for number in group[1:]]
+    return sorted([*firsts, *sorted(others)][:count])
+
+
+def _kind(model: Any, layer: nn.Module, number: int) -> Any:
+    """Tells apart layers that are made differently, whatever their sizes are."""
+    types = getattr(model.config.get_text_config(), "layer_types", None)
+    return types[number] if types else None, *((name, type(module)) for name, module in layer.named_modules())
+
+
+def _patches(
+    given: Any, plain: Any, prefix: str, skip: Callable[[nn.Module], bool] = lambda module: False
+) -> Iterator[Patch]:
+    """Yields the patches of a module.
+
+    Args:
+        given: the module.
+        plain: the same as its class makes it.
+        prefix: the path of the module, for errors.
+        skip: returns whether a submodule is left out.
+    """
+    names = {id(module): f"module {path}" for path, module in given.named_modules()}
+    plain_names = {id(module): f"module {path}" for path, module in plain.named_modules()}
+    waiting: list[tuple[str, Any, Any]] = [("", given, plain)]
+    while waiting:
+        path, module, made = waiting.pop()
+        for name, value in _attributes(module, made):
+            text = text_of(value, names)
+            is_made = name in vars(made) and text == text_of(vars(made)[name], plain_names)
+            if not is_made and not (
+                name == "forward" and not prefix and not path
+            ):  # a model's own is refused elsewhere
+                yield Patch(path, name, value, _code_of(value))
+        for name, child in module.named_children():
+            inner, other = f"{path}.{name}" if path else name, getattr(made, name, None)
+            if skip(child) or type(child).__module__.startswith("peft."):
+                continue
+            if type(child) is type(other):
+                waiting.append((inner, child, other))
+            elif other is not None and _has_weights_of(child, other):
+                waiting.append((inner, child, other))
+                yield Patch(inner, "__class__", type(child), f"{type(child).__module__}.{type(child).__qualname__}")
+            elif next(child.parameters(), None) is None and next(child.buffers(), None) is None:
+                yield Patch(path, name, child, type(child).__qualname__)
+            else:
+                instead = "nothing" if other is None else f"a {type(other).__name__}"
+                raise ValueError(
+                    f"model.{prefix}{inner} is a {type(child).__name__}, where the class makes {instead}: {ADVICE}"
+                )
+
+
+def _has_weights_of(module: nn.Module, other: nn.Module) -> bool:
+    """Returns whether a module has parameters and buffers of the same names as another."""
+    return all(
+        [name for name, _ in getattr(module, kind)()] == [name for name, _ in getattr(other, kind)()]
+        for kind in ("named_parameters", "named_buffers")
+    )
+
+
+def _attributes(module: nn.Module, made: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the functions that an instance has for itself, and the options that its class gives it."""
+    is_other = type(module) is not type(made)
+    for name, value in vars(module).items():
+        is_option = (is_other or name in vars(made)) and not name.startswith("_") and _is_plain(value)
+        if name not in OF_RUNS and (is_option or isinstance(value, CODE)) and not hasattr(value, "is_refusal"):
+            yield name, value
+
+
+def _code_of(value: Any, within: tuple[int, ...] = ()) -> str:
+    """Returns a text for the code of a value, whatever numbers it closes over."""
+    if isinstance(value, functools.partial):
+        return _code_of(value.func, within)
+    function = getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType) or id(function) in within:
+        return type(value).__qualname__
+    cells = [_code_of(cell.cell_contents, (*within, id(function))) for cell in function.__closure__ or ()]
+    return f"{function.__module__}.{function.__qualname__} {digest_of_code(function.__code__)} {cells}"
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, PLAIN)
+
+
+def _pairs(given: nn.Module, small: nn.Module) -> dict[int, Any]:
+    """Returns what stands in a small module in the place of modules, parameters and buffers of another."""
+    counterparts: dict[int, Any] = {}
+    for kind in ("named_modules", "named_parameters", "named_buffers"):
+        theirs: Mapping[str, Any] = dict(getattr(small, kind)())
+        counterparts.update({id(value): theirs[name] for name, value in getattr(given, kind)() if name in theirs})
+    return counterparts
+
+
+def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> None:
+    """Gives a small module a patch."""
+    inside = list(map(id, patch.value.modules())) if isinstance(patch.value, nn.Module) else []
+    memo = {key: value for key, value in memo.items() if key not in inside}
+    try:
+        setattr(small.get_submodule(patch.path), patch.name, rebound(patch.value, memo))
+    except Exception as error:
+        path = ".".join(part for part in (where, patch.path, patch.name) if part)
+        raise ValueError(f"model.{path} was changed on the instance ({error}): {ADVICE}") from error
+
+
+# -- first use -----------------------------------------------------------------------------------------------------
+# Proof on first use: a family that was derived from the model is proven before anything of the model is cut.
+#
+# In:   the whole model of a run, its options and its mesh.
+# Out:  nothing, or an error on all ranks that names what differs.
+# Must hold: what is proven is a small model of the same class, patched as the model of the run is, on the run's own
+# mesh,
+# all ranks together; a verdict is found again by what it is about only (the model's graphs, the source it is made of,
+# versions, layout). The random state of the run is as before, and nothing of the proof stays in memory.
+
 
 FORMAT = "hf_helix.proof/2"
 

@@ -1,21 +1,119 @@
-"""The unsplit Transformers model: its own forward and backward on single batches.
+"""Weights and batches on which a mistake shows.
 
-In:   a whole model, and batches.
-Out:  losses, gradients by name and logits; on demand those of the model in fp64.
-Must hold: the given model is left as it was, and nothing of hf_helix computes here.
+In:   a small Transformers model with the weights of its initialisation.
+Out:  the same model with larger and less regular weights; batches by kind.
+Must hold: equal on every rank. Activations are large enough for caps and windows to matter and small enough for fp32;
+no norm, bias, scale or sink is at a constant that would hide its absence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_helix.engine.proof.samples import ITEMS, Batch
 from hf_helix.models.copies import copy_module
+from hf_helix.operators.vocab_parallel import IGNORED
+
+Batch = dict[str, Tensor]
+
+ROWS, LEFT, RIGHT, PACKED = "rows", "padded left", "padded right", "packed"
+KINDS = (ROWS, LEFT, RIGHT, PACKED)
+LENGTHS = (21, 14)
+"""The lengths of the sequences of a window: neither divides among the ranks of tp 2 x cp 2, one divides among two."""
+
+ITEMS = 64
+"""The number of tokens that losses are divided by, in every window: losses and gradients of batches add up."""
+
+GAIN = 2.0
+SPREAD = 0.3
+
+
+@torch.no_grad()
+def scale_weights(model: nn.Module, seed: int = 0) -> None:
+    """Gives matrices a gain of about 2 (three to five times the usual one), and moves all vectors and scalars.
+
+    Args:
+        model: real, on any device; is changed in place, persistent buffers (such as the biases of routers) included.
+        seed: what is drawn depends on it and on the shapes only.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in (*model.parameters(), *_saved_buffers(model)):
+        drawn = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+        if tensor.dim() < 2:
+            tensor.add_(drawn, alpha=SPREAD)
+            continue
+        if not tensor.any():
+            tensor.copy_(drawn)
+        # Of the last two dimensions one is that of the inputs; which one differs among linears and experts.
+        fan = math.sqrt(tensor.shape[-1] * tensor.shape[-2])
+        tensor.mul_(GAIN / math.sqrt(fan) / tensor.square().mean().sqrt())
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Yields the floating-point buffers that belong to checkpoints, each once. Others, such as ropes, are constants."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            saved = buffer is not None and name not in module._non_persistent_buffers_set
+            if saved and buffer is not None and buffer.is_floating_point() and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield buffer
+
+
+def make_batches(kind: str, vocab_size: int, pad: int, device: torch.device, place: int = 0) -> list[Batch]:
+    """Returns the batches of a window, as a data collator makes them.
+
+    Args:
+        kind: one of `KINDS`.
+        vocab_size: the number of token ids.
+        pad: the token id of padding.
+        device: where the tensors lie.
+        place: the data-parallel rank that they are for.
+    """
+    generator = torch.Generator().manual_seed(1 + KINDS.index(kind) + len(KINDS) * place)
+    made = [_make_batch(kind, length, vocab_size, pad, generator) for length in LENGTHS]
+    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
+
+
+def _make_batch(kind: str, length: int, vocab_size: int, pad: int, generator: torch.Generator) -> Batch:
+    """Two rows of random tokens, most of which count in the loss; where rows are padded, the second is."""
+    ids = torch.randint(0, vocab_size, (2, length), generator=generator)
+    labels = ids.masked_fill(torch.rand(2, length, generator=generator) < 0.1, IGNORED)
+    batch = {"input_ids": ids, "labels": labels}
+    if kind in (LEFT, RIGHT):
+        _hide(batch, kind, pad)
+    if kind == PACKED:
+        positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
+        batch["position_ids"] = positions.expand(2, -1).contiguous()
+    return batch
+
+
+def _hide(batch: Batch, kind: str, pad: int) -> None:
+    """Hides half of the second row and, with padding on the left, tokens inside of the first. The labels of what is
+    hidden count, but for padding on the right in the shortest batch, which is as most collators make it."""
+    mask = torch.ones_like(batch["input_ids"])
+    length = mask.shape[1]
+    if kind == LEFT:
+        mask[1, : length // 2] = mask[0, length // 3 : length // 2] = 0
+    else:
+        mask[1, length // 2 :] = 0
+    batch |= {"attention_mask": mask, "input_ids": batch["input_ids"].where(mask > 0, pad)}
+    if kind == RIGHT and length == min(LENGTHS):
+        batch["labels"] = batch["labels"].where(mask > 0, IGNORED)
+
+
+# -- reference -----------------------------------------------------------------------------------------------------
+# The unsplit Transformers model: its own forward and backward on single batches.
+#
+# In:   a whole model, and batches.
+# Out:  losses, gradients by name and logits; on demand those of the model in fp64.
+# Must hold: the given model is left as it was, and nothing of hf_helix computes here.
+
 
 Gradients = Mapping[str, Tensor]
 

@@ -41,7 +41,7 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.fingerprint import shared_options
+from hf_helix.tuning.cache import shared_options
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)

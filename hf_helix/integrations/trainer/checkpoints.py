@@ -26,18 +26,17 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint import atomic
+from hf_helix.checkpoint import folders as atomic
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import load_states, save_states
-from hf_helix.checkpoint.rng import Generators, generators, set_generators
+from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
 from hf_helix.engine.engine import Engine
-from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
+from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameter import LocalParameter, local_parameters
+from hf_helix.runtime.failures.values import Health
+from hf_helix.runtime.zero import LocalParameter, local_parameters
 
 logger = get_logger(__name__)
 

@@ -15,12 +15,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
-from hf_helix.integrations.trainer.checks import check_evaluation
-from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import StockTrainer
 from hf_helix.runtime.distributed.agreement import meet
-from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.failures.values import Health
 
 # What `use_cache` adds, whose name Transformers 5.24 has changed.
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"

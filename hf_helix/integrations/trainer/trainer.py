@@ -46,12 +46,12 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, meet
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
-from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
-from hf_helix.tuning.compare import PAPER, Comparison
+from hf_helix.runtime.failures.values import Health
+from hf_helix.tuning.cache import shared_options
+from hf_helix.tuning.candidates import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
-from hf_helix.tuning.fingerprint import shared_options
-from hf_helix.tuning.result import TuningResult
+from hf_helix.tuning.verdict import TuningResult
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)

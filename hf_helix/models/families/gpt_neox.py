@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb, eager_attention_forward
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.masks import causal_masks, like_embeddings
 from hf_helix.models.graph.shared_attention import check_shared
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.unit import Unit
 
 

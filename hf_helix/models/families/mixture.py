@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.families.dense import Dense
 from hf_helix.models.graph.balance import BALANCE, Balance, RouterRecord, add_part, balance_side_inputs
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.expert_layer import check_expert_count, declare_experts, expert_side_inputs
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.unit import Unit

@@ -261,7 +261,7 @@ def attend(
         v: values, as the keys.
         mask: the mask in the form that the implementation takes.
         positions: the positions of the tokens [batch or 1, tokens].
-        ends: see `hf_helix.models.batch_form.document_ends`; empty where a row is one document.
+        ends: see `hf_helix.models.batch_inputs.document_ends`; empty where a row is one document.
         eager: the eager attention of the module's own file.
         dropout: the dropout of this call; 0 in evaluation.
         options: what else the interface is called with, its `scaling` among it; None for the module's alone.

@@ -14,20 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, ParallelContext
 from hf_helix.models.graph.expert_form import experts_form
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import (
     COUNTED,
     SHARD_TOKENS,
     AllToAll,
     ExchangeCounts,
+    Permute,
+    PermuteToCapacity,
     RouterMeter,
     SortByExpert,
+    Unpermute,
+    UnpermuteFromCapacity,
 )
-from hf_helix.operators.moe.permutation import Permute, PermuteToCapacity, Unpermute, UnpermuteFromCapacity
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.operators.unit import CUT_EXPERTS
 from hf_helix.planning.graph.operator import Kind, Operator

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.nodes import bounds_of_slice, edges_of, name_of
-from hf_helix.models.placement.placed import FREE, Placed
+from hf_helix.models.placement.placed import FREE, Placed, bounds_of_slice, edges_of, name_of
 from hf_helix.models.trace import rope
 from hf_helix.models.trace.leaves import DTYPE
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of

@@ -16,8 +16,7 @@ from torch.fx import Node
 from hf_helix.models.graph.attention import Attention, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.lowering.experts import Experts
-from hf_helix.models.lowering.forms import DropoutIn
-from hf_helix.models.lowering.outline import Outline
+from hf_helix.models.lowering.outline import DropoutIn, Outline
 from hf_helix.models.placement.placed import COLUMN, PARTIAL, ROW, SHARD, WHOLE
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.models.trace.leaves import (

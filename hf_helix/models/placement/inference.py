@@ -17,8 +17,6 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from hf_helix.models.placement.arithmetic import SAME, ArithmeticRules
-from hf_helix.models.placement.nodes import is_canonical, name_of
 from hf_helix.models.placement.placed import (
     COLUMN,
     FREE,
@@ -30,9 +28,11 @@ from hf_helix.models.placement.placed import (
     Again,
     NeedsInlining,
     Placed,
+    is_canonical,
+    name_of,
     seq_of,
 )
-from hf_helix.models.placement.views import ViewRules
+from hf_helix.models.placement.rules import SAME, ArithmeticRules, ViewRules
 from hf_helix.models.trace.leaves import (
     ATTENTION,
     DROPOUT,

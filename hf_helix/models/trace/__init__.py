@@ -1,1 +1,1 @@
-"""Model families that are derived from the model itself: by tracing it, and inferring how its values are cut."""
+"""A decoder of Transformers as a traced graph: `torch.export`, calls at which it stops, masks and rope it is given."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.link_speed import LinkSpeed
-from hf_helix.operators.communication.pipeline_p2p import P2PChannel
+from hf_helix.operators.communication.collectives import P2PChannel
 from hf_helix.operators.communication.transport import Method, Transport, TransportWrapper, bytes_moved
 
 

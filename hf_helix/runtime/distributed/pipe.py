@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hf_helix.operators.communication.collectives import GroupChannel, LaneChannel, P2PChannel
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedChannel
-from hf_helix.operators.communication.pipeline_p2p import GroupChannel, LaneChannel, P2PChannel
 from hf_helix.runtime.distributed import groups
 
 

@@ -28,7 +28,7 @@ from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.groups import wait_for_gloo
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.runtime.failures import endings
-from hf_helix.runtime.failures.store import connect_store
+from hf_helix.runtime.failures.restarts import connect_store
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
 RANKS_A_SECOND = 256  # that send one, at most: the store is one thread of one process

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_helix.operators.unit import EXPERTS, Unit
 from hf_helix.operators.zero.zero1 import KeptFlat, keep_units
-from hf_helix.runtime.kept_weights import readers_of
+from hf_helix.runtime.zero import readers_of
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
 from hf_helix.simulation.amounts.mesh import paper_mesh
 

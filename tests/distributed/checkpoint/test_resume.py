@@ -17,10 +17,10 @@ from support.cluster import JobFailed
 from support.derived_models import HOME
 from support.resume_jobs import make, push, run, state_of
 
-from hf_helix.checkpoint import atomic, manifest
-from hf_helix.checkpoint.optimizer_state import load_states, save_states
+from hf_helix.checkpoint import folders, manifest
+from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.operators.unit import Placement
-from hf_helix.runtime.local_parameter import LocalParameter, Stretch
+from hf_helix.runtime.zero import LocalParameter, Stretch
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}
@@ -685,7 +685,7 @@ def test_killed_while_it_takes_its_place(
 
     if replaces:
         (checkpoint(tmp_path / "checkpoint-3", "old") / "mark").touch()
-    new = checkpoint(tmp_path / atomic.STAGING / "checkpoint-3", "new")
+    new = checkpoint(tmp_path / folders.STAGING / "checkpoint-3", "new")
     calls = iter(range(100))
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -702,12 +702,12 @@ def test_killed_while_it_takes_its_place(
         mark = dying((new / "mark").touch)
         was_killed = False
         try:
-            atomic.publish(new, tmp_path, mark)
+            folders.publish(new, tmp_path, mark)
         except Killed:
             was_killed = True
     assert was_killed == (number < 3 + replaces)
-    atomic.recover(tmp_path, complete)
-    assert not (tmp_path / atomic.STAGING).exists()
+    folders.recover(tmp_path, complete)
+    assert not (tmp_path / folders.STAGING).exists()
     if number == 0 and not replaces:
         assert list(tmp_path.iterdir()) == []
     else:

@@ -22,9 +22,9 @@ from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint import safetensors_file
-from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
-from hf_helix.checkpoint.staged import staged
+from hf_helix.checkpoint import files as safetensors_file
+from hf_helix.checkpoint.files import FileLayout, write_slice
+from hf_helix.checkpoint.folders import staged
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.unit import Placement
 from hf_helix.operators.zero.zero1 import kept_flats

@@ -12,14 +12,14 @@ import torch
 from support.models import arguments
 from torch import Tensor, nn
 
-from hf_helix.checkpoint.optimizer_state import load_states, save_states
-from hf_helix.engine.optimizer_parts import step_shards
+from hf_helix.checkpoint.training_state import load_states, save_states
+from hf_helix.engine.zero import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.runtime.distributed.mesh import build_mesh
-from hf_helix.runtime.local_parameter import LocalParameter, Stretch
+from hf_helix.runtime.zero import LocalParameter, Stretch
 
 SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
 

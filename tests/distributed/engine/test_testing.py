@@ -16,7 +16,7 @@ from support.models import made, tiny
 from transformers import LlamaConfig, MixtralConfig
 
 from hf_helix.cli.main import main
-from hf_helix.engine.proof.subject import Subject
+from hf_helix.engine.proof.prove import Subject
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.testing import check_family, prove_layouts

@@ -22,7 +22,7 @@ from benchmarks.gpu.windows import engine_on, silent_mesh
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
-from hf_helix.operators.communication.group_transports import ProcessGroupTransport
+from hf_helix.operators.communication.transport import ProcessGroupTransport
 from hf_helix.runtime import cuda_graphs as graphs
 from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.divided import plain_parameters

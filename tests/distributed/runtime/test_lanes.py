@@ -17,8 +17,8 @@ from support.models import arguments
 from torch import Tensor
 
 from hf_helix.checkpoint.shard import whole_parameter
-from hf_helix.operators.communication.group_transports import GlooTransport
-from hf_helix.operators.communication.pipeline_p2p import LaneChannel
+from hf_helix.operators.communication.collectives import LaneChannel
+from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.unit import Placement
 from hf_helix.runtime.distributed import groups, mesh
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from hf_helix.simulation.measured import device, links, machine, together
 from support.cluster import Cluster
 
 from hf_helix.cli.cluster import written
+from hf_helix.measure import cluster_file, device, links
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
 from hf_helix.runtime.streams import make_streams
@@ -28,9 +28,9 @@ LEAST = {
     (device, "KEYS"): (128,),
     (device, "ELEMENTS"): (4096, 65536),
     (links, "SIZES"): (256, 65536, 262144),
-    (together, "SECONDS"): {"cpu": 0.01},
-    (together, "BYTES"): {"cpu": (2048, 65536)},
-    (machine, "BUDGET"): {"cpu": 0.001},
+    (links, "SECONDS"): {"cpu": 0.01},
+    (links, "BYTES"): {"cpu": (2048, 65536)},
+    (cluster_file, "BUDGET"): {"cpu": 0.001},
 }
 """As little as can be measured."""
 
@@ -46,7 +46,7 @@ def measure(link: str | None, apart: bool) -> dict[str, Any]:
         for patch in patches:
             patch.start()
         try:
-            return machine.measure_cluster(torch.device("cpu"), link)
+            return cluster_file.measure_cluster(torch.device("cpu"), link)
         finally:
             mock.patch.stopall()
             forget_meshes()
@@ -86,8 +86,8 @@ def waiting(least: float, most: float) -> float:
     streams = make_streams(torch.device("cpu"))
     try:
         work = mock.Mock(side_effect=lambda: time.sleep(drawn.uniform(least, most)))
-        with mock.patch.object(together, "decoder_work", return_value=work):
-            return together.measure_waiting(build_mesh(2, torch.device("cpu")).tp, streams, torch.device("cpu"))
+        with mock.patch.object(links, "decoder_work", return_value=work):
+            return links.measure_waiting(build_mesh(2, torch.device("cpu")).tp, streams, torch.device("cpu"))
     finally:
         streams.close()
         forget_meshes()
@@ -106,4 +106,4 @@ def test_a_link_without_a_rate_is_refused(cluster_of: Callable[[int], Cluster]):
         assert failure.kind == "ValueError"
         assert "link='even' has no rate to describe; give one, such as '300mbit'" in failure.message
     with pytest.raises(ValueError, match="no rate"):
-        machine.measure_cluster(torch.device("cpu"), "even")
+        cluster_file.measure_cluster(torch.device("cpu"), "even")

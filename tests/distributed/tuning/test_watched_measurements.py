@@ -9,11 +9,10 @@ import torch
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import one_rank
 
-from hf_helix.measure import machine, profiler
+from hf_helix.measure import machine, operators
 from hf_helix.measure import overlap as measure
-from hf_helix.measure.bench import Bench
+from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.measure.overlap import measure_overlap
-from hf_helix.measure.profiler import measure_profile
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.profile import named_operators
 
@@ -35,7 +34,7 @@ CASES |= QUICK
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks find the same; no GPU is there to be held."""
-    for module in (machine, measure, profiler):
+    for module in (machine, measure, operators):
         monkeypatch.setattr(module, "all_gather_object", lambda mine: [mine])
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
@@ -70,7 +69,7 @@ def test_two_computations_at_once_would_be_out_of_order() -> None:
     """Which is why the profiler measures none beside each other there."""
     cuda = FakeCuda()
     with one_rank(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
-        bench = Bench(runner, window[0], profiler.TRAIN)
+        bench = Bench(runner, window[0], operators.TRAIN)
         timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
         assert not cuda.mistakes
         bench._on_two_streams(timed, timed)

@@ -10,7 +10,7 @@ import yaml
 from hf_helix import HelixConfig
 from hf_helix.planning.pipeline.named import PLACEMENT_OF
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, split_layers, stage_ranks
-from hf_helix.runtime.distributed.checks import check_world
+from hf_helix.runtime.distributed.mesh import check_world
 
 
 def write(folder: Path, text: str) -> Path:

@@ -15,7 +15,7 @@ from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.layouts import Ranking, Search
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.tuning.fingerprint import model_digest
+from hf_helix.tuning.cache import model_digest
 
 LENGTH, TOKENS = 2048, 2**17
 MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3MLP
 
-from hf_helix.engine.proof.patches import carry_patches
-from hf_helix.engine.proof.subject import Subject
+from hf_helix.engine.proof.first_use import carry_patches
+from hf_helix.engine.proof.prove import Subject
 from hf_helix.models.copies import copy_module
 
 IDS = torch.arange(1, 9).unsqueeze(0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_helix.engine.proof.subject import Subject
+from hf_helix.engine.proof.prove import Subject
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
 IDS = torch.arange(10).view(2, 5)

@@ -11,10 +11,10 @@ from support.derived_models import HOME
 from support.models import tiny
 from torch._dynamo.utils import counters
 
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph import norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import segment
 from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
 from hf_helix.planning.pipeline.scheduler import Scheduler

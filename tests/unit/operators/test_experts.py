@@ -9,8 +9,18 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, AllToAll, RouterMeter, SortByExpert, capacity_of
-from hf_helix.operators.moe.permutation import Permute, PermuteToCapacity, Unpermute, UnpermuteFromCapacity
+from hf_helix.operators.moe.dispatch import (
+    COUNTED,
+    SHARD_TOKENS,
+    AllToAll,
+    Permute,
+    PermuteToCapacity,
+    RouterMeter,
+    SortByExpert,
+    Unpermute,
+    UnpermuteFromCapacity,
+    capacity_of,
+)
 from hf_helix.planning.graph.operator import Part
 
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2

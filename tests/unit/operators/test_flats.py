@@ -16,8 +16,8 @@ from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.operators.unit import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.grouping import make_flats
-from hf_helix.operators.zero.lending import casts_of, lending
 from hf_helix.operators.zero.zero1 import KeptFlat
+from hf_helix.operators.zero.zero3 import casts_of, lending
 from hf_helix.planning.graph.operator import Part
 
 RANKS = 2

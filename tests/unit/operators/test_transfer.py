@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.communication.pipeline_p2p import P2PChannel, PipelineTransfer, transfer_unit
+from hf_helix.operators.communication.collectives import P2PChannel, PipelineTransfer, transfer_unit
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from hf_helix.link_speed import LinkSpeed
-from hf_helix.measure.overlap import Overlap
-from hf_helix.measure.shares import link_loads
+from hf_helix.measure.overlap import Overlap, link_loads
 from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.result import TuningResult
-from hf_helix.tuning.verdict import format_tuning, format_verdict
+from hf_helix.tuning.verdict import TuningResult, format_tuning, format_verdict
 
 
 def overlap(step: float = 8.0, **changes: Any) -> Overlap:

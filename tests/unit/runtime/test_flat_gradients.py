@@ -11,7 +11,7 @@ from torch import nn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.runtime.gradients.flat import FlatGradients
+from hf_helix.runtime.gradients.reduce import FlatGradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,9 +16,8 @@ from hf_helix.operators.communication.transport import Axis, Copies, Recorder, S
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.operators.unit import COPIED, Unit
-from hf_helix.operators.zero.lending import casts_of
 from hf_helix.operators.zero.zero1 import keep_units, kept_flats
-from hf_helix.operators.zero.zero3 import spread_units
+from hf_helix.operators.zero.zero3 import casts_of, spread_units
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.pipeline.scheduler import Scheduler

@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
-from hf_helix.measure import machine, profiler, timing
-from hf_helix.measure.transfer_times import time_train
+from hf_helix.measure import machine, operators, timing
+from hf_helix.measure.communication import time_train
 from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Profile, named_of_window, named_operators
@@ -121,7 +121,7 @@ def measured(gpu: SlowHost, layers: int = 2, tp: int = 2, dp: int = 1, **options
     )
     work = Workload(config, HelixConfig(tp_size=tp, **options), mesh.device, mesh)
     work.runner.executor.streams = gpu
-    return profiler.measure_profile(work.runner, work.window(2, 1, 8))
+    return operators.measure_profile(work.runner, work.window(2, 1, 8))
 
 
 def test_times_are_those_of_the_device(gpu: SlowHost) -> None:

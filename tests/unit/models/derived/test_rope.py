@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_helix.models import registry
-from hf_helix.models.placement.nodes import name_of
+from hf_helix.models.placement.placed import name_of
 from hf_helix.models.trace import rope
 from hf_helix.models.trace.trace import Given, ModuleTrace
 

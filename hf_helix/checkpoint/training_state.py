@@ -11,11 +11,13 @@ refused there by name; the optimizer is left alone until everything has been rea
 from __future__ import annotations
 
 import contextlib
+import random
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.local_parameter import LocalParameter, Offset
+from hf_helix.runtime.zero import LocalParameter, Offset
 
 GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
@@ -231,3 +233,37 @@ def _failures_named(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+
+
+# -- rng -----------------------------------------------------------------------------------------------------------
+# The states of the random generators that data and user code draw from. Operators have seeds of their own.
+#
+# In:   the process's generators.
+# Out:  their states, as values that a checkpoint can hold; the generators set back to them.
+# Must hold: `torch.load` reads the states with `weights_only=True`.
+
+
+Generators = dict[str, Any]
+
+
+def generators() -> Generators:
+    """The states of Python's, numpy's and torch's generators, with that of this rank's device."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: Generators) -> None:
+    """Sets the generators back to states that `generators` has returned."""
+    kind, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
