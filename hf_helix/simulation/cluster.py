@@ -263,7 +263,7 @@ def cluster_file(source: str | Path) -> Path:
         raise ValueError(
             f"cluster={str(source)!r} is neither a file nor a cluster that hf_helix brings; use one of "
             f"{', '.join(shipped)}, or a file of your own: `hf-helix cluster --show h100x8` prints one to copy and "
-            "change (docs/clusters.md), `hf-helix cluster --output here.yaml` measures this machine"
+            "change (docs/doctor.md#clusters), `hf-helix cluster --output here.yaml` measures this machine"
         )
     return path
 

@@ -1,4 +1,4 @@
-"""docs/training_arguments.md is complete and true: it lists every field, and what it calls refused is refused."""
+"""docs/trainer.md#training-arguments is complete and true: it lists every field, and what it calls refused is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.integrations.trainer.checks import check_arguments
 
-PAGE = ROOT / "docs" / "training_arguments.md"
+PAGE = ROOT / "docs" / "trainer.md"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
 
 def rows() -> list[Row]:
     result = []
-    for line in PAGE.read_text().splitlines():
+    for line in PAGE.read_text().partition("\n## Habits")[0].splitlines():
         if match := re.match(r"\| `(\w+)`( \(not in 5\.17\))? \| (\w+) \| (.*?) ?\| ", line):
             name, mark, fate, values = match.groups()
             refused = tuple(ast.literal_eval(value) for value in re.findall(r"`(.+?)`", values))
@@ -47,7 +47,7 @@ def test_every_field_has_a_line() -> None:
     fields = [field.name for field in dataclasses.fields(TrainingArguments)]
     listed = [row.name for row in rows()]
     assert len(listed) == len(set(listed))
-    assert set(fields) <= set(listed), "fields that docs/training_arguments.md does not list"
+    assert set(fields) <= set(listed), "fields that docs/trainer.md#training-arguments does not list"
     assert {row.name for row in rows() if row.everywhere} <= set(fields), "lines for fields that do not exist"
 
 
