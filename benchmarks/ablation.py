@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_helix.cli.files import made_for, schedule_for
+from hf_helix.cli.common import made_for, schedule_for
 from hf_helix.config import RULES
 from hf_helix.planning.graph.ablation import ABLATIONS, ablate_profile
 from hf_helix.planning.plans.registry import make_plan, predict_plan

@@ -13,7 +13,6 @@ import ast
 import dataclasses
 import functools
 import importlib
-import inspect
 import pkgutil
 import re
 import textwrap
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
-from hf_helix.config import HelixConfig
+from hf_helix.config import HelixConfig, described_options
 from hf_helix.models.census import read_census
 from hf_helix.upstream.check import resolve
 from hf_helix.upstream.overridden import OVERRIDDEN
@@ -33,9 +32,7 @@ DOCS = Path(__file__).parent
 def options() -> str:
     """Every option of `HelixConfig` with its default, in the words of the docstring."""
     defaults = {field.name: field.default for field in dataclasses.fields(HelixConfig)}
-    text = inspect.cleandoc(HelixConfig.__doc__ or "")
-    body = text.partition("Args:\n")[2].partition("\nRaises:")[0]
-    described = dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", body, re.MULTILINE))
+    described = described_options()
     missing = defaults.keys() ^ described.keys()
     if missing:
         raise ValueError(f"HelixConfig's fields and docstring differ in {', '.join(sorted(missing))}")

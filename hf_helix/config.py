@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +314,12 @@ class HelixConfig:
                 f"{path}: {', '.join(beside)} stands beside the helix block; put every option into the block"
             )
         return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
+
+
+def described_options() -> dict[str, str]:
+    """Returns what the docstring of `HelixConfig` says of every option; empty under `python -OO`."""
+    arguments = inspect.cleandoc(HelixConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
+    return dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE))
 
 
 def schedule_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `hf-helix`, one command a file."""
+"""The command `hf-helix`: a command is a dataclass of its options, and a file."""
 
 from hf_helix.cli.main import main
 

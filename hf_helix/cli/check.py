@@ -9,84 +9,83 @@ different or has failed, or where none was proven.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.files import configuration_file
-from hf_helix.cli.options import SIZES, add_parser
-from hf_helix.config import nearest
+from hf_helix.cli.common import configuration_file
+from hf_helix.cli.options import Command, argument, config_option, option
+from hf_helix.config import HelixConfig, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hf_helix.cli.options import Commands
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
 
-EXAMPLES = """\
-examples:
-  hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
-  hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
-  hf-helix check Gemma2ForCausalLM                              a class of Transformers
-  hf-helix check Gemma2ForCausalLM --operators                  what its layers are cut into, and how
-  torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
 
-Compared are losses, every gradient by name, and the logits that predict() gives, in fp32 on random weights that are
-large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
-divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to the
-largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes.
-"""
+@dataclass(kw_only=True)
+class CheckCommand(Command):
+    """Compare a model, cut into parts, with the unsplit model: losses, gradients, logits.
 
+    examples:
+      hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
+      hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
+      hf-helix check Gemma2ForCausalLM                              a class of Transformers
+      hf-helix check Gemma2ForCausalLM --operators                  what its layers are cut into, and how
+      torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
 
-def add_command(commands: Commands) -> None:
-    """Declare the command and its options."""
-    summary = "compare a model, cut into parts, with the unsplit model: losses, gradients, logits"
-    parser = add_parser(commands, "check", run, summary, EXAMPLES)
-    model = "a folder with a config.json, such a file, a name on the Hugging Face Hub, or a class of Transformers"
-    parser.add_argument("model", metavar="MODEL", help=model)
-    for name, meaning in SIZES.items():
-        usual = "; with none of these sizes given, the usual layouts are checked" if name == "tp_size" else ""
-        parser.add_argument(f"--{name}", type=int, help=meaning + usual)
-    families = "modules that register families of your own, such as starcoder2 for a file starcoder2.py here"
-    parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help=families)
-    parser.add_argument("--as_is", action="store_true", help="keep the sizes of the configuration")
-    operators = "compare nothing; print the operators of every kind of layer on one of the ranks (tp_size: 2)"
-    parser.add_argument("--operators", action="store_true", help=operators)
-    parser.add_argument("--verbose", action="store_true", help="also print a line for each kind of batches")
+    Compared are losses, every gradient by name, and the logits that predict() gives, in fp32 on random weights that are
+    large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
+    divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to
+    the largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes. Without
+    any size, the usual layouts are checked.
+    """
 
+    model: str = argument(
+        ..., "a folder with a config.json, such a file, a name on the Hub, or a class of Transformers"
+    )
+    tp_size: int | None = config_option("tp_size", default=None)
+    pp_size: int | None = config_option("pp_size", default=None)
+    cp_size: int | None = config_option("cp_size", default=None)
+    ep_size: int | None = config_option("ep_size", default=None)
+    imports: list[str] | None = option(None, "modules with families of your own, such as starcoder2 for starcoder2.py")
+    as_is: bool = option(False, "keep the sizes of the configuration")
+    operators: bool = option(
+        False, "compare nothing; print the operators of a layer of every kind on a rank of tp_size 2"
+    )
+    verbose: bool = option(False, "also print a line for each kind of batches")
 
-def run(options: argparse.Namespace) -> None:
-    """Checks every layout, and says what was found as it is found."""
-    from hf_helix.engine.proof.prove import Subject, is_class
-    from hf_helix.testing import prove_layouts
+    def run(self) -> None:
+        """Checks every layout, and says what was found as it is found."""
+        from hf_helix.engine.proof.prove import Subject, is_class
+        from hf_helix.testing import prove_layouts
 
-    asked = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
-    given = options.model if is_class(options.model) else _file_of(options.model)
-    sys.path.insert(0, "")  # a console script has the folder of its own file there
-    for module in options.imports:
-        importlib.import_module(module)
-    subject = Subject.of(given, options.as_is)
-    if options.operators:
-        return _print_operators(subject, {"tp_size": 2, **asked})
-    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if is_launched:
-        _join_ranks()
-    proofs: list[Proof] = []
-    for proof in prove_layouts(subject, [asked] if asked else None, options.imports, _say_start):
-        is_again = bool(proof.refusal) and any(proof.refusal == other.refusal for other in proofs)
-        _say(replace(proof, refusal="as above") if is_again else proof, options.verbose)
-        proofs.append(proof)
-    if is_launched:
-        _leave_ranks()
-    bad = any(proof.verdict in ("different", "failed") for proof in proofs)
-    if bad or not any(proof.ok for proof in proofs):
-        sys.exit(1)
+        asked = {name: size for name, size in self.of_config().items() if size is not None}
+        given = self.model if is_class(self.model) else _file_of(self.model)
+        sys.path.insert(0, "")  # a console script has the folder of its own file there
+        for module in self.imports or []:
+            importlib.import_module(module)
+        subject = Subject.of(given, self.as_is)
+        if self.operators:
+            return _print_operators(subject, {"tp_size": 2, **asked})
+        is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if is_launched:
+            _join_ranks()
+        proofs: list[Proof] = []
+        for proof in prove_layouts(subject, [asked] if asked else None, self.imports or [], _say_start):
+            is_again = bool(proof.refusal) and any(proof.refusal == other.refusal for other in proofs)
+            _say(replace(proof, refusal="as above") if is_again else proof, self.verbose)
+            proofs.append(proof)
+        if is_launched:
+            _leave_ranks()
+        bad = any(proof.verdict in ("different", "failed") for proof in proofs)
+        if bad or not any(proof.ok for proof in proofs):
+            sys.exit(1)
 
 
 def _file_of(name: str) -> str:
@@ -104,7 +103,6 @@ def _file_of(name: str) -> str:
 
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     """Prints the units of a model on the first rank of a layout. Nothing is communicated."""
-    from hf_helix.config import HelixConfig
     from hf_helix.models.graph.context import ParallelContext
     from hf_helix.models.registry import family_of
     from hf_helix.operators.communication.transport import Axis, SilentTransport

@@ -7,7 +7,6 @@ Must hold: it works where torch or any other package is missing; it never prints
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -15,14 +14,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hf_helix.cli.options import add_parser
+from hf_helix.cli.options import Command
 from hf_helix.simulation.processes import usable_cores
 from hf_helix.version import __version__
-
-if TYPE_CHECKING:
-    from hf_helix.cli.options import Commands
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),
@@ -33,17 +28,17 @@ LAUNCHER = re.compile(
     r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE"
 )
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-TEXT = "Paste the output into an issue, together with the command that failed and what it printed.\n"
 
 
-def add_command(commands: Commands) -> None:
-    """Declare the command."""
-    add_parser(commands, "env", run, "print versions, devices and the launcher's environment, for an issue", TEXT)
+class EnvCommand(Command):
+    """Print versions, devices and the launcher's environment, for an issue.
 
+    Paste the output into an issue, together with the command that failed and what it printed.
+    """
 
-def run(options: argparse.Namespace) -> None:
-    """A line for each fact."""
-    print("\n".join(f"- {name}: {value}" for name, value in _facts()))
+    def run(self) -> None:
+        """A line for each fact."""
+        print("\n".join(f"- {name}: {value}" for name, value in _facts()))
 
 
 def _facts() -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 In:   a command line.
 Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
 Must hold: only `profile`, `check` and `cluster` need processes; all others work without torch, `env` apart.
-Every command is one file of this folder, with `add_command` and `run`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from hf_helix.cli import check, cluster, doctor, env, models, paper, plan, profile, show, simulate
+from hf_helix.cli import paper
+from hf_helix.cli.check import CheckCommand
+from hf_helix.cli.cluster import ClusterCommand
+from hf_helix.cli.doctor import DoctorCommand
+from hf_helix.cli.env import EnvCommand
+from hf_helix.cli.models import ModelsCommand
 from hf_helix.cli.options import CommandParser, HelpFormatter
+from hf_helix.cli.plan import PlanCommand
+from hf_helix.cli.profile import ProfileCommand
+from hf_helix.cli.show import ShowCommand
+from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.version import __version__
 
-COMMANDS = (profile, plan, show, doctor, simulate, cluster, paper, check, models, env)
+COMMANDS = (
+    *(ProfileCommand, PlanCommand, ShowCommand, DoctorCommand, SimulateCommand, ClusterCommand),
+    *(paper, CheckCommand, ModelsCommand, EnvCommand),
+)
 
 EXAMPLES = """\
 examples:
@@ -57,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for command in COMMANDS:
         command.add_command(commands)
     return parser

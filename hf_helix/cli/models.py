@@ -9,16 +9,13 @@ other classes is printed as it stands there.
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from hf_helix.cli.options import add_parser
+from hf_helix.cli.options import Command, argument
 from hf_helix.models.census import PROVEN, Census, Findings, read_census
-
-if TYPE_CHECKING:
-    from hf_helix.cli.options import Commands
 
 AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
@@ -81,22 +78,22 @@ def layout_name(sizes: Mapping[str, int]) -> str:
     return "+".join(f"{axis}{sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
 
 
-def add_command(commands: Commands) -> None:
-    """Declare the command."""
-    summary = "list the model classes that are supported, and the layouts on which each was tested"
-    parser = add_parser(commands, "models", run, summary, LEGEND + CENSUS_LEGEND)
-    parser.add_argument("name", nargs="?", default="", help="only classes that have this in their names, such as gemma")
+@dataclass(kw_only=True)
+class ModelsCommand(Command):
+    """List the model classes that are supported, and the layouts on which each was tested."""
 
+    epilog = LEGEND + CENSUS_LEGEND
+    name: str = argument("", "only classes that have this in their names, such as gemma")
 
-def run(options: argparse.Namespace) -> None:
-    """Prints a line for each class, continued where it needs more: those that tests compare, then the census."""
-    part = options.name.lower()
-    declared = {name: model for name, model in SUPPORTED.items() if part in name.lower()}
-    for name, model in declared.items():
-        print(_wrapped(f"{name:<20} {model.checkpoint:<31} ", " ".join(model.layouts)))
-    if declared:
-        print(f"\n{LEGEND}")
-    _print_census(read_census(), part)
+    def run(self) -> None:
+        """Prints a line for each class, continued where it needs more: those that tests compare, then the census."""
+        part = self.name.lower()
+        declared = {name: model for name, model in SUPPORTED.items() if part in name.lower()}
+        for name, model in declared.items():
+            print(_wrapped(f"{name:<20} {model.checkpoint:<31} ", " ".join(model.layouts)))
+        if declared:
+            print(f"\n{LEGEND}")
+        _print_census(read_census(), part)
 
 
 def _print_census(census: Census, part: str) -> None:

@@ -1,38 +1,39 @@
-"""How a command declares its options, so that `--help` says every option, its default and examples.
+"""Commands and their options: the fields of a dataclass, as `HfArgumentParser` of Transformers has them.
 
-In:   the name of a command, what it does, examples.
-Out:  a parser to add options to.
-Must hold: nothing here imports torch.
+In:   a subclass of `Command`.
+Out:  its parser, and an instance with the options of a command line.
+Must hold: nothing here imports torch; an option of `HelixConfig` has its words and its default from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from hf_helix.config import nearest
+from hf_helix.config import SCHEDULES, HelixConfig, described_options, nearest
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-SIZES = {
-    "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
-    "pp_size": "ranks of the pipeline, each with layers of its own (pipeline parallelism)",
-    "cp_size": "ranks that share every sequence (context parallelism)",
-    "ep_size": "data-parallel ranks that share the experts of a mixture of experts (expert parallelism)",
+VALUES = {
+    "schedule": f": {', '.join(SCHEDULES)}, or the path of a file of actions",
+    "expert_capacity_factor": "; left out, none is dropped",
+    "inter_node_axes": "; left out, the names of the hosts decide",
+    "link": ", such as 300mbit or 10gbit,50us",
 }
-"""What the sizes of a mesh mean, by the options of `HelixConfig`."""
+"""What a command line adds to the words of an option of `HelixConfig`."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults where there are any, and keeps the line breaks of descriptions and examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        without = action.default is None or action.default is False or action.default == []
-        return action.help if without else super()._get_help_string(action)
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -63,9 +64,93 @@ def add_parser(
         summary: one line, for the list of commands.
         text: what stands below the options in its own `--help`: examples and explanations.
     """
-    description = f"{summary[0].upper()}{summary[1:]}."
+    description = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(
         name, help=summary, description=description, epilog=text, formatter_class=HelpFormatter
     )
     parser.set_defaults(run=run)
     return parser
+
+
+@dataclass(kw_only=True)
+class Command:
+    """A command of `hf-helix`: the fields are its options, the docstring its `--help`. `PlanCommand` is `plan`.
+
+    Attributes:
+        epilog: is added to the docstring.
+    """
+
+    epilog: ClassVar[str] = ""
+
+    def run(self) -> None:
+        """Does what the command is for."""
+        raise NotImplementedError
+
+    @classmethod
+    def _word(cls) -> str:
+        return cls.__name__.removesuffix("Command").lower()
+
+    @classmethod
+    def add_command(cls, commands: Commands) -> None:
+        """Adds the parser of the command."""
+        summary, _, text = inspect.cleandoc(cls.__doc__ or "").partition(".\n\n")
+        summary = summary[:1].lower() + summary[1:].rstrip(".")
+        names, hints = [each.name for each in fields(cls)], get_type_hints(cls)
+
+        def run(given: argparse.Namespace) -> None:
+            cls(**{name: getattr(given, name) for name in names}).run()
+
+        parser = add_parser(commands, cls._word(), run, summary, text + cls.epilog)
+        for each in fields(cls):
+            arguments = {**_taking(hints[each.name]), **each.metadata}
+            prefix = "" if arguments.pop("positional", False) else "--"
+            parser.add_argument(prefix + each.name, **arguments)
+
+    def of_config(self) -> dict[str, Any]:
+        """Returns the options that are those of `HelixConfig`."""
+        return {each.name: vars(self)[each.name] for each in fields(HelixConfig) if each.name in vars(self)}
+
+    def words(self) -> list[str]:
+        """Returns the command line of this command."""
+        words = [self._word()]
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                words += [f"--{name}", *map(str, value)]
+            elif value is not None and value is not False:
+                words.append(f"--{name}" if value is True else f"--{name}={value}")
+        return words
+
+
+def option(default: Any, text: str, **given: Any) -> Any:
+    """A field that is an option.
+
+    Args:
+        default: what holds where it is not given; `...` where it must be.
+        text: what it means.
+        given: of `add_argument`, such as choices.
+    """
+    if default is ...:
+        return field(metadata={"help": text, "required": True, **given})
+    return field(default=default, metadata={"help": text, "default": default, **given})
+
+
+def argument(default: Any, text: str, **given: Any) -> Any:
+    """A field that is given without its name; see `option`."""
+    if default is ...:
+        return field(metadata={"help": text, "positional": True, **given})
+    return option(default, text, positional=True, nargs="?", **given)
+
+
+def config_option(name: str, **given: Any) -> Any:
+    """A field that is an option of `HelixConfig`, with its default, unless another is given, and its first words."""
+    default = given.pop("default", getattr(HelixConfig, name))
+    words = re.split(r"[.:;](?:\s|$)", described_options().get(name, ""), maxsplit=1)[0]
+    return option(default, " ".join(words.split()) + VALUES.get(name, ""), **given)
+
+
+def _taking(hint: Any) -> dict[str, Any]:
+    """Returns how an option of a type is given: a list takes one word or several, a bool takes none."""
+    kind = next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint
+    if kind is bool:
+        return {"action": "store_true"}
+    return {"nargs": "+", "type": get_args(kind)[0]} if get_origin(kind) is list else {"type": kind}

@@ -7,73 +7,65 @@ Must hold: it works from the file alone, without torch; a slower plan than the f
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix.cli.files import made_for, profile_of, schedule_for
-from hf_helix.cli.options import add_parser
-from hf_helix.config import AUTO, RECOMPUTE, RULES
+from hf_helix.cli.common import made_for, read_profile, schedule_for
+from hf_helix.cli.options import Command, argument, config_option, option
+from hf_helix.config import RECOMPUTE, RULES
 
 if TYPE_CHECKING:
-    from hf_helix.cli.options import Commands
     from hf_helix.planning.pipeline.actions import Schedule
     from hf_helix.planning.plans.plan import Plan
     from hf_helix.planning.profile import Profile
 
 FASTEST = "fastest"
 
-EXAMPLES = """\
-examples:
-  hf-helix plan profile.json                                  predicts every rule, writes plan.json
-  hf-helix plan profile.json --rule greedy --microbatches 16
 
-Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
-explained in docs/plans.md.
-"""
+@dataclass(kw_only=True)
+class PlanCommand(Command):
+    """Make plans from a profile, and predict the time of a window under each.
 
+    examples:
+      hf-helix plan profile.json                                  predicts every rule, writes plan.json
+      hf-helix plan profile.json --rule greedy --microbatches 16
 
-def add_command(commands: Commands) -> None:
-    """Declare the command and its options."""
-    summary = "make plans from a profile, and predict the time of a window under each"
-    parser = add_parser(commands, "plan", run, summary, EXAMPLES)
-    parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
-    rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
-    parser.add_argument("--rule", choices=(FASTEST, *RULES), default=FASTEST, help=rule)
-    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
-    order = (
-        "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
-    )
-    parser.add_argument("--schedule", default=AUTO, help=order)
-    recompute = "plan as if the profile had been measured with this `--recompute`"
-    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
-    parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")
+    Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
+    explained in docs/plans.md.
+    """
 
+    profile: Path = argument(..., "a file made with `hf-helix profile`")
+    rule: str = option(FASTEST, "the rule whose plan is saved, or the fastest as predicted", choices=(FASTEST, *RULES))
+    microbatches: int = option(8, "micro-batches in the window that is predicted")
+    schedule: str = config_option("schedule")
+    recompute: str | None = option(None, "plan as if the profile were measured with it", choices=RECOMPUTE[1:])
+    output: Path = option(Path("plan.json"), "where the plan is written")
 
-def run(options: argparse.Namespace) -> None:
-    """Predict every rule, print the table, save one plan."""
-    from hf_helix.planning.plans.search import lower_bound
-    from hf_helix.planning.predict import predict_seconds
+    def run(self) -> None:
+        """Predict every rule, print the table, save one plan."""
+        from hf_helix.planning.plans.search import lower_bound
+        from hf_helix.planning.predict import predict_seconds
 
-    profile = profile_of(options)
-    schedule = schedule_for(profile, options.microbatches, options.schedule)
-    limit = lower_bound(profile, schedule)
-    plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
-    predicted = {rule: predict_seconds(plan, profile, schedule) for rule, plan in plans.items()}
-    fastest = min(predicted, key=lambda rule: predicted[rule])
-    saved = fastest if options.rule == FASTEST else options.rule
-    print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
-    print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
-    for rule, seconds in predicted.items():
-        print(
-            f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
-            f"{'  <- saved' if rule == saved else ''}"
-        )
-    plans[saved].save(options.output)
-    print(f"{saved}: {options.output}")
-    gain = predicted[saved] / predicted[fastest] - 1
-    if gain > 0:
-        print(f"{fastest} is predicted to be {gain:.1%} faster: --rule {fastest}")
+        profile = read_profile(self.profile, self.recompute)
+        schedule = schedule_for(profile, self.microbatches, self.schedule)
+        limit = lower_bound(profile, schedule)
+        plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
+        predicted = {rule: predict_seconds(plan, profile, schedule) for rule, plan in plans.items()}
+        fastest = min(predicted, key=lambda rule: predicted[rule])
+        saved = fastest if self.rule == FASTEST else self.rule
+        print(f"a window of {self.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
+        print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
+        for rule, seconds in predicted.items():
+            print(
+                f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
+                f"{'  <- saved' if rule == saved else ''}"
+            )
+        plans[saved].save(self.output)
+        print(f"{saved}: {self.output}")
+        gain = predicted[saved] / predicted[fastest] - 1
+        if gain > 0:
+            print(f"{fastest} is predicted to be {gain:.1%} faster: --rule {fastest}")
 
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:

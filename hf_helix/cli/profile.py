@@ -7,119 +7,83 @@ Must hold: it starts as many processes as the mesh needs, unless a launcher did.
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_helix.cli.files import configuration_file
-from hf_helix.cli.options import SIZES, add_parser
-from hf_helix.cli.processes import join, start
-from hf_helix.config import AUTO, AXES, RECOMPUTE
+from hf_helix.cli.common import configuration_file, join, start
+from hf_helix.cli.options import Command, config_option, option
+from hf_helix.config import AXES, RECOMPUTE, HelixConfig
+from hf_helix.planning.profile import Profile
 from hf_helix.planning.profile_file import save_profile
 
-if TYPE_CHECKING:
-    from hf_helix.cli.options import Commands
-    from hf_helix.planning.profile import Profile
 
+@dataclass(kw_only=True)
+class ProfileCommand(Command):
+    """Measure every operator of a model on this machine, alone and beside others.
 
-EXAMPLES = """\
-examples:
-  hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256
-  hf-helix profile --model path/to/folder --pp_size 2 --tp_size 1 --output pipeline.json --trace trace.json
+    examples:
+      hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256
+      hf-helix profile --model path/to/folder --pp_size 2 --tp_size 1 --output pipeline.json --trace trace.json
 
-Weights and tokens are random: of the model only the configuration is read. The profile is for the model, the
-layout, the machine and the shapes that it was measured with. On several hosts, start it with torchrun:
-  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
-      -m hf_helix profile --model Qwen/Qwen3-0.6B --tp_size 2
-"""
+    Weights and tokens are random: of the model only the configuration is read. The profile is for the model, the
+    layout, the machine and the shapes that it was measured with. On several hosts, start it with torchrun:
+      torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
+          -m hf_helix profile --model Qwen/Qwen3-0.6B --tp_size 2
+    """
 
-OF_CONFIG = (
-    *("tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "inter_node_axes", "schedule", "recompute"),
-)
-"""The options that are those of `HelixConfig`."""
+    model: str = option(..., "a folder with a config.json, such a file, or a name on the Hugging Face Hub")
+    tp_size: int = config_option("tp_size", default=2)
+    pp_size: int = config_option("pp_size")
+    cp_size: int = config_option("cp_size")
+    ep_size: int = config_option("ep_size")
+    expert_capacity_factor: float | None = config_option("expert_capacity_factor")
+    inter_node_axes: list[str] | None = config_option("inter_node_axes", choices=AXES)
+    schedule: str = config_option("schedule")
+    batch_size: int = option(1, "sequences in a micro-batch")
+    sequence_length: int = option(512, "tokens in a sequence")
+    microbatches: int = option(4, "micro-batches in the window that is timed")
+    bf16: bool = option(False, "matrix products in bf16, as TrainingArguments(bf16=True)")
+    recompute: str = config_option("recompute", default="none", choices=RECOMPUTE)
+    output: Path = option(Path("profile.json"), "where the profile is written")
+    trace: Path | None = option(None, "also write a Perfetto trace of a window, under the plan `greedy`")
 
-HANDED_ON = (
-    *("model", "tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "schedule", "recompute"),
-    *("batch_size", "sequence_length", "microbatches", "output", "trace"),
-)
-"""The options that the processes of the measurement are started with."""
+    def run(self) -> None:
+        """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
+        from hf_helix.planning.pipeline.scheduler import Scheduler
 
+        Scheduler(self.schedule, self.pp_size)  # refused once, not by every process
+        self.model = configuration_file(self.model)
+        if "WORLD_SIZE" in os.environ:
+            self._measure()
+        else:
+            start(self.words(), self.tp_size * self.pp_size * self.cp_size * self.ep_size)
 
-def add_command(commands: Commands) -> None:
-    """Declare the command and its options."""
-    summary = "measure every operator of a model on this machine, alone and beside others"
-    parser = add_parser(commands, "profile", run, summary, EXAMPLES)
-    model = "a folder with a config.json, such a file, or a name on the Hugging Face Hub"
-    parser.add_argument("--model", required=True, help=model)
-    for name, meaning in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=2 if name == "tp_size" else 1, help=meaning)
-    capacity = "the most tokens an expert takes, in parts of an even share, such as 1.25; left out, none is dropped"
-    parser.add_argument("--expert_capacity_factor", type=float, help=capacity)
-    hosts = "axes whose ranks are on different hosts; left out, the names of the hosts decide"
-    parser.add_argument("--inter_node_axes", nargs="+", choices=AXES, help=hosts)
-    order = (
-        "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
-    )
-    parser.add_argument("--schedule", default=AUTO, help=order)
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences in a micro-batch")
-    parser.add_argument("--sequence_length", type=int, default=512, help="tokens in a sequence")
-    parser.add_argument("--microbatches", type=int, default=4, help="micro-batches in the window that is timed")
-    parser.add_argument("--bf16", action="store_true", help="matrix products in bf16, as TrainingArguments(bf16=True)")
-    parser.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="what backward computes again (activation checkpointing)"
-    )
-    parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where the profile is written")
-    parser.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window, under the plan `greedy`")
+    def _measure(self) -> None:
+        """One process of the measurement."""
+        import torch
+        import torch.distributed as dist
 
+        from hf_helix.engine.synthetic import Workload
+        from hf_helix.measure.operators import measure_profile
+        from hf_helix.measure.progress import progress_bar
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
-    from hf_helix.planning.pipeline.scheduler import Scheduler
-
-    Scheduler(options.schedule, options.pp_size)  # refused once, not by every process
-    options.model = configuration_file(options.model)
-    if "WORLD_SIZE" in os.environ:
-        _measure(options)
-    else:
-        _launch(options)
-
-
-def _launch(options: argparse.Namespace) -> None:
-    words = [f"--{name}={getattr(options, name)}" for name in HANDED_ON if getattr(options, name) is not None]
-    if options.bf16:
-        words.append("--bf16")
-    if options.inter_node_axes:
-        words += ["--inter_node_axes", *options.inter_node_axes]
-    processes = options.tp_size * options.pp_size * options.cp_size * options.ep_size
-    start(["profile", *words], processes)
-
-
-def _measure(options: argparse.Namespace) -> None:
-    """One process of the measurement."""
-    import torch
-    import torch.distributed as dist
-
-    from hf_helix.config import HelixConfig
-    from hf_helix.engine.synthetic import Workload
-    from hf_helix.measure.operators import measure_profile
-    from hf_helix.measure.progress import progress_bar
-
-    device = join(options.pp_size)
-    config = HelixConfig(**{name: getattr(options, name) for name in OF_CONFIG})
-    work = Workload(options.model, config, device, autocast_dtype=torch.bfloat16 if options.bf16 else None)
-    window = work.window(options.microbatches, options.batch_size, options.sequence_length)
-    about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
-    with progress_bar(dist.get_rank() == 0) as progress:
-        profile = measure_profile(
-            work.runner, window, about, progress=lambda share: progress("measuring operators", share)
-        )
-    if dist.get_rank() == 0:
-        save_profile(profile, options.output)
-        print(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: {options.output}")
-    if options.trace:
-        _write_trace(options.trace, work, window, profile)
-    dist.destroy_process_group()
+        device = join(self.pp_size)
+        config = HelixConfig(**self.of_config())
+        work = Workload(self.model, config, device, autocast_dtype=torch.bfloat16 if self.bf16 else None)
+        window = work.window(self.microbatches, self.batch_size, self.sequence_length)
+        about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
+        with progress_bar(dist.get_rank() == 0) as progress:
+            profile = measure_profile(
+                work.runner, window, about, progress=lambda share: progress("measuring operators", share)
+            )
+        if dist.get_rank() == 0:
+            save_profile(profile, self.output)
+            print(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: {self.output}")
+        if self.trace:
+            _write_trace(self.trace, work, window, profile)
+        dist.destroy_process_group()
 
 
 def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from hf_helix import __version__
 from hf_helix.cli import main
-from hf_helix.cli.files import configuration_file
+from hf_helix.cli.common import configuration_file
 from hf_helix.cli.main import COMMANDS, EXAMPLES, build_parser
 
 
@@ -36,7 +36,7 @@ def test_every_example_parses() -> None:
     texts = [EXAMPLES, *(parser.epilog or "" for parser in commands().values())]
     lines = [line.strip().partition("   ")[0] for text in texts for line in text.splitlines()]
     examples = [shlex.split(line) for line in lines if line.startswith("hf-helix ")]
-    assert {words[1] for words in examples} == {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    assert {words[1] for words in examples} == commands().keys()
     for words in examples:
         build_parser().parse_args(words[1:])
 

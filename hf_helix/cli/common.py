@@ -1,0 +1,120 @@
+"""What several commands do: they read configurations and profiles, and start processes.
+
+In:   names of files, profiles, the words of a command line.
+Out:  paths, profiles, sizes and schedules; processes with a process group, each on its device.
+Must hold: nothing here imports torch before it is needed; a command ends with the status of its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix.config import AUTO
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_helix.planning.pipeline.actions import Schedule
+    from hf_helix.planning.profile import Profile
+
+
+def configuration_file(model: str) -> str:
+    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if Path(model).exists():
+        return model
+    try:
+        return hf_hub_download(model, "config.json")
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"{model}: there is no such folder or file here, and the Hub gave no config.json of that name "
+            f"({type(error).__name__}: {reason}). Give a folder that model.save_pretrained() wrote, its config.json, "
+            "or, with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B"
+        ) from error
+
+
+def read_profile(file: Path, recompute: str | None) -> Profile:
+    """The profile of a file, as if it had been measured with `recompute`."""
+    from hf_helix.planning.graph.recompute import recompute_profile
+    from hf_helix.planning.profile_file import load_profile
+
+    profile = load_profile(file)
+    if recompute is None:
+        return profile
+    if "recompute" in profile.about:
+        raise ValueError(f"{file} was measured with recompute {profile.about['recompute']}; leave --recompute out")
+    return recompute_profile(profile, recompute)
+
+
+def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
+    """The model's class and the mesh, as plan files name them."""
+    try:
+        sizes = {"pp": "1", **dict(part.split("=") for part in profile.about["mesh"].split())}
+        mesh = {f"{axis}_size": int(sizes[axis]) for axis in ("tp", "pp", "cp", "ep") if axis in ("tp", *sizes)}
+        return profile.about["model"].split()[0], mesh
+    except (KeyError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"the profile does not say what it is for ({error}); measure anew with `hf-helix profile`"
+        ) from error
+
+
+def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Schedule:
+    """The schedule of a window on the ranks that a profile is for.
+
+    Args:
+        profile: of a run; it says how many ranks the pipeline has.
+        microbatches: of a window.
+        name: of a schedule, as in `HelixConfig`.
+    """
+    from hf_helix.planning.pipeline.costs import stage_costs
+    from hf_helix.planning.pipeline.scheduler import Scheduler
+
+    return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
+
+
+def start(words: Sequence[str], processes: int) -> None:
+    """Runs a command of hf-helix in several processes of this host, by torchrun.
+
+    Args:
+        words: the command and its options.
+        processes: how many.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    code = subprocess.call([*launcher, "-m", "hf_helix", *words], env={"OMP_NUM_THREADS": "1", **os.environ})
+    if code:
+        sys.exit(code)
+
+
+def join(pp_size: int = 1) -> torch.device:
+    """Joins the processes of a launcher and returns this one's device: its GPU, or the CPU.
+
+    Args:
+        pp_size: ranks of the pipeline that will run.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from hf_helix.runtime.environment import check_environment, load_eagerly
+
+    if pp_size > 1:
+        load_eagerly()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        for notice in check_environment(pp_size):
+            print(notice, file=sys.stderr)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
