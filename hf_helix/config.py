@@ -20,7 +20,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from hf_helix.link_speed import parse_link
 
@@ -37,6 +38,19 @@ PARAMETERS, OPTIMIZER = "parameters", "optimizer"  # see HelixConfig.spreads
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SCHEDULE_ALIASES = {"w": "folded_1f1b"}
+SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
+NEEDED = {
+    **{name: f"a whole number, such as {name}=1" for name in SIZES},
+    **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
+    **{
+        name: f"true or false, such as {name}=True"
+        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters")
+    },
+    "tuning_share": "a number from 0 to 1, such as 0.05",
+    "layers_per_stage": "a list of whole numbers, such as [4, 4, 4, 4]",
+    "expert_capacity_factor": "a number, such as 1.25, or None",
+}
+"""What an option takes, for the error about a value that is not of its annotated type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,77 +157,51 @@ class HelixConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
-            _check_size(name, getattr(self, name))
-        for name in ("plan", "schedule"):
+        for name in ("layers_per_stage", "inter_node_axes"):
+            if isinstance(getattr(self, name), list):  # as YAML gives it
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, needed in NEEDED.items():
             value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise TypeError(f"{name} must be a string, such as {name}='auto'; got {value!r}")
+            if not _is_of(value, _KINDS[name]) or value == "":
+                raise TypeError(f"{name} must be {needed}; got {value!r}")
         object.__setattr__(self, "schedule", schedule_name(self.schedule))
-        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
-        self._check_share()
-        self._check_layers()
-        self._check_context()
-        self._check_capacity()
-        self._check_recompute()
+        self._check_numbers()
+        self._check_choices()
         self._check_sharding()
         if self.link is not None:
             parse_link(self.link)
         self._check_files()
 
-    def _check_share(self) -> None:
-        share = self.tuning_share
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise TypeError(f"tuning_share must be a number from 0 to 1, such as 0.05; got {share!r}")
+    def _check_numbers(self) -> None:
+        for name in SIZES:
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, such as {name}=1; got {size}")
+        share, factor = self.tuning_share, self.expert_capacity_factor
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
-
-    def _check_context(self) -> None:
-        if self.cp_method not in CP_METHODS:
-            raise ValueError(
-                f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
-                f"{nearest(str(self.cp_method), CP_METHODS)}"
-            )
-        if isinstance(self.inter_node_axes, list):
-            object.__setattr__(self, "inter_node_axes", tuple(self.inter_node_axes))
-        if self.inter_node_axes is not None and not isinstance(self.inter_node_axes, tuple):
-            raise TypeError(
-                f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {self.inter_node_axes!r}"
-            )
-        for name in self.inter_node_axes or ():
-            if name not in AXES:
-                raise ValueError(f"inter_node_axes={name!r} is no axis; use some of {', '.join(AXES)}")
-
-    def _check_layers(self) -> None:
-        if isinstance(self.layers_per_stage, list):
-            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-        given = self.layers_per_stage
-        if given is None:
-            return
-        whole = isinstance(given, tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in given)
-        if not whole:
-            raise TypeError(f"layers_per_stage must be a list of whole numbers, such as [4, 4, 4, 4]; got {given!r}")
-
-    def _check_capacity(self) -> None:
-        factor = self.expert_capacity_factor
-        if factor is None:
-            return
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TypeError(f"expert_capacity_factor must be a number, such as 1.25, or None; got {factor!r}")
-        if not factor >= 1:
+        if factor is not None and not factor >= 1:
             raise ValueError(
                 f"expert_capacity_factor={factor} leaves less room than the chosen experts of all tokens need, however "
                 "evenly they are chosen; use 1.0 or more, such as 1.25, or None to drop nothing"
             )
 
-    def _check_recompute(self) -> None:
-        if self.recompute is not None and self.recompute not in RECOMPUTE:
+    def _check_choices(self) -> None:
+        if self.cp_method not in CP_METHODS:
+            raise ValueError(
+                f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
+                f"{nearest(str(self.cp_method), CP_METHODS)}"
+            )
+        if self.recompute not in (None, *RECOMPUTE):
             raise ValueError(
                 f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
                 f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
+        axes = self.inter_node_axes
+        if axes is not None and not isinstance(axes, tuple):
+            raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")
+        for axis in axes or ():
+            if axis not in AXES:
+                raise ValueError(f"inter_node_axes={axis!r} is no axis; use some of {', '.join(AXES)}")
 
     def _check_sharding(self) -> None:
         if not self.shard_parameters:
@@ -230,12 +218,7 @@ class HelixConfig:
             )
 
     def _check_files(self) -> None:
-        if self.profile is not None and not isinstance(self.profile, str):
-            raise TypeError(
-                f"profile={self.profile!r} must be a path as a string, of a file made with "
-                "`hf-helix profile --output PATH`, or use profile=None"
-            )
-        if self.profile is not None and not os.path.isfile(self.profile):
+        if self.profile is not None and not (isinstance(self.profile, str) and os.path.isfile(self.profile)):
             raise ValueError(
                 f"profile={self.profile!r} is not an existing file; make one with `hf-helix profile --output PATH`, or "
                 "use profile=None: plan='auto' measures by itself"
@@ -316,6 +299,9 @@ class HelixConfig:
         return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
 
 
+_KINDS = get_type_hints(HelixConfig)
+
+
 def described_options() -> dict[str, str]:
     """Returns what the docstring of `HelixConfig` says of every option; empty under `python -OO`."""
     arguments = inspect.cleandoc(HelixConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
@@ -345,11 +331,13 @@ def read_yaml(path: str | Path) -> Any:
         raise ValueError(f"the configuration file {path} is not valid YAML: {error}") from error
 
 
-def _check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, such as {name}=1; got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, such as {name}=1; got {value}")
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value is of an annotated type; true and false are no numbers."""
+    if isinstance(kind, UnionType):
+        return any(_is_of(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(each, get_args(kind)[0]) for each in value)
+    return isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
 
 
 def nearest(word: str, known: Collection[str]) -> str:
