@@ -23,8 +23,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
-from hf_helix.simulation.cluster import contention_key
-from hf_helix.simulation.section import MOST_EFFICIENT
+from hf_helix.simulation.cluster import MOST_EFFICIENT, contention_key
 
 METHODS = ("all_gather", "exchange", "shift")
 

@@ -1,7 +1,6 @@
 """The questions of training without the machine: what a layout computes, how long it takes, what it needs.
 
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
-section     a mapping of that file, whose keys are taken one by one                          (no torch)
 clusters/   files of known clusters
 amounts/    what a rank computes, moves and keeps: counted on the meta device
 sizes       the parallel sizes of a layout                                                   (no torch)

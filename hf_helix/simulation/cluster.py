@@ -46,20 +46,25 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.section import Section
+from hf_helix.planning.text import shorten_list
+
+T = TypeVar("T")
 
 ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 TYPES = ("bf16", "fp16", "fp32")
+MOST_EFFICIENT = 1.5
+"""The largest share of a curve: a peak may be that of large sizes, and what is in a cache faster."""
+EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
 SLOWDOWNS = "[bytes, times as long], bytes growing and no factor below 1, such as [[1e5, 2], [1e7, 1.2]]"
 
 
@@ -292,12 +297,12 @@ def parse_cluster(data: Any, where: str) -> Cluster:
     Raises:
         ValueError: it is malformed; names the key.
     """
-    top = Section(data, where, "")
+    top = _Section(data, where)
     nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
     device = top.section("device")
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     near = top.section(ISLAND, optional=True)
-    island = _island(near, per_node)
+    island, sources = _island(near, per_node), top.section("sources", optional=True)
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
@@ -309,14 +314,14 @@ def parse_cluster(data: Any, where: str) -> Cluster:
         contention=_contention(top.section("contention", optional=True)),
         waiting=top.number("waiting_us", 0.0, least=0) * 1e-6 / math.sqrt(1e-3),
         backend=top.choice("backend", BACKENDS),
-        sources=top.section("sources", optional=True).texts(),
+        sources={key: sources.text(key) for key in list(sources.left)},
     )
     for section in (top, device, near, node, network):
         section.refuse_rest()
     return cluster
 
 
-def _device(section: Section) -> Device:
+def _device(section: _Section) -> Device:
     memory, reserved = section.number("memory_gb"), section.number("reserved_gb", 0.0, least=0)
     if reserved >= memory:
         raise ValueError(f"{section.where}: device.reserved_gb: {reserved:g} leaves nothing of memory_gb: {memory:g}")
@@ -330,14 +335,14 @@ def _device(section: Section) -> Device:
         attention=_curves(section, "attention", peaks),
         attention_block=section.count("attention_block", 1),
         exponentials=section.number("exponentials_per_ns", math.inf) * 1e9,
-        memory_efficiency=_curve(section, "memory_efficiency"),
+        memory_efficiency=section.curve("memory_efficiency"),
         kernel_seconds=section.number("kernel_us", 0.0, least=0) * 1e-6,
         issue_seconds=section.number("issue_us", 0.0, least=0) * 1e-6,
         host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
 
 
-def _peaks(section: Section) -> dict[str, float]:
+def _peaks(section: _Section) -> dict[str, float]:
     peaks = {key: section.number(key) * 1e12 for key in TYPES if key in section.left}
     section.refuse_rest(f"; name one or more of {', '.join(TYPES)}")
     if not peaks:
@@ -345,28 +350,28 @@ def _peaks(section: Section) -> dict[str, float]:
     return peaks
 
 
-def _link(section: Section, devices: int = 1) -> Link:
+def _link(section: _Section, devices: int = 1) -> Link:
     if section.is_empty:  # there is nothing to carry
         return Link(math.inf)
     return Link(
         bandwidth=section.number("gb_per_s") * 1e9,
         latency=section.number("latency_us", 0.0, least=0) * 1e-6,
         devices=devices,
-        efficiency=_curve(section, "efficiency"),
+        efficiency=section.curve("efficiency"),
     )
 
 
-def _island(section: Section, per_node: int) -> Island | None:
+def _island(section: _Section, per_node: int) -> Island | None:
     if section.is_empty:
         return None
     return Island(_divisor(section, "devices", section.count("devices"), "devices_per_node", per_node), _link(section))
 
 
-def _sharing(section: Section, block: str, devices: int) -> int:
+def _sharing(section: _Section, block: str, devices: int) -> int:
     return _divisor(section, "devices_per_link", section.count("devices_per_link", devices), block, devices)
 
 
-def _divisor(section: Section, key: str, divisor: int, whole: str, number: int) -> int:
+def _divisor(section: _Section, key: str, divisor: int, whole: str, number: int) -> int:
     if number % divisor:
         raise ValueError(
             f"{section.where}: {section.name}.{key}: {divisor} must divide {whole}: {number}; values that work: "
@@ -380,7 +385,7 @@ def contention_key(first: Kind, second: Kind) -> str:
     return "_".join((first.value, "beside", second.value))
 
 
-def _contention(section: Section) -> dict[tuple[Kind, Kind], Curve]:
+def _contention(section: _Section) -> dict[tuple[Kind, Kind], Curve]:
     keys = {contention_key(first, second): (first, second) for first in Kind for second in Kind}
     factors = {}
     for key in list(section.left):
@@ -390,21 +395,114 @@ def _contention(section: Section) -> dict[tuple[Kind, Kind], Curve]:
                 f"{', '.join(kind.value for kind in Kind)}, such as compute_beside_intra_node: 1.2"
             )
         if isinstance(section.left[key], list):
-            factors[keys[key]] = Curve(tuple(section.points(key, (), SLOWDOWNS, (1.0, math.inf))))
+            factors[keys[key]] = section.curve(key, SLOWDOWNS, 1.0, math.inf)
         else:
             factors[keys[key]] = Curve(((1.0, section.number(key, least=1, works=f", or a list of {SLOWDOWNS}")),))
     return factors
 
 
-def _curve(section: Section, key: str) -> Curve:
-    return Curve(tuple(section.points(key, ((1.0, 1.0),))))
-
-
-def _curves(section: Section, key: str, types: Collection[str]) -> dict[str, Curve]:
+def _curves(section: _Section, key: str, types: Collection[str]) -> dict[str, Curve]:
     """By type: one curve for all of them, or one for each."""
     if not isinstance(section.left.get(key), dict):
-        return dict.fromkeys(types, _curve(section, key))
+        return dict.fromkeys(types, section.curve(key))
     by_type = section.section(key)
-    curves = {name: _curve(by_type, name) for name in types}
+    curves = {name: by_type.curve(name) for name in types}
     by_type.refuse_rest(f"; the types of device.peak_tflops are {', '.join(types)}")
     return curves
+
+
+class _Section:
+    """A mapping of a file, whose keys are taken out one by one.
+
+    Args:
+        data: what stands in the file.
+        where: the file.
+        name: of the section; empty for the whole file.
+
+    Attributes:
+        left: what has not been taken.
+        is_empty: whether nothing stands in it.
+    """
+
+    def __init__(self, data: Any, where: str, name: str = "") -> None:
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: {name or 'the file'} must be a mapping of keys to values, and is {data!r}")
+        self.left: dict[str, Any] = {str(key): value for key, value in data.items()}
+        self.where, self.name, self.is_empty = where, name, not data
+
+    def _take(self, key: str, default: Any, what: str) -> Any:
+        """Returns the value of a key; the key must be there if the default is None."""
+        if key in self.left:
+            return self.left.pop(key)
+        if default is None:
+            spelled = "".join(f", and {each!r} is given" for each in self.left if each.lower().replace("-", "_") == key)
+            raise ValueError(f"{self.where}: {self.full(key)} is missing{spelled}; it must be {what}")
+        return default
+
+    def section(self, key: str, optional: bool = False) -> _Section:
+        return _Section(self._take(key, {} if optional else None, "a mapping"), self.where, self.full(key))
+
+    def text(self, key: str) -> str:
+        value = self._take(key, None, "a text")
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def choice(self, key: str, choices: Sequence[T]) -> T:
+        value = self._take(key, choices[0], "")
+        if value not in choices or type(value) is not type(choices[0]):
+            works = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in choices)
+            raise self._wrong(key, value, f"one of {works}")
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float | None = None, works: str = "") -> float:
+        """Returns a number: at least `least`, or more than 0."""
+        if key not in self.left and default is not None:
+            return default
+        value = self._take(key, None, "a number")
+        number = _number(value)
+        if number is None or (number <= 0 if least is None else number < least):
+            bound = "more than 0" if least is None else f"at least {least:g}"
+            raise self._wrong(key, value, f"a number, {bound}{works}")
+        return number
+
+    def count(self, key: str, default: int | None = None) -> int:
+        number = self.number(key, default, least=1)
+        if number != int(number):
+            raise self._wrong(key, number, "a whole number, at least 1")
+        return int(number)
+
+    def curve(self, key: str, what: str = EFFICIENCY, least: float = 1e-9, most: float = MOST_EFFICIENT) -> Curve:
+        """Returns (size, value) with growing sizes and values from `least` to `most`; 1 everywhere if none is given."""
+        if key not in self.left:
+            return Curve()
+        given = self.left.pop(key)
+        pairs = given if isinstance(given, list) and all(isinstance(p, list) and len(p) == 2 for p in given) else []
+        points = [(size, value) for size, value in (map(_number, pair) for pair in pairs) if size and value]
+        sizes = [size for size, _ in points]
+        possible = all(size > 0 and least <= value <= most for size, value in points)
+        if not points or len(points) < len(pairs) or sorted(set(sizes)) != sizes or not possible:
+            raise self._wrong(key, given, f"a list of {what}")
+        return Curve(tuple(points))
+
+    def refuse_rest(self, works: str = "") -> None:
+        if self.left:
+            unknown = shorten_list([self.full(key) for key in self.left])
+            raise ValueError(f"{self.where}: unknown keys: {unknown}{works}")
+
+    def full(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+    def _wrong(self, key: str, value: Any, needed: str) -> ValueError:
+        return ValueError(f"{self.where}: {self.full(key)}: {value!r} must be {needed}")
+
+
+def _number(value: Any) -> float | None:
+    """The finite number that a value is, also one that YAML takes for a text, such as 1e9."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -66,6 +66,13 @@ def test_the_clusters_of_the_paper_are_those_of_its_section_6_1():
     assert [link.bandwidth for link in (a40.island.link, a800.node, h100.node)] == [32e9, 200e9, 450e9]
 
 
+def test_a_key_without_a_value_is_no_default():
+    data = with_key("device.kernel_us", 1)
+    data["device"]["kernel_us"] = None  # as YAML reads "kernel_us:"
+    with pytest.raises(ValueError, match=r"here: device.kernel_us: None must be a number, at least 0"):
+        parse_cluster(data, "here")
+
+
 def test_what_is_left_out_has_a_default():
     cluster = parse_cluster(LEAST, "here")
     assert cluster.backend == "nccl"
