@@ -35,7 +35,8 @@ class OnCluster(Command):
     cluster: str = option(..., "a YAML file, or the name of a cluster that hf_helix brings")
     gpus: int | None = option(None, "as many devices, in nodes like those of the cluster")
     network: str | None = option(
-        None, "other links between nodes: a factor, such as x2, or a node's, such as 10gbit,50us"
+        None,
+        "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
     )
     sequence_length: int = option(4096, "tokens in a sequence")
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
@@ -51,7 +52,11 @@ class OnCluster(Command):
         """Returns the cluster of the file, with the devices and the network that are asked for."""
         from hf_helix.simulation.cluster import load_cluster
 
-        return scaled(load_cluster(self.cluster), self.network, self.gpus)
+        cluster = load_cluster(self.cluster)
+        if self.gpus is not None:
+            self.check_counts("gpus")
+            cluster = _resized(cluster, self.gpus)
+        return cluster if self.network is None else _linked(cluster, self.network)
 
     def on_paper(self, cluster: Cluster) -> OnPaper:
         """Returns the model that is asked for, with adapters if these are.
@@ -79,7 +84,8 @@ class OnCluster(Command):
     def check_counts(self, *names: str) -> None:
         """Raises ValueError where one of these options is below 1."""
         for name in names:
-            _check_count(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: give 1 or more")
 
     def check_experts(self) -> None:
         """Raises ValueError where experts would get less than the mean, or where both options say what they get."""
@@ -161,31 +167,17 @@ class SimulateCommand(OnCluster):
             raise ValueError(
                 f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}"
             )
-        HelixConfig(
-            shard_optimizer=self.shard_optimizer, shard_parameters=self.shard_parameters
-        )  # refuses both at once
+        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
+        HelixConfig(**sharding)  # refuses both at once
         names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor")
-        case = {name: getattr(self, name) for name in (*names, "shard_optimizer", "shard_parameters")}
+        case = {name: getattr(self, name) for name in names} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)
 
 
-def scaled(cluster: Cluster, network: str | None, devices: int | None) -> Cluster:
-    """Returns a cluster with another network, or another number of devices.
-
-    Args:
-        cluster: as its file says.
-        network: such as "x2" or "10gbit"; None for the same.
-        devices: in all; None for the same.
-
-    Raises:
-        ValueError: no factor, no network, or devices that fill no whole nodes.
-    """
-    if devices is not None:
-        cluster = _resized(cluster, devices)
-    if network is None:
-        return cluster
+def _linked(cluster: Cluster, network: str) -> Cluster:
+    """Returns a cluster whose nodes have other links: faster by a factor, such as "x2", or of a speed, "10gbit"."""
     try:
         speed, factor = None, float(network.removeprefix("x"))
     except ValueError:
@@ -212,7 +204,6 @@ def _speed(network: str) -> LinkSpeed:
 
 
 def _resized(cluster: Cluster, devices: int) -> Cluster:
-    _check_count("gpus", devices)
     per_node = min(devices, cluster.devices_per_node)
     if devices % per_node:
         raise ValueError(
@@ -226,11 +217,6 @@ def _resized(cluster: Cluster, devices: int) -> Cluster:
     nodes = devices // per_node
     name = f"{nodes} x {per_node} {cluster.device.name}"
     return replace(cluster, nodes=nodes, devices_per_node=per_node, name=name)
-
-
-def _check_count(name: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"--{name} {count}: give 1 or more")
 
 
 def _draw(path: Path, step: Any) -> None:

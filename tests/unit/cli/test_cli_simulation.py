@@ -12,12 +12,11 @@ from support.paths import ROOT
 
 from hf_helix.cli.doctor import parse_count
 from hf_helix.cli.main import main
-from hf_helix.cli.simulate import scaled
+from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.simulation import processes
-from hf_helix.simulation.cluster import load_cluster
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 
@@ -214,7 +213,7 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
     assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network x2: 16 x 1")
     main(words_of("simulate", file, "--gpus", 8, "--tp-size", 2, "--network", "10gbit,50us"))  # hyphens do, too
     assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network 10 Gbit/s, 50 us: 16 x 1")
-    link = scaled(load_cluster(file), "10gbit,50us", None).network
+    link = SimulateCommand(model="", cluster=str(file), network="10gbit,50us").scaled_cluster().network
     assert (link.bandwidth, link.latency, link.devices) == (1.25e9, 50e-6, 2)
 
 
