@@ -22,6 +22,7 @@ from hf_helix.planning.collection import without_collection
 if TYPE_CHECKING:
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
+    from hf_helix.simulation.layouts import Ranking
     from hf_helix.simulation.step.step import Step
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -53,12 +54,9 @@ class DoctorCommand(OnCluster):
     def run(self) -> None:
         """Prints the best layouts."""
         from hf_helix.engine.advice import remember
-        from hf_helix.measure.progress import progress_bar
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
         from hf_helix.report.step import dropped_lines, ranking_lines
-        from hf_helix.simulation.layouts import Search
-        from hf_helix.simulation.processes import usable_cores
         from hf_helix.simulation.sizes import size_text
 
         tokens = parse_count(self.batch_tokens)
@@ -66,22 +64,7 @@ class DoctorCommand(OnCluster):
         self.check_experts()
         cluster = self.scaled_cluster()
         paper = self.on_paper(cluster)
-        with progress_bar() as progress:
-            ranking = Search(
-                paper.amounts,
-                cluster,
-                tokens,
-                self.sequence_length,
-                layers=paper.layers,
-                experts=paper.experts,
-                schedule=self.schedule,
-                dtype=self.dtype,
-                imbalance=self.imbalance,
-                expert_capacity_factor=self.expert_capacity_factor,
-                progress=lambda share: progress("simulating layouts", share),
-                workers=usable_cores(),
-                leading=self.top,
-            ).run()
+        ranking = self._search(paper, cluster, tokens)
         if not ranking.steps:
             family_of(base_of(paper.model)).digest(base_of(paper.model))  # raises where no layout at all can be made
             reasons = "\n".join(dropped_lines(ranking.dropped))
@@ -111,6 +94,29 @@ class DoctorCommand(OnCluster):
         else:
             self.write.write_text(launch_file(best, cluster))
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
+
+    def _search(self, paper: OnPaper, cluster: Cluster, tokens: int) -> Ranking:
+        """Returns the layouts that fit, the fastest first."""
+        from hf_helix.measure.progress import progress_bar
+        from hf_helix.simulation.layouts import Search
+        from hf_helix.simulation.processes import usable_cores
+
+        with progress_bar() as progress:
+            return Search(
+                paper.amounts,
+                cluster,
+                tokens,
+                self.sequence_length,
+                layers=paper.layers,
+                experts=paper.experts,
+                schedule=self.schedule,
+                dtype=self.dtype,
+                imbalance=self.imbalance,
+                expert_capacity_factor=self.expert_capacity_factor,
+                progress=lambda share: progress("simulating layouts", share),
+                workers=usable_cores(),
+                leading=self.top,
+            ).run()
 
 
 def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
