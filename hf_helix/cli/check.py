@@ -2,8 +2,8 @@
 
 In:   a folder, a name on the Hub, a configuration, or the name of a class; sizes of the mesh.
 Out:  a line for each layout: equal, different, refused or failed, with the largest differences.
-      With --operators, what the model is cut into.
-Must hold: it starts the processes that it needs, on the CPU, unless a launcher did; the status is 1 where a layout is
+      With --operators, the operators of the cut model.
+Must hold: the processes are started here, on the CPU, unless a launcher did; the status is 1 where a layout is
 different or has failed, or where none was proven.
 """
 
@@ -36,10 +36,10 @@ class CheckCommand(Command):
       hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
       hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
       hf-helix check Gemma2ForCausalLM                              a class of Transformers
-      hf-helix check Gemma2ForCausalLM --operators                  what its layers are cut into, and how
+      hf-helix check Gemma2ForCausalLM --operators                  the operators of its layers
       torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
 
-    Compared are losses, every gradient by name, and the logits that predict() gives, in fp32 on random weights that are
+    Compared are losses, every gradient by name, and the logits of predict(), in fp32 on random weights
     large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
     divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to
     the largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes. Without
@@ -61,7 +61,7 @@ class CheckCommand(Command):
     verbose: bool = option(False, "also print a line for each kind of batches")
 
     def run(self) -> None:
-        """Checks every layout, and says what was found as it is found."""
+        """Checks every layout, and prints each verdict at once."""
         from hf_helix.engine.proof.prove import Subject, is_class
         from hf_helix.testing import prove_layouts
 
@@ -139,7 +139,7 @@ def _leave_ranks() -> None:
 
 
 def _say_start(layout: str) -> None:
-    """Says on rank 0 what is being proven; on a terminal the verdict follows in the next line."""
+    """Says on rank 0 which layout is being proven; the verdict follows in the next line."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"{layout} ...", file=sys.stderr, flush=True)
 

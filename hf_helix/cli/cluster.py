@@ -1,8 +1,8 @@
-"""hf-helix cluster: measure what this machine computes and sends, and write it as a cluster file.
+"""hf-helix cluster: measure the computation and the links of this machine, and write a cluster file.
 
-In:   the processes that a launcher started, or how many to start here.
-Out:  a YAML file that estimates are made from.
-Must hold: the file is read back before it is written, so that what is written can be used.
+In:   the processes of a launcher, or their number to be started here.
+Out:  a YAML file, for estimates.
+Must hold: the text is parsed before the file is written, so that the file can be used.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ CPU_PROCESSES = 2
 
 @dataclass(kw_only=True)
 class ClusterCommand(Command):
-    """Measure what this machine computes and sends, for estimates.
+    """Measure the computation and the links of this machine, for estimates.
 
     examples:
       hf-helix cluster --output here.yaml                        all GPUs of this host, or two processes on its CPU
       hf-helix cluster --output here.yaml --processes 4
-      hf-helix cluster --show h100x8                             the file of a machine that hf_helix brings
+      hf-helix cluster --show h100x8                             the file of a known machine
       hf-helix cluster --output slow.yaml --link 300mbit         as if processes were joined by a slow link (CPU)
 
-    It takes less than two minutes, in which nothing else should run: products, attention and memory by size, what calls
-    cost, collectives by size, and what computation and communication cost each other. On several hosts, start it with
-    torchrun on each:
+    It takes less than two minutes, in which nothing else should run: products, attention and memory by size, the cost
+    of calls, collectives by size, and how computation and communication slow each other down. On several hosts, start
+    it with torchrun on each:
       torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
           -m hf_helix cluster --output here.yaml
     """
@@ -70,7 +70,7 @@ class ClusterCommand(Command):
         start(replace(self, processes=None).words(), count)
 
     def _measure(self) -> None:
-        """One process of the measurement."""
+        """The measurement, in each of the processes."""
         import torch.distributed as dist
 
         from hf_helix.measure.cluster_file import measure_cluster

@@ -1,8 +1,8 @@
-"""What several commands do: they read configurations and profiles, and start processes.
+"""Work of several commands: reading configurations and profiles, starting processes.
 
 In:   names of files, profiles, the words of a command line.
 Out:  paths, profiles, sizes and schedules; processes with a process group, each on its device.
-Must hold: nothing here imports torch before it is needed; a command ends with the status of its processes.
+Must hold: nothing here imports torch at module level; a command ends with the status of its processes.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
 
 
 def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Schedule:
-    """The schedule of a window on the ranks that a profile is for.
+    """The schedule of a window on the ranks of a profile.
 
     Args:
-        profile: of a run; it says how many ranks the pipeline has.
+        profile: of a run, with the number of pipeline ranks.
         microbatches: of a window.
         name: of a schedule, as in `HelixConfig`.
     """
@@ -98,10 +98,10 @@ def start(words: Sequence[str], processes: int) -> None:
 
 
 def join(pp_size: int = 1) -> torch.device:
-    """Joins the processes of a launcher and returns this one's device: its GPU, or the CPU.
+    """Joins the processes of a launcher and returns the device of this process: its GPU, or the CPU.
 
     Args:
-        pp_size: ranks of the pipeline that will run.
+        pp_size: ranks of the pipeline.
     """
     import torch
     import torch.distributed as dist

@@ -1,8 +1,9 @@
-"""hf-helix doctor: which layout trains a model fastest on a cluster, and does it fit?
+"""hf-helix doctor: the fastest layout of a model on a cluster, with enough memory.
 
 In:   a model's configuration, a cluster file, the tokens of a step.
-Out:  the best layouts beside plain data parallelism, why the best is as fast as it is, and the YAML that launches it.
-Must hold: nothing is measured; what cannot be cut or does not fit is never proposed, and its reason can be asked for.
+Out:  the best layouts beside plain data parallelism, the parts of the best, and the YAML to launch the best.
+Must hold: nothing is measured; an impossible layout, or a layout without enough memory, is never proposed, and --why
+prints every reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 @dataclass(kw_only=True)
 class DoctorCommand(OnCluster):
-    """Find the fastest layout of a model on a cluster that fits.
+    """Find the fastest layout of a model on a cluster, with enough memory.
 
     examples:
       hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --batch_tokens 4M
@@ -41,8 +42,8 @@ class DoctorCommand(OnCluster):
     HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a
     run on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
     --network, --imbalance or --expert_capacity_factor is not kept. A prediction is as exact as the rates in the
-    cluster's file: `hf-helix cluster` measures those of the machine it is started on. Layouts that differ by less than
-    a few percent are best told apart by training a few steps with each.
+    cluster's file: `hf-helix cluster` measures the rates of this machine. Layouts within a few percent of each other
+    are best told apart by training a few steps with each.
     """
 
     batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k or 4M")
@@ -96,7 +97,7 @@ class DoctorCommand(OnCluster):
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
 
     def _search(self, paper: OnPaper, cluster: Cluster, tokens: int) -> Ranking:
-        """Returns the layouts that fit, the fastest first."""
+        """Returns the layouts with enough memory, the fastest first."""
         from hf_helix.measure.progress import progress_bar
         from hf_helix.simulation.layouts import Search
         from hf_helix.simulation.processes import usable_cores
@@ -120,7 +121,7 @@ class DoctorCommand(OnCluster):
 
 
 def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
-    """Prints the parts of the best step, and what one strand, or spreading the optimizer, would change."""
+    """Prints the parts of the best step, and the gain over one strand or of sharding the optimizer."""
     from dataclasses import replace
 
     from hf_helix.report.step import shards_line, step_lines
@@ -141,10 +142,10 @@ def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
 
 
 def parse_count(text: str) -> int:
-    """Returns the number that a text such as 512k or 4M stands for.
+    """Returns the number of a text, for example 512k or 4M.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no number.
     """
     unit = text[-1:] if text[-1:] in UNITS else ""
     try:
@@ -157,7 +158,7 @@ def parse_count(text: str) -> int:
 
 
 def launch_file(step: Step, cluster: Cluster) -> str:
-    """Returns the text of the configuration that `accelerate launch` starts a layout with."""
+    """Returns the configuration file of a layout for `accelerate launch`."""
     from hf_helix.planning.plans.registry import runs_one_strand
 
     case, usual = step.case, HelixConfig()

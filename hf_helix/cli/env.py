@@ -1,8 +1,8 @@
-"""hf-helix env: what to paste into an issue.
+"""hf-helix env: facts for an issue.
 
 In:   the installed packages, the machine, the environment.
 Out:  a list in Markdown.
-Must hold: it works where torch or any other package is missing; it never prints a token, a key or a password.
+Must hold: any package may be missing, torch included; no token, key or password is printed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 class EnvCommand(Command):
     """Print versions, devices and the launcher's environment, for an issue.
 
-    Paste the output into an issue, together with the command that failed and what it printed.
+    Paste the output into an issue, together with the failed command and its output.
     """
 
     def run(self) -> None:
@@ -54,7 +54,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def version_of(package: str) -> str:
-    """Returns the version of a package that is installed, or says that it is not."""
+    """Returns the version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def version_of(package: str) -> str:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    """What torch sees."""
+    """Backends and devices of torch."""
     try:
         import torch
         import torch.distributed as dist
@@ -83,7 +83,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _folders() -> Iterator[tuple[str, str]]:
-    """Where measurements are kept, and the file that `accelerate launch` reads where no other is given."""
+    """The cache of measurements, and the default file of `accelerate launch`."""
     try:
         from huggingface_hub.constants import HF_HOME
 
@@ -97,7 +97,7 @@ def _folders() -> Iterator[tuple[str, str]]:
 
 
 def _environment() -> Iterator[tuple[str, str]]:
-    """What launchers and libraries read, without anything secret."""
+    """The variables of launchers and libraries, without secrets."""
     for name, value in sorted(os.environ.items()):
         if LAUNCHER.fullmatch(name):
             yield name, "(not shown)" if SECRET.search(name) else value

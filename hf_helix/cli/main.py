@@ -1,7 +1,7 @@
 """hf-helix: measure operators, make plans from the measurement, look at both, and check models.
 
 In:   a command line.
-Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
+Out:  JSON files for people and for `HelixConfig(profile=..., plan=...)`; text and pictures.
 Must hold: only `profile`, `check` and `cluster` need processes; all others work without torch, `env` apart.
 """
 
@@ -48,7 +48,7 @@ HelixConfig(plan="plan.json") or HelixConfig(profile="profile.json").
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `hf-helix`; errors of use end with status 2 and one message."""
+    """The command `hf-helix`; errors of use end with status 2 and a message."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:

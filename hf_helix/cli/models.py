@@ -1,10 +1,9 @@
-"""hf-helix models: which model classes are supported, and on which layouts each was tested.
+"""hf-helix models: the supported model classes, and the layouts of their tests.
 
 In:   part of the name of a class, or nothing; the census (`hf_helix.models.census`).
 Out:  text.
-Must hold: `SUPPORTED` names every registered class and exactly the layouts that tests compare with the unsplit model
-or the stock Trainer; a test holds it. It is the one list: docs/support.md is generated from it. What the census says of
-other classes is printed as it stands there.
+Must hold: `SUPPORTED` names every registered class and exactly the layouts whose results tests compare with the unsplit
+model or the stock Trainer; docs/support.md is generated from the list. Findings of the census are printed unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class SupportedModel(NamedTuple):
 
     Args:
         checkpoint: one on the Hugging Face Hub, for example; tests use small models of the same class.
-        layouts: those that tests compare, such as `tp2+dp2`.
+        layouts: compared by tests, for example `tp2+dp2`.
     """
 
     checkpoint: str
@@ -74,13 +73,13 @@ used. `hf-helix check NAME` compares a class or a checkpoint's own configuration
 
 
 def layout_name(sizes: Mapping[str, int]) -> str:
-    """The axes of more than one rank, such as `tp2+dp2`."""
+    """The axes of two ranks or more, for example `tp2+dp2`."""
     return "+".join(f"{axis}{sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
 
 
 @dataclass(kw_only=True)
 class ModelsCommand(Command):
-    """List the model classes that are supported, and the layouts on which each was tested."""
+    """List the supported model classes, and the layouts of their tests."""
 
     epilog = LEGEND + CENSUS_LEGEND
     name: str = argument("", "only classes that have this in their names, such as gemma")
@@ -107,7 +106,7 @@ def _print_census(census: Census, part: str) -> None:
 
 
 def headline(census: Census) -> str:
-    """Returns how many classes are proven, with the versions, as one line."""
+    """Returns the number of proven classes, with the versions, as a line."""
     if not census.classes:
         return "No census has been taken."
     return (
@@ -129,7 +128,7 @@ def _proven(findings: Findings) -> list[str]:
 
 
 def _wrapped(head: str, text: str) -> str:
-    """Returns a line with what continues it below its second part."""
+    """Returns a line, continued below its second part."""
     if len(head) > 80:  # a name with options; what was found stands below it
         return head.rstrip() + "".join(
             f"\n{' ' * 35}{line}" for line in textwrap.wrap(text, 84, break_on_hyphens=False)

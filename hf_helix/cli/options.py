@@ -26,7 +26,7 @@ VALUES = {
     "inter_node_axes": "; left out, the names of the hosts decide",
     "link": ", such as 300mbit or 10gbit,50us",
 }
-"""What a command line adds to the words of an option of `HelixConfig`."""
+"""The values of an option of `HelixConfig` on a command line, after its words."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -37,7 +37,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Takes hyphens for underscores in options, and says what an unknown one may stand for."""
+    """Takes hyphens for underscores in options, and names the option nearest to an unknown word."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args([self._spelled(word) for word in args or ()], namespace)
@@ -58,11 +58,11 @@ def add_parser(
     """Declare a command.
 
     Args:
-        commands: where it is added.
+        commands: of `hf-helix`.
         name: of the command.
-        run: what it does with its options.
+        run: is called with the options.
         summary: one line, for the list of commands.
-        text: what stands below the options in its own `--help`: examples and explanations.
+        text: examples and explanations, below the options in `--help`.
     """
     description = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(
@@ -83,7 +83,7 @@ class Command:
     epilog: ClassVar[str] = ""
 
     def run(self) -> None:
-        """Does what the command is for."""
+        """Runs the command."""
         raise NotImplementedError
 
     @classmethod
@@ -107,7 +107,7 @@ class Command:
             parser.add_argument(prefix + each.name, **arguments)
 
     def of_config(self) -> dict[str, Any]:
-        """Returns the options that are those of `HelixConfig`."""
+        """Returns the options of `HelixConfig`."""
         return {each.name: vars(self)[each.name] for each in fields(HelixConfig) if each.name in vars(self)}
 
     def words(self) -> list[str]:
@@ -122,12 +122,12 @@ class Command:
 
 
 def option(default: Any, text: str, **given: Any) -> Any:
-    """A field that is an option.
+    """A field for an option.
 
     Args:
-        default: what holds where it is not given; `...` where it must be.
-        text: what it means.
-        given: of `add_argument`, such as choices.
+        default: of the option; `...` for a required option.
+        text: the meaning, for `--help`.
+        given: of `add_argument`, for example choices.
     """
     if default is ...:
         return field(metadata={"help": text, "required": True, **given})
@@ -135,21 +135,21 @@ def option(default: Any, text: str, **given: Any) -> Any:
 
 
 def argument(default: Any, text: str, **given: Any) -> Any:
-    """A field that is given without its name; see `option`."""
+    """A field for a positional argument; see `option`."""
     if default is ...:
         return field(metadata={"help": text, "positional": True, **given})
     return option(default, text, positional=True, nargs="?", **given)
 
 
 def config_option(name: str, **given: Any) -> Any:
-    """A field that is an option of `HelixConfig`, with its default, unless another is given, and its first words."""
+    """A field for an option of `HelixConfig`: the default, unless given, and the first words of the description."""
     default = given.pop("default", getattr(HelixConfig, name))
     words = re.split(r"[.:;](?:\s|$)", described_options().get(name, ""), maxsplit=1)[0]
     return option(default, " ".join(words.split()) + VALUES.get(name, ""), **given)
 
 
 def _taking(hint: Any) -> dict[str, Any]:
-    """Returns how an option of a type is given: a list takes one word or several, a bool takes none."""
+    """Returns the arguments of `add_argument` for a type: a list takes several words, a bool none."""
     kind = next(part for part in get_args(hint) if part is not NoneType) if isinstance(hint, UnionType) else hint
     if kind is bool:
         return {"action": "store_true"}

@@ -1,8 +1,8 @@
 """hf-helix plan: make plans from a profile, and predict their times.
 
 In:   a profile.
-Out:  a table of every rule's predicted time; one plan, as JSON: the fastest, or that of the rule that is asked for.
-Must hold: it works from the file alone, without torch; a slower plan than the fastest is never saved without a word.
+Out:  a table of every rule's predicted time; a plan, as JSON: the fastest, or the plan of `--rule`.
+Must hold: the file is enough, without torch; saving a slower plan than the fastest is said.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlanCommand(Command):
     output: Path = option(Path("plan.json"), "where the plan is written")
 
     def run(self) -> None:
-        """Predict every rule, print the table, save one plan."""
+        """Predict every rule, print the table, save a plan."""
         from hf_helix.planning.plans.search import lower_bound
         from hf_helix.planning.predict import predict_seconds
 
@@ -69,12 +69,12 @@ class PlanCommand(Command):
 
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    """The plan that a rule makes from a profile for windows of a schedule.
+    """The plan of a rule from a profile, for windows of a schedule.
 
     Args:
         rule: a key of `RULES`.
         profile: the times of the operators.
-        schedule: of the windows that the plan is for.
+        schedule: of the plan's windows.
     """
     from hf_helix.measure.progress import progress_bar
     from hf_helix.planning.plans.registry import make_plan

@@ -2,7 +2,7 @@
 
 In:   a model's configuration, sizes of the mesh and of a micro-batch.
 Out:  a profile, as JSON; a Perfetto trace if asked for.
-Must hold: it starts as many processes as the mesh needs, unless a launcher did.
+Must hold: the processes of the mesh are started here, unless a launcher did.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ProfileCommand(Command):
       hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256
       hf-helix profile --model path/to/folder --pp_size 2 --tp_size 1 --output pipeline.json --trace trace.json
 
-    Weights and tokens are random: of the model only the configuration is read. The profile is for the model, the
-    layout, the machine and the shapes that it was measured with. On several hosts, start it with torchrun:
+    Weights and tokens are random: of the model only the configuration is read. The profile is for the measured
+    model, layout, machine and shapes. On several hosts, start it with torchrun:
       torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
           -m hf_helix profile --model Qwen/Qwen3-0.6B --tp_size 2
     """
@@ -61,7 +61,7 @@ class ProfileCommand(Command):
             start(self.words(), self.tp_size * self.pp_size * self.cp_size * self.ep_size)
 
     def _measure(self) -> None:
-        """One process of the measurement."""
+        """The measurement, in each of the processes."""
         import torch
         import torch.distributed as dist
 

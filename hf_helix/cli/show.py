@@ -2,7 +2,7 @@
 
 In:   a plan with its profile, a profile, or the name of a schedule.
 Out:  text, or pictures.
-Must hold: it works from files alone, without torch.
+Must hold: files are enough, without torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from hf_helix.planning.profile import Profile
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")
-# What only one kind of drawing reads.
+# Options of some kinds of drawings.
 OF_SCHEDULES = ("pp", "layers", *TIMES)
 OF_PLANS = ("profile", "compare", "recompute")
 OF_PLANS_AND_SCHEDULES = ("microbatches",)
 
-COMPARED_MICROBATCHES = 8  # of the windows that plans which are compared are made for
+COMPARED_MICROBATCHES = 8  # of the windows of compared plans
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class ShowCommand(Command):
             raise ValueError(f"{self.file} is neither a plan nor a profile (its format is {kind!r})")
 
     def _refuse(self, names: Sequence[str], what: str) -> None:
-        """Refuses options that are given and would mean nothing."""
+        """Refuses options without a meaning for the drawing."""
         given = [f"--{name}" for name in names if getattr(self, name) != getattr(type(self), name)]
         if given:
             raise ValueError(f"{' and '.join(given)} would mean nothing where {what} is drawn; leave it out")

@@ -1,4 +1,4 @@
-"""hf-helix simulate: what a layout would do on a cluster, without the cluster.
+"""hf-helix simulate: a step of a layout on a cluster, without the cluster.
 
 In:   a model's configuration, a cluster file, the sizes of the mesh and of a micro-batch.
 Out:  seconds of a step and of its parts, tokens a second, TFLOP/s, MFU, memory by part; a picture if asked for.
@@ -29,7 +29,7 @@ SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 
 @dataclass(kw_only=True)
 class OnCluster(Command):
-    """What is asked about a model on a cluster: the options of `simulate` and `doctor`."""
+    """A question about a model on a cluster: the options of `simulate` and `doctor`."""
 
     model: str = option(..., "a folder with a config.json, such a file, or a name on the Hugging Face Hub")
     cluster: str = option(..., "a YAML file, or the name of a cluster that hf_helix brings")
@@ -49,7 +49,7 @@ class OnCluster(Command):
     schedule: str = config_option("schedule")
 
     def scaled_cluster(self) -> Cluster:
-        """Returns the cluster of the file, with the devices and the network that are asked for."""
+        """Returns the cluster of the file, with the devices and the network of the options."""
         from hf_helix.simulation.cluster import load_cluster
 
         cluster = load_cluster(self.cluster)
@@ -59,10 +59,10 @@ class OnCluster(Command):
         return cluster if self.network is None else _linked(cluster, self.network)
 
     def on_paper(self, cluster: Cluster) -> OnPaper:
-        """Returns the model that is asked for, with adapters if these are.
+        """Returns the model, with adapters if they are asked for.
 
         Raises:
-            ValueError: it gets no such adapters, or has no experts for what is said of them.
+            ValueError: adapters cannot be made, or an option is about experts and the model has none.
         """
         import torch
 
@@ -82,13 +82,13 @@ class OnCluster(Command):
         return paper
 
     def check_counts(self, *names: str) -> None:
-        """Raises ValueError where one of these options is below 1."""
+        """Raises ValueError where an option is below 1."""
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: give 1 or more")
 
     def check_experts(self) -> None:
-        """Raises ValueError where experts would get less than the mean, or where both options say what they get."""
+        """Raises ValueError where experts would get less than the mean, or where both options set their rows."""
         imbalance, capacity = self.imbalance, self.expert_capacity_factor
         if not 1 <= imbalance < inf:
             raise ValueError(f"--imbalance {imbalance:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
@@ -112,9 +112,8 @@ class SimulateCommand(OnCluster):
       hf-helix simulate --model path/to/folder --cluster a40x64 --tp_size 8 --pp_size 2 --microbatches 64 --plan all
       hf-helix simulate --model path/to/folder --cluster h100x16384 --tp_size 8 --pp_size 16 --network x2
 
-    The rates of a cluster stand in a file; those that hf_helix brings go by their names, and `hf-helix cluster`
-    measures the machine it is started on. What operators compute, move and keep is counted by running them on torch's
-    meta device.
+    The rates of a cluster stand in a file; the files of hf_helix go by their names, and `hf-helix cluster` measures
+    this machine. Operators are counted on torch's meta device: computation, bytes, memory.
     """
 
     tp_size: int = config_option("tp_size")
@@ -131,7 +130,7 @@ class SimulateCommand(OnCluster):
 
     @without_collection
     def run(self) -> None:
-        """Prints what a step of the layout takes."""
+        """Prints the time and the memory of a step."""
         from hf_helix.report.step import step_lines
         from hf_helix.simulation.step.step import simulate_step
 
@@ -177,7 +176,7 @@ class SimulateCommand(OnCluster):
 
 
 def _linked(cluster: Cluster, network: str) -> Cluster:
-    """Returns a cluster whose nodes have other links: faster by a factor, such as "x2", or of a speed, "10gbit"."""
+    """Returns a cluster with other links between nodes: faster by a factor, "x2", or of a speed, "10gbit"."""
     try:
         speed, factor = None, float(network.removeprefix("x"))
     except ValueError:

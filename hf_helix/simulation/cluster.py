@@ -1,9 +1,9 @@
-"""Clusters: what devices compute and links carry, as a file says it.
+"""Clusters: the rates of devices and links, from a file.
 
-In:   a YAML file, or the name of one that the package brings.
+In:   a YAML file, or the name of a file of the package.
 Out:  a `Cluster`.
-Must hold: every number has a unit in its key; a file with a key that is unknown, missing or impossible is refused by
-the name of the key; nothing here imports torch.
+Must hold: every number has a unit in its key; an unknown, missing or impossible key is refused by name; nothing
+here imports torch.
 
     name: 8 nodes of 8 A40
     sources: {memory_gb: data sheet, ...}        where the numbers are from, for people
@@ -11,26 +11,26 @@ the name of the key; nothing here imports torch.
     devices_per_node: 8
     device:
       name: A40
-      memory_gb: 48                              of which a run may use what `reserved_gb` leaves
+      memory_gb: 48                              of which `reserved_gb` is not for a run
       reserved_gb: 2                             the context, communicators and fragments
       peak_tflops: {bf16: 149.7, fp32: 37.4}     dense
       matmul: [[1e9, 0.5], [1e11, 0.9]]          floating-point operations of a product -> share of the peak
       attention: [[512, 0.3], [4096, 0.6]]       keys of fused attention -> share of the peak
       attention_block: 128                       keys at once; a causal mask spares whole blocks
-      exponentials_per_ns: 1000                  of softmax and activations; left out, they take no time of their own
+      exponentials_per_ns: 1000                  of softmax and activations; left out, no time of their own
       memory_gb_per_s: 696
-      memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes that a kernel reads and writes -> share
+      memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes of a kernel, read and written -> share
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
-                                                 node that are joined better than the rest, by a bridge or a socket
+                                                 node with better links, by a bridge or a socket
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
-                                                 what one link between them carries, which may have devices_per_link
-    network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of what one link carries, and how many share it
+                                                 a link between them, which may have devices_per_link
+    network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
-      intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes that a rank sends in the collective
+      intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes of a rank in the collective
       ...
     waiting_us: 300                              of ranks for each other at a collective behind a millisecond of
                                                  computation, growing with its root; left out, every rank takes the same
@@ -63,14 +63,14 @@ ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 TYPES = ("bf16", "fp16", "fp32")
 MOST_EFFICIENT = 1.5
-"""The largest share of a curve: a peak may be that of large sizes, and what is in a cache faster."""
+"""The largest share of a curve: a peak may be for large sizes, and data in a cache faster."""
 EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
 SLOWDOWNS = "[bytes, times as long], bytes growing and no factor below 1, such as [[1e5, 2], [1e7, 1.2]]"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A share or a factor that depends on a size: straight lines between points, over the logarithm of the size.
+    """A share or a factor by size: straight lines between points, over the logarithm of the size.
 
     Attributes:
         points: (size, value), sizes growing. Below the first and above the last their values hold.
@@ -95,13 +95,13 @@ class Device:
 
     Attributes:
         name: as people call it.
-        memory: bytes that a run may use.
+        memory: bytes for a run.
         peaks: floating-point operations a second, by type, see `TYPES`.
-        bandwidth: bytes a second that pass the memory.
+        bandwidth: of the memory, bytes a second.
         matmul: by type, share of the peak by the operations of a product.
         attention: by type, share of the peak by the keys of fused attention.
-        attention_block: keys that fused attention goes through at once.
-        exponentials: a second; infinity where they take no time of their own.
+        attention_block: keys in a step of fused attention.
+        exponentials: a second; infinity for no time of their own.
         memory_efficiency: share of the bandwidth by the bytes of a kernel.
         kernel_seconds: between two kernels on the device.
         issue_seconds: what the host takes for an operator of a graph.
@@ -122,18 +122,18 @@ class Device:
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
-        """Returns what it takes to move bytes through the memory.
+        """Returns the seconds of moving bytes through the memory.
 
         Args:
             count: how many.
-            kernel: those that the efficiency goes by; None for all of them.
+            kernel: bytes of a kernel, for the efficiency; None for all of them.
         """
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """What carries bytes between devices.
+    """A link between devices.
 
     Attributes:
         bandwidth: bytes a second, in each direction.
@@ -148,7 +148,7 @@ class Link:
     efficiency: Curve = Curve()
 
     def seconds(self, count: float, messages: int = 1) -> float:
-        """Returns what it takes to carry bytes, sent in so many messages after each other."""
+        """Returns the seconds of carrying bytes, in so many messages after each other."""
         return messages * self.latency + self.carrying_seconds(count, messages) if count > 0 else 0.0
 
     def carrying_seconds(self, count: float, messages: int = 1) -> float:
@@ -158,7 +158,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Island:
-    """Devices of a node that are joined better than the rest.
+    """Devices of a node with better links among them.
 
     Attributes:
         devices: how many.
@@ -177,12 +177,12 @@ class Cluster:
         name: as people call it.
         nodes: how many.
         devices_per_node: how many.
-        device: what each of them is.
+        device: each of them.
         node: carries bytes between the devices of a node; with islands, between the islands of a node.
         network: carries bytes between nodes.
-        contention: (kind, other kind) -> how many times longer an operator of the first takes beside one of the second,
-            by the bytes that a rank sends in a collective.
-        island: devices of a node that are joined better than the rest; None where all are joined alike.
+        contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
+            second, by the bytes of a rank in a collective.
+        island: devices of a node with better links among them; None where all links are alike.
         waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
@@ -206,11 +206,11 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def slowdown(self, first: Kind, second: Kind, sent: float) -> float:
-        """Returns how many times longer an operator of the first kind takes beside one of the second.
+        """Returns how many times longer an operator of the first kind takes beside another of the second.
 
         Args:
             first, second: kinds of operators.
-            sent: bytes that a rank sends in the collective; in that of the first kind, where both are collectives.
+            sent: bytes of a rank in the collective, the first of two collectives.
         """
         curve = self.contention.get((first, second))
         return curve.at(max(1.0, sent)) if curve is not None else 1.0
@@ -220,20 +220,20 @@ class Cluster:
 
         Args:
             first, second: their kinds.
-            sent: bytes that a rank sends in each of them; 0 in a computation, which is slowed by what the other sends.
+            sent: bytes of a rank in each of them; 0 in a computation, slowed by the bytes of the other.
         """
         mine, other = sent
         return self.slowdown(first, second, mine or other), self.slowdown(second, first, other or mine)
 
     def waiting_seconds(self, computing: float) -> float:
-        """Returns what ranks wait for each other at a collective behind so many seconds of computation: what delays
-        them comes by chance, so that its spread grows with the root of the time."""
+        """Returns the seconds of ranks waiting for each other at a collective after so many seconds of computation:
+        delays come by chance, so that their spread grows with the root of the time."""
         return self.waiting * math.sqrt(computing)
 
     @property
     def levels(self) -> list[tuple[int, Link]]:
-        """The links that bytes pass, from the nearest to the farthest: the devices of a block, and what carries bytes
-        from this block to the others of the next larger one."""
+        """The links from the nearest to the farthest: the devices of a block, and the link from this block to others
+        of the next larger block."""
         if self.island is None:
             return [(1, self.node), (self.devices_per_node, self.network)]
         if self.island.devices >= self.devices_per_node:  # a part of a node is used, which is one island
@@ -247,7 +247,7 @@ def divisors(number: int) -> list[int]:
 
 
 def shipped_clusters() -> dict[str, Path]:
-    """Returns the files that the package brings, by name."""
+    """Returns the cluster files of the package, by name."""
     folder = Path(str(resources.files("hf_helix.simulation"))) / "clusters"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -256,7 +256,7 @@ def cluster_file(source: str | Path) -> Path:
     """Returns the path of a cluster's file.
 
     Args:
-        source: the path, or the name of a file that the package brings, with or without ".yaml".
+        source: the path, or the name of a file of the package, with or without ".yaml".
 
     Raises:
         ValueError: there is none.
@@ -277,7 +277,7 @@ def load_cluster(source: str | Path) -> Cluster:
     """Returns the cluster of a file, see `cluster_file`.
 
     Raises:
-        ValueError: there is none, or it is malformed; names the key.
+        ValueError: the file is missing or malformed; names the key.
     """
     path = cluster_file(source)
     try:
@@ -288,14 +288,14 @@ def load_cluster(source: str | Path) -> Cluster:
 
 
 def parse_cluster(data: Any, where: str) -> Cluster:
-    """Returns the cluster that a mapping describes.
+    """Returns the cluster of a mapping.
 
     Args:
-        data: what the file holds.
+        data: the mapping.
         where: the file, for messages.
 
     Raises:
-        ValueError: it is malformed; names the key.
+        ValueError: a key is malformed; names the key.
     """
     top = _Section(data, where)
     nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
@@ -381,7 +381,7 @@ def _divisor(section: _Section, key: str, divisor: int, whole: str, number: int)
 
 
 def contention_key(first: Kind, second: Kind) -> str:
-    """Returns the key of how much longer an operator of the first kind takes beside one of the second."""
+    """Returns the key of how much longer an operator of the first kind takes beside another of the second."""
     return "_".join((first.value, "beside", second.value))
 
 
@@ -412,16 +412,16 @@ def _curves(section: _Section, key: str, types: Collection[str]) -> dict[str, Cu
 
 
 class _Section:
-    """A mapping of a file, whose keys are taken out one by one.
+    """A mapping of a file, whose keys are taken out in turn.
 
     Args:
-        data: what stands in the file.
+        data: the mapping.
         where: the file.
         name: of the section; empty for the whole file.
 
     Attributes:
-        left: what has not been taken.
-        is_empty: whether nothing stands in it.
+        left: keys not yet taken.
+        is_empty: whether the mapping has no keys.
     """
 
     def __init__(self, data: Any, where: str, name: str = "") -> None:
