@@ -2,7 +2,7 @@
 
 In:   training arguments, a trainer.
 Out:  nothing, or an error that names the option, the reason and a value that works.
-Must hold: no argument of the stock Trainer is silently ignored; docs/trainer.md#training-arguments lists what each one does.
+Must hold: no argument of the stock Trainer is silently ignored; docs/trainer.md lists the fate of each.
 
 A refusal belongs here if a `TrainingArguments` field or another argument of a Trainer is refused. The other places:
 `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches, `overrides` for methods

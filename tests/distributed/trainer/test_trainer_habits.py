@@ -1,6 +1,6 @@
 """What users do with the stock Trainer they can do with HelixTrainer, and see the same; or it is refused by name.
 
-The habits are those of Transformers' own tests of its Trainer, on a tiny Llama: docs/trainer.md#habits-of-trainer-users.
+The habits are those of Transformers' own tests of its Trainer, on a tiny Llama: docs/trainer.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/trainer.md#training-arguments is complete and true: it lists every field, and what it calls refused is refused."""
+"""docs/trainer.md is complete and true: it lists every training argument, and what it calls refused is refused."""
 
 from __future__ import annotations
 
