@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from benchmarks.paper.ablate import ABLATIONS, ablate_profile
 from hf_helix.cli.common import made_for, schedule_for
 from hf_helix.config import RULES
-from hf_helix.planning.graph.ablation import ABLATIONS, ablate_profile
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.profile_file import load_profile

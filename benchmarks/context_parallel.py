@@ -112,10 +112,10 @@ class Bench:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        from benchmarks.paper.ablate import ablate
         from hf_helix.checkpoint.shard import cut_parameters
         from hf_helix.models.graph.context import ParallelContext
         from hf_helix.models.registry import family_of
-        from hf_helix.planning.graph.ablation import ablate
         from hf_helix.planning.pipeline.scheduler import Scheduler
         from hf_helix.planning.plans.registry import make_plan
         from hf_helix.planning.profile import rough_profile
@@ -178,9 +178,9 @@ class Bench:
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
+        from benchmarks.paper.ablate import ablate_profile
         from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import measure_overlap
-        from hf_helix.planning.graph.ablation import ablate_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
 
         window = self.window(length)

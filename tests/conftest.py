@@ -15,8 +15,8 @@ from support.cluster import Cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # other processes find tests/support, too
+paths = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # other processes find tests/support and benchmarks
 os.environ["HELIX_CACHE"] = tempfile.mkdtemp(prefix="hf_helix-cache-")  # what one test measures, others find
 
 # How many cases a test of properties takes: `make test` the same ones every time, `make fuzz` others.

@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("measure", "tuning", "simulation", "checkpoint"),
     ("report",),
     ("engine",),
-    ("testing", "paper"),
+    ("testing",),
     ("integrations", "cli", "__main__"),
 )
 LEVELS = {part: level for level, parts in enumerate(ORDER) for part in parts}
@@ -35,7 +35,7 @@ STANDARD_LIBRARY_ONLY = {"version", "link_speed", "config", "planning"}
 LAZY = {"yaml"}  # what these may import inside a function
 IMPORTERS = {
     "accelerate": ("integrations.accelerate",),
-    "transformers": ("models", "checkpoint", "engine", "paper", "integrations"),
+    "transformers": ("models", "checkpoint", "engine", "integrations"),
 }
 
 PRIVATE = re.compile(r"\._[a-zA-Z]")
@@ -125,7 +125,7 @@ def test_the_scan_sees_the_package():
 
 TORCH = "is not the standard library: torch"
 ACCELERATE = "only integrations.accelerate may import accelerate"
-TRANSFORMERS = "only models, checkpoint, engine, paper, integrations may import transformers"
+TRANSFORMERS = "only models, checkpoint, engine, integrations may import transformers"
 
 
 @pytest.mark.parametrize(

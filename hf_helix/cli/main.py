@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hf_helix.cli import paper
 from hf_helix.cli.check import CheckCommand
 from hf_helix.cli.cluster import ClusterCommand
 from hf_helix.cli.doctor import DoctorCommand
@@ -28,7 +27,7 @@ from hf_helix.version import __version__
 
 COMMANDS = (
     *(ProfileCommand, PlanCommand, ShowCommand, DoctorCommand, SimulateCommand, ClusterCommand),
-    *(paper, CheckCommand, ModelsCommand, EnvCommand),
+    *(CheckCommand, ModelsCommand, EnvCommand),
 )
 
 EXAMPLES = """\
@@ -37,7 +36,6 @@ examples:
   hf-helix plan profile.json                                                   writes plan.json
   hf-helix show plan.json --profile profile.json                               draws it in the terminal
   hf-helix cluster --output here.yaml                                          what this machine computes and sends
-  hf-helix paper --figure 11                                                   the paper's figure, simulated
   hf-helix check Qwen/Qwen3-0.6B                                               is the cut model equal?
   hf-helix models                                                              what is supported
   hf-helix env                                                                 what to paste into an issue

@@ -36,7 +36,7 @@ class Case:
         lengths: of the sequences, in turn.
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
-        without: what named plans must not use, see `hf_helix.planning.graph.ablation`.
+        without: what named plans must not use, see `benchmarks.paper.ablate`.
     """
 
     name: str

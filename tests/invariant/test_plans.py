@@ -13,7 +13,7 @@ from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
 from invariant.harness import NAMED, OWN, RANDOM, Result, assert_same_bits, check, run
 from support.parity import compare_window, unsplit
 
-from hf_helix.planning.graph.ablation import ABLATIONS
+from benchmarks.paper.ablate import ABLATIONS
 
 ODD = (17, 9, 13)
 

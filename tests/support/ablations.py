@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hf_helix.planning.graph.ablation import ablate
+from benchmarks.paper.ablate import ablate
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.runner import Runner

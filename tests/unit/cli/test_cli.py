@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.profiles import MODEL, broken, tiny_profile
 
+from benchmarks.paper.ablate import ablate_profile
 from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
 from hf_helix.config import RULES
-from hf_helix.planning.graph.ablation import ablate_profile
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.pipeline import local_search
 from hf_helix.planning.pipeline.named import build_schedule

@@ -200,7 +200,7 @@ def test_a_profile_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
 
 
 def test_ablations_are_no_option():
-    """They are for benchmarks: `hf_helix.planning.graph.ablation`."""
+    """They are for benchmarks: `benchmarks.paper.ablate`."""
     with pytest.raises(TypeError, match="HelixConfig: unknown option 'without'"):
         HelixConfig(without=("wgrad",))
 

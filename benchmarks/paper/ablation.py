@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hf_helix.paper.published import DHELIX, MEGATRON, Row
-from hf_helix.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
-from hf_helix.planning.graph.ablation import ablate_profile
+from benchmarks.paper.ablate import ablate_profile
+from benchmarks.paper.published import DHELIX, MEGATRON, Row
+from benchmarks.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile
@@ -31,7 +31,7 @@ WITHOUT: Sequence[Collection[str]] = (
     ("wgrad",),
     (),
 )
-"""What each step does without, see `hf_helix.planning.graph.ablation`."""
+"""What each step does without, see `benchmarks.paper.ablate`."""
 
 
 def increments(runs: Runs, row: Row) -> list[float]:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from hf_helix.paper.ablation import STEPS, increments
-from hf_helix.paper.draw import Series, draw_groups, draw_stacks
-from hf_helix.paper.plain import best_plain
-from hf_helix.paper.published import (
+from benchmarks.paper.ablation import STEPS, increments
+from benchmarks.paper.draw import Series, draw_groups, draw_stacks
+from benchmarks.paper.plain import best_plain
+from benchmarks.paper.published import (
     DHELIX,
     FIGURE_14,
     FIGURE_15,
@@ -30,8 +30,8 @@ from hf_helix.paper.published import (
     WAVELET,
     Row,
 )
-from hf_helix.paper.runs import SEARCH, Runs
-from hf_helix.paper.table import Artifact, signed
+from benchmarks.paper.runs import SEARCH, Runs
+from benchmarks.paper.table import Artifact, signed
 from hf_helix.planning.graph.operator import Kind
 
 SPEED_HEADER = ("model and layout", "method", "paper", "ours", "error", "paper's gain", "our gain", "error", "memory")

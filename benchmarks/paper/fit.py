@@ -1,7 +1,7 @@
 """Fits the few constants of the paper's clusters on the paper's Megatron column and its figure 15 (a) alone.
 
-    python benchmarks/fit_paper.py                      prints the constants of the A40 cluster
-    python benchmarks/fit_paper.py --cluster a800x64    those of the A800 cluster
+    python -m benchmarks.paper.fit                      prints the constants of the A40 cluster
+    python -m benchmarks.paper.fit --cluster a800x64    those of the A800 cluster
 
 They are copied into the cluster's file by hand. Constants are factors on what the file says of products, attention,
 links of a socket, between the sockets of a node (or between all its devices) and between nodes; and how much
@@ -27,9 +27,9 @@ from functools import cache
 
 import numpy as np
 
-from hf_helix.paper.ablation import gains
-from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_15, INCREMENTS, MEGATRON
-from hf_helix.paper.runs import Runs
+from benchmarks.paper.ablation import gains
+from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_15, INCREMENTS, MEGATRON
+from benchmarks.paper.runs import Runs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.cluster import Cluster, Curve, Link, load_cluster
 
@@ -47,8 +47,8 @@ ASSUMED = {
     A40: {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9},
     A800: {"matmul": 0.77, "attention": 0.55, "node": 0.8, "network": 0.9},
 }
-"""Efficiencies at the largest size before the fit: of long products and sequences, as `paper_rows` has them, and of
-links. The file holds what was fitted last, so a fit must not start from there again."""
+"""Efficiencies at the largest size before the fit: of long products and sequences, and of links.
+The file holds what was fitted last, so a fit must not start from there again."""
 SPREADS = {(A40, "node"): math.log(2)}
 """Errors of rates that are less certain: of the sockets of a node the paper says nothing."""
 STEP = 0.05

@@ -1,4 +1,4 @@
-"""`hf-helix paper`: the paper's rows on paper, and how far they are from what it printed."""
+"""`python -m benchmarks.paper`: the paper's rows on paper, and how far they are from what it printed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
-from hf_helix.cli.main import main
-from hf_helix.paper.ablation import exposed_only
-from hf_helix.paper.artifacts import FIGURES, KINDS, makers_of
-from hf_helix.paper.published import (
+from benchmarks.paper.__main__ import main
+from benchmarks.paper.ablation import exposed_only
+from benchmarks.paper.artifacts import FIGURES, KINDS, makers_of
+from benchmarks.paper.published import (
     FIGURE_11,
     FIGURE_12,
     FIGURE_13A,
@@ -22,14 +23,14 @@ from hf_helix.paper.published import (
     TABLE_6,
     WAVELET,
 )
-from hf_helix.paper.runs import SEARCH, Runs
-from hf_helix.paper.throughput import errors, summary
+from benchmarks.paper.runs import SEARCH, Runs
+from benchmarks.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.baselines.intra_batch import tile_profile
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.simulation.step.steady import steady_layers
 
-PAGE = Path(__file__).parents[3] / "docs" / "paper.md"
+PAGE = ROOT / "benchmarks" / "paper" / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_more_cp_needs_more_communication_between_nodes(runs: Runs):
 
 def test_unknown_numbers_are_refused_with_those_that_exist(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        main(["paper", "--figure", "9"])
+        main(["--figure", "9"])
     assert ended.value.code == 2
     assert "--figure 9 is not simulated" in (said := capsys.readouterr().err)
     assert all(number in said for number in FIGURES)
@@ -119,14 +120,14 @@ def test_unknown_numbers_are_refused_with_those_that_exist(capsys: pytest.Captur
 
 
 def test_a_figure_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    main(["paper", "--figure", "4", "--output", str(tmp_path / "oef.svg")])
+    main(["--figure", "4", "--output", str(tmp_path / "oef.svg")])
     assert "GEMM" in capsys.readouterr().out
     assert (tmp_path / "oef.svg").read_text().startswith("<?xml")
 
 
 def test_a_table_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main(["paper", "--table", "1", "--output", str(tmp_path / "one.svg")])
+        main(["--table", "1", "--output", str(tmp_path / "one.svg")])
     assert "leave out --output" in capsys.readouterr().err
 
 

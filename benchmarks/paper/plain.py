@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.paper.published import MEGATRON, MODELS, Row
+from benchmarks.paper.runs import SEARCH, Runs, case_of, speed_of
 from hf_helix.config import RECOMPUTE
-from hf_helix.paper.published import MEGATRON, MODELS, Row
-from hf_helix.paper.runs import SEARCH, Runs, case_of, speed_of
 from hf_helix.simulation.layouts import check_sizes, layouts
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step.step import Step, memory_of_case, simulate_step

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hf_helix.config import RECOMPUTE
-from hf_helix.paper.draw import Series, draw_cells, draw_stacks
-from hf_helix.paper.published import (
+from benchmarks.paper.draw import Series, draw_cells, draw_stacks
+from benchmarks.paper.published import (
     DHELIX,
     FIGURE_11,
     FIGURE_12,
@@ -29,8 +28,9 @@ from hf_helix.paper.published import (
     WAVELET,
     Row,
 )
-from hf_helix.paper.runs import Run, Runs, case_of
-from hf_helix.paper.table import Artifact
+from benchmarks.paper.runs import Run, Runs, case_of
+from benchmarks.paper.table import Artifact
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan

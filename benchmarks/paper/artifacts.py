@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from hf_helix.paper import inside, throughput
-from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_13B, TABLE_6
-from hf_helix.paper.runs import Runs
-from hf_helix.paper.table import Artifact
-from hf_helix.paper.throughput import speeds
+from benchmarks.paper import inside, throughput
+from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_13B, TABLE_6
+from benchmarks.paper.runs import Runs
+from benchmarks.paper.table import Artifact
+from benchmarks.paper.throughput import speeds
 
 Makers = tuple[Callable[[Runs], Artifact], ...]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from benchmarks.paper.published import MODELS, Shape
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.paper.published import MODELS, Shape
 
 HEAD = 128
 LONGEST = 131072

@@ -3,7 +3,7 @@
 In:   a row, and the name of a method.
 Out:  a `Run`: the step that is simulated, and its speed in the row's unit.
 Must hold: every method runs the same operators at the same rates; methods differ in the plan and the schedule alone,
-but that the paper's run the ring of Megatron-LM (`hf_helix.paper.ring`).
+but that the paper's run the ring of Megatron-LM (`benchmarks.paper.ring`).
 Rates come from the files of clusters.
 
 What each method is here:
@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.paper.models import build_model
+from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
+from benchmarks.paper.ring import with_megatron_ring
 from hf_helix.engine.on_paper import OnPaper
-from hf_helix.paper.models import build_model
-from hf_helix.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
-from hf_helix.paper.ring import with_megatron_ring
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
