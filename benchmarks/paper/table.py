@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.common import columns, markdown
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -34,29 +36,15 @@ class Artifact:
 
     def text(self) -> str:
         """Returns it for a terminal, numbers on the right."""
-        widths = [max(len(cells[place]) for cells in (self.header, *self.rows)) for place in range(len(self.header))]
-
-        def line(cells: Sequence[str]) -> str:
-            padded = (
-                cell.rjust(width) if _is_number(self, place) else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            return "  ".join(padded).rstrip()
-
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join([f"{self.name}: {self.title}", line(self.header), rule, *map(line, self.rows), *self.notes])
+        table = columns(self.header, self.rows)
+        return "\n".join([f"{self.name}: {self.title}", table, *self.notes])
 
     def markdown(self) -> str:
         """Returns it as a section of a page."""
-        marks = ["---:" if _is_number(self, place) else "---" for place in range(len(self.header))]
-        table = ["| " + " | ".join(cells) + " |" for cells in (self.header, marks, *self.rows)]
         notes = ["", *(f"{note}  " for note in self.notes)] if self.notes else []
-        return "\n".join([f"### {self.name}: {self.title}", "", *table, *[note.rstrip() for note in notes]])
-
-
-def _is_number(table: Artifact, place: int) -> bool:
-    cells = [cells[place] for cells in table.rows if cells[place]]
-    return bool(cells) and all(cell[0] in "+-.0123456789" for cell in cells)
+        return "\n".join(
+            [f"### {self.name}: {self.title}", "", markdown(self.header, self.rows), *[note.rstrip() for note in notes]]
+        )
 
 
 def signed(value: float) -> str:
