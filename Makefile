@@ -59,8 +59,8 @@ docs: $(STAMP)  ## write what the pages take from the code: options, model class
 	$(BIN)/python docs/generate.py
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
-	$(BIN)/python benchmarks/one_process.py
-	$(BIN)/python benchmarks/executor_overhead.py
+	$(BIN)/python -m benchmarks.one_process
+	$(BIN)/python -m benchmarks.executor_overhead
 
 gpu-check:  ## check the package on a GPU; PYTHON=... is a Python that has torch with CUDA, transformers and accelerate
 	$(PYTHON) -m benchmarks.gpu

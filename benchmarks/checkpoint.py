@@ -1,115 +1,211 @@
-"""What a save and a resume cost: seconds, and memory beyond what the run has, beside the stock Trainer's.
+"""What saving, resuming and loading cost: seconds, and host memory beyond what each process had.
 
-In:   the shape of a model and the number of ranks.
-Out:  a table: for every way of saving and of going on, the time, the peak of every rank's memory above what it had
-      before, and the bytes on the disk.
-Must hold: times are of whole calls, files on the disk (fsync) where the way has that; memory is the peak of the
-process's resident set (VmHWM, set back before the call); the rows run one after the other in the same processes, and
-the whole is repeated.
+Times are of whole calls until the slowest rank is done, with files on the disk (fsync) where the call has that; medians
+of the repeats. `resident` is the kernel's peak of all that was mapped (VmHWM, set back before the call), with pages of
+files that the page cache holds anyway; `anonymous` is memory of the process's own (RssAnon), sampled every 2 ms. Memory
+is counted from when everything is imported and the ranks are connected. The studies:
 
-`save` is one `checkpoint-N`: model, optimizer states, everything else. `resume` is what is read: model and optimizer
-states, up to the first step. The stock Trainer runs in DDP on the same ranks: rank 0 saves all, every rank reads all.
+    trainer  a `checkpoint-N` of the Trainer on two ranks, saved and read again, beside the stock Trainer under DDP,
+             whose rank 0 saves all and whose every rank reads all
+    model    `save_pretrained` of a cut model, by ranks and layouts; `apart`: no two ranks share a folder, so that
+             everything goes through rank 0
+    load     ways to start, each in fresh processes: `whole` from_pretrained on every rank and then cut, `folder` every
+             rank reads its slices, `random` a model on the meta device; then `save`, trainer.save_model()
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py --hidden 1024 --layers 8
+    python -m benchmarks.checkpoint trainer --hidden 512
+    python -m benchmarks.checkpoint model --folder /dev/shm      # without the disk
+    python -m benchmarks.checkpoint load --layers 16 --hidden 1024 --vocabulary 32000 --tp 4
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
-import shutil
+import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import shaped_link
+from benchmarks.common import add_outputs, columns, llama, options_of, save
+from benchmarks.ranks import Ranks
 
-LAYOUTS: dict[str, tuple[dict[str, Any] | None, int]] = {
+TRAINERS: Mapping[str, tuple[dict[str, Any] | None, int]] = {
     "stock, DDP": (None, 1),
     "tp_size=2": ({"tp_size": 2, "plan": "sequential"}, 2),
     "pp_size=2": ({"pp_size": 2, "plan": "sequential"}, 2),
     "dp 2, shard_optimizer": ({"shard_optimizer": True, "plan": "sequential"}, 1),
 }
+"""Options of `HelixConfig`, and micro-batches of a step."""
+
 SAVED_BY = "tp_size=2"
+LAYOUTS: Mapping[int, Sequence[dict[str, int]]] = {
+    1: [{}],
+    2: [{"tp_size": 2}, {"pp_size": 2}, {}],
+    4: [{"tp_size": 4}, {"pp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2}, {}],
+}
+WAYS = ("whole", "folder", "random", "save")
+COSTS = "costs.jsonl"
+Cost = dict[str, float]
+
+
+class Costs:
+    """Seconds, memory beyond that at the start, and bytes written or sent, of what runs inside; with all ranks."""
+
+    def __enter__(self) -> Costs:
+        _meet()
+        self._stop = threading.Event()
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
+        self._before, self._written, self._anonymous = _status(), _written(), 0
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._sampler.start()
+        self._start, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        cpu = time.process_time() - self._cpu
+        _meet()
+        self._stop.set()
+        self._sampler.join()
+        self.found: Cost = {
+            "seconds": time.perf_counter() - self._start,
+            "cpu": cpu,
+            "resident": _status()["VmHWM"] - self._before["VmRSS"],
+            "anonymous": self._anonymous,
+            "written": _written() - self._written,
+        }
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.002):
+            self._anonymous = max(self._anonymous, _status()["RssAnon"] - self._before["RssAnon"])
+
+
+def _meet() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def _status() -> dict[str, int]:
+    """Returns what the kernel counts for this process, in bytes."""
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1] == "kB"}
+
+
+def _written() -> int:
+    """Returns the bytes that this process has given to the system, to write or to send."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--timeout", type=int, default=1200, help="seconds after which the run is ended")
-    parser.add_argument("--markdown", type=Path, help="also write the table there")
-    parser.add_argument("--folder", help="where checkpoints are written; default: a temporary folder")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        work(options)
+    options = read_options()
+    if options.out is not None:
+        Ranks(int(os.environ["WORLD_SIZE"]), pins=False).run(STUDIES[options.study], options)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        sys.argv += ["--folder", folder]
-        sys.exit(shaped_link.run_to_end(lambda rank: shaped_link.start_rank(rank, folder, 2, -1), 2, options.timeout))
+        out = ["--out", folder]
+        if options.study == "load":
+            _write_checkpoint(options, folder)
+            starts = [(options.tp * options.pp, [*out, "--way", way]) for way in options.ways]
+        else:
+            starts = [(count, out) for count in (options.ranks if options.study == "model" else [2])]
+        for count, arguments in starts:
+            if code := Ranks(count, pins=False, seconds=options.timeout).start(arguments):
+                sys.exit(code)
+        rows = [json.loads(line) for line in Path(folder, COSTS).read_text().splitlines()]
+    text = describe(rows)
+    print(text)
+    save(options, f"Saving and loading: {options.study}", __doc__, text, rows)
 
 
-def work(options: argparse.Namespace) -> None:
-    """A rank: every row, so many times."""
-    import torch
-    import torch.distributed as dist
+def read_options() -> argparse.Namespace:
+    parser = options_of(__doc__, hidden=768, layers=8, vocabulary=8192, repeats=3, timeout=1200, tp=1, pp=1)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="for `model`")
+    parser.add_argument("--shards", default="200MB", help="the most bytes of a file that `load` reads")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="for `load`")
+    parser.add_argument("--folder", help="where models are written; default: a temporary folder")
+    add_outputs(parser)
+    for hidden in ("--way", "--out"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
+
+def config_of(options: argparse.Namespace) -> Any:
+    """Returns the configuration of the Llama."""
+    return llama(options.hidden, options.layers, options.vocabulary, max_position_embeddings=64)
+
+
+def arguments_of(folder: str, **more: Any) -> Any:
+    """Returns `TrainingArguments` of a run on the CPU that reports nothing."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True, **more)
+
+
+def tell(options: argparse.Namespace, name: str, size: int, runs: Sequence[Cost]) -> None:
+    """Adds a row to the file of the command. Collective.
+
+    Args:
+        options: of the command.
+        name: of the row.
+        size: bytes that this rank holds, or that are on the disk.
+        runs: what each repeat cost this rank.
+    """
     from hf_helix.runtime.distributed.agreement import all_gather_object
 
-    torch.set_num_threads(1)
-    seconds_of_ranks: dict[str, list[Any]] = {}
-    parameters = 0
+    ranks = all_gather_object((size, runs))
+    if options.rank == 0:
+        row = {"name": name, "sizes": [size for size, _ in ranks], "ranks": [runs for _, runs in ranks]}
+        with Path(options.out, COSTS).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+# -- a checkpoint of the Trainer -----------------------------------------------------------------------------------
+
+
+def trainer_study(options: argparse.Namespace) -> None:
+    """One rank: every way of saving and of going on."""
+    found: dict[str, list[Cost]] = {}
+    sizes: dict[str, int] = {}
     for _ in range(options.repeats):
-        for name, (helix, steps) in LAYOUTS.items():
-            trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
-            parameters = parameters or sum(p.numel() for p in trainer.model.parameters())
+        for name, (helix, steps) in TRAINERS.items():
+            trainer, costs = make_trainer(f"{options.out}/{name}", helix, steps, options)
             trainer.train()
-            seconds_of_ranks.setdefault(f"save, {name}", []).append(all_gather_object(costs["save"]))
+            found.setdefault(f"save, {name}", []).append(costs["save"])
+            saved = [path for path in Path(options.out, name, "checkpoint-1").rglob("*") if path.is_file()]
+            sizes[f"save, {name}"] = sum(path.stat().st_size for path in saved)
             for source in {name, name if helix is None else SAVED_BY}:
-                trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
-                trainer.args.max_steps = 2
-                trainer.args.save_strategy = "no"
-                trainer.train(resume_from_checkpoint=f"{options.folder}/{source}/checkpoint-1")
-                seconds_of_ranks.setdefault(f"resume, {name}, saved by {source}", []).append(
-                    all_gather_object(costs["resume"])
-                )
-    if dist.get_rank() == 0:
-        sizes = {name: size_of(Path(options.folder, name, "checkpoint-1")) for name in LAYOUTS}
-        text = describe(seconds_of_ranks, sizes, parameters)
-        print(text, flush=True)
-        if options.markdown:
-            options.markdown.write_text(markdown(text))
-    dist.barrier()
-    shutil.rmtree(options.folder, ignore_errors=True)
+                trainer, costs = make_trainer(f"{options.out}/{name}", helix, steps, options)
+                trainer.args.max_steps, trainer.args.save_strategy = 2, "no"
+                trainer.train(resume_from_checkpoint=f"{options.out}/{source}/checkpoint-1")
+                found.setdefault(f"resume, {name}, saved by {source}", []).append(costs["resume"])
+    for name in sorted(found, key=lambda name: name.startswith("resume")):
+        tell(options, name, sizes.get(name, 0), found[name])
 
 
-def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argparse.Namespace) -> tuple[Any, Any]:
-    """A trainer that notes its costs in a dictionary: seconds, and bytes above what the process had."""
+def make_trainer(
+    folder: str, helix: dict[str, Any] | None, steps: int, options: argparse.Namespace
+) -> tuple[Any, dict[str, Cost]]:
+    """Returns a trainer, and the dictionary in which it notes what `save` and `resume` cost."""
     import torch
-    from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+    from transformers import LlamaForCausalLM, PrinterCallback, Trainer
 
     from hf_helix import HelixConfig, HelixTrainer
 
-    costs: dict[str, tuple[float, int]] = {}
+    costs: dict[str, Cost] = {}
 
     def noted(name: str, call: Callable[[], Any]) -> Any:
-        torch.distributed.barrier()
-        before, start = resident(set_back=True), time.perf_counter()
-        result = call()
-        torch.distributed.barrier()
-        seconds, more = time.perf_counter() - start, peak() - before
-        sum_, most = costs.get(name, (0.0, 0))
-        costs[name] = sum_ + seconds, max(most, more)
+        with Costs() as measured:
+            result = call()
+        before = costs.get(name, dict.fromkeys(measured.found, 0.0))
+        added = {key: before[key] + measured.found[key] for key in ("seconds", "cpu", "written")}
+        costs[name] = {**{key: max(before[key], value) for key, value in measured.found.items()}, **added}
         return result
 
     class Noted:
@@ -125,22 +221,11 @@ def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argpars
             load = super()._load_optimizer_and_scheduler  # type: ignore[misc]
             return noted("resume", lambda: load(checkpoint))
 
-    config = shaped_link.llama(options, options.vocabulary, heads=8, max_position_embeddings=64)
     torch.manual_seed(0)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, options.vocabulary, (32, 32))]
-    args = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=steps,
-        save_strategy="steps",
-        save_steps=1,
-        logging_strategy="no",
-    )
-    common: dict[str, Any] = {"model": LlamaForCausalLM(config), "args": args, "train_dataset": rows}
+    batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+    args = arguments_of(folder, max_steps=1, save_strategy="steps", save_steps=1, logging_strategy="no", **batch)
+    common: dict[str, Any] = {"model": LlamaForCausalLM(config_of(options)), "args": args, "train_dataset": rows}
     if helix is None:
         trainer = type("Stock", (Noted, Trainer), {})(**common)
     else:
@@ -149,58 +234,115 @@ def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argpars
     return trainer, costs
 
 
-def resident(set_back: bool = False) -> int:
-    """Bytes of this process in memory now; its peak counts from here on."""
-    if set_back:
-        Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
+# -- save_pretrained of a cut model --------------------------------------------------------------------------------
 
 
-def peak() -> int:
-    """The most bytes since then."""
-    return status("VmHWM")
-
-
-def status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def describe(seconds_of_ranks: dict[str, list[Any]], sizes: dict[str, int], parameters: int) -> str:
-    """The table: medians of the slowest rank's seconds, with all of them; the highest peak of each rank."""
-    lines = [
-        f"{parameters / 1e6:.1f} M parameters in fp32, {4 * parameters / 1e6:.0f} MB, with AdamW's states "
-        f"{12 * parameters / 1e6:.0f} MB; on the disk {', '.join(f'{n}: {s / 1e6:.0f} MB' for n, s in sizes.items())}",
-        f"  {'':<66}{'s':>7}   of                 peak MB above, by rank",
-    ]
-    for name, runs in sorted(seconds_of_ranks.items(), key=lambda item: item[0].startswith("resume")):
-        seconds = [max(cost[0] for cost in ranks) for ranks in runs]
-        peaks = [max(ranks[rank][1] for ranks in runs) for rank in range(2)]
-        every = " ".join(f"{value:.2f}" for value in seconds)
-        above = " ".join(f"{value / 1e6:.0f}" for value in peaks)
-        lines.append(f"  {name:<66}{statistics.median(seconds):7.2f}   {every:<18} {above}")
-    return "\n".join(lines)
-
-
-def markdown(text: str) -> str:
-    """The table with what is needed to repeat it."""
-    import os
-
+def model_study(options: argparse.Namespace) -> None:
+    """One rank: every layout of this number of ranks."""
     import torch
-    import transformers
+    from transformers import LlamaForCausalLM
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    command = " ".join(["python", *sys.argv[: sys.argv.index("--folder")]])
-    return (
-        f"# Saving and resuming, {datetime.date.today().isoformat()}\n\n- command: `{command}`\n"
-        f"- commit: {commit.stdout.strip()}\n- torch {torch.__version__}, transformers {transformers.__version__}\n"
-        f"- machine: {platform.machine()}, {os.cpu_count()} cores, two processes\n\n```\n{text}\n```\n"
-    )
+    from hf_helix import HelixConfig, HelixTrainer
+    from hf_helix.checkpoint.folders import to_disk
 
+    count = int(os.environ["WORLD_SIZE"])
+    for layout in LAYOUTS[count]:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config_of(options))
+        helix = HelixConfig(plan="sequential", **layout)
+        trainer = HelixTrainer(model=model, args=arguments_of(options.out), helix_config=helix)
+        name = " ".join(f"{key.removesuffix('_size')} {value}" for key, value in layout.items()) or f"dp {count}"
+        for where in ("shared", "apart") if count == 2 and layout else ("shared",):
+            folder = Path(options.out, f"of-rank-{options.rank}" if where == "apart" else "model")
+            folder.mkdir(exist_ok=True)
+            runs = []
+            for _ in range(options.repeats + 1):
+                with Costs() as costs:
+                    trainer.helix.save_pretrained(str(folder))
+                    if options.rank == 0:
+                        to_disk(folder)
+                runs.append(costs.found)
+            tell(options, f"{name} on {count} ranks, {where}", _held(model), runs[1:])
+        trainer.helix.close()
+        del trainer, model
+
+
+# -- starting ------------------------------------------------------------------------------------------------------
+
+
+def _write_checkpoint(options: argparse.Namespace, folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config_of(options), dtype=torch.float32)
+    model.save_pretrained(f"{folder}/model", max_shard_size=options.shards)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    print(f"a Llama of {_held(model) / 1e6:.0f} MB in fp32, its largest tensor {largest / 1e6:.0f} MB", flush=True)
+
+
+def load_study(options: argparse.Namespace) -> None:
+    """One rank, one way."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from hf_helix import HelixConfig, HelixTrainer
+
+    args, folder = arguments_of(f"{options.out}/trained", save_strategy="no"), f"{options.out}/model"
+    helix = HelixConfig(tp_size=options.tp, pp_size=options.pp, plan="sequential")
+    # Connections, the mesh and what is imported late are there before anything is counted.
+    small = AutoModelForCausalLM.from_config(llama(64, options.layers, 128))
+    HelixTrainer(model=small, args=args, helix_config=helix)
+
+    def start(model: Any) -> Any:
+        return HelixTrainer(model=model, args=args, helix_config=helix)
+
+    def random() -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(options), dtype=torch.float32)
+        return start(model)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "whole": lambda: start(AutoModelForCausalLM.from_pretrained(folder)),
+        "folder": lambda: start(folder),
+        "random": random,
+    }
+    if options.way == "save":
+        trainer = start(folder)
+        ways["save"] = trainer.save_model
+    with Costs() as costs:
+        made = ways[options.way]()
+    tell(options, options.way, _held((trainer if made is None else made).model), [costs.found])
+
+
+def _held(model: Any) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def describe(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table: the slowest rank's seconds, peaks of all ranks in MB."""
+    cells = []
+    for row in rows:
+        repeats = [[runs[place] for runs in row["ranks"]] for place in range(len(row["ranks"][0]))]
+        seconds = [max(cost["seconds"] for cost in ranks) for ranks in repeats]
+        cpu = statistics.median(max(cost["cpu"] for cost in ranks) for ranks in repeats)
+        by_rank = [
+            " ".join(f"{max(cost[name] for cost in runs) / 1e6:.0f}" for runs in row["ranks"])
+            for name in ("anonymous", "resident", "written")
+        ]
+        spread = " ".join(f"{value:.2f}" for value in seconds)
+        size = " ".join(f"{size / 1e6:.0f}" for size in dict.fromkeys(row["sizes"]) if size)
+        cells.append([row["name"], f"{statistics.median(seconds):.2f}", f"{cpu:.2f}", spread, size, *by_rank])
+    return columns(("", "s", "CPU s", "s of", "held or on disk", "anonymous", "resident", "written or sent"), cells)
+
+
+STUDIES: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "trainer": trainer_study,
+    "model": model_study,
+    "load": load_study,
+}
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ derived from the model. Both under the plan `sequential`, in fp32 on the CPU.
 How: both runners live in one process and run windows in turn; who goes first changes from round to round. The table
 shows the medians, and the median and the quartiles of the ratio of a round. Gradients are compared as well.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.derived_speed
+    python -m benchmarks.derived_speed
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import time
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benchmarks.common import llama, options_of
 from hf_helix import HelixConfig
 from hf_helix.engine.build import build_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
@@ -33,17 +34,10 @@ DECLARED, DERIVED = "declared", "derived"
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = options_of(__doc__, hidden_size=256, layers=4, length=128, microbatches=4, rounds=20).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=options.hidden_size,
-        intermediate_size=options.hidden_size * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
+    config = llama(options.hidden_size, options.layers, num_key_value_heads=4)
     model = LlamaForCausalLM(config).train()
     runs = {name: Run(copy.deepcopy(model), name, options) for name in (DECLARED, DERIVED)}
     ratios, times = [], {name: [] for name in runs}
@@ -94,18 +88,6 @@ class Run:
 
     def gradients(self) -> Any:
         return [(name, p.grad) for name, p in self.model.named_parameters()]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -5,22 +5,22 @@ Llama under several lengths of the sequence and layouts, as `hf-helix profile` d
 amounts and the cluster. Printed are milliseconds measured, estimated, and how far the estimate is off: of the sum over
 a layer and over the ends, and of large operators. Nothing else should run on the machine.
 
-    OMP_NUM_THREADS=1 python benchmarks/estimate_error.py --lengths 256 512 1024 --tp_sizes 1 2
+    python -m benchmarks.estimate_error --lengths 256 512 1024 --tp_sizes 1 2
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import yaml
+
+from benchmarks.common import ROOT, options_of
+from benchmarks.ranks import Ranks
 
 RANKS = 2
 LARGE = 0.05
@@ -28,43 +28,35 @@ LARGE = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(Path(__file__).parents[1] / "recipes" / "models" / "llama-5m"))
+    model = str(ROOT / "recipes" / "models" / "llama-5m")
+    parser = options_of(__doc__, model=model, lengths=[256, 512, 1024], tp_sizes=[1, 2], repeats=3)
     parser.add_argument("--hidden", type=int, help="another size of hidden states, with the rest in proportion")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024])
-    parser.add_argument("--tp_sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16")
     parser.add_argument("--cluster", help="a cluster file; left out, the machine is measured")
     parser.add_argument("--output", type=Path, help="where to write what was measured")
     parser.add_argument("--link", help="an emulated link, such as 300mbit")
-    parser.add_argument("--repeats", type=int, default=3, help="profiles of each case, of which medians are taken")
     parser.add_argument("--all", action="store_true", help="print every operator of a layer")
-    options = parser.parse_args()
-    mp.spawn(work, (options,), nprocs=RANKS)
+    Ranks(RANKS, pins=False).run(work, parser.parse_args())
 
 
-def work(rank: int, options: argparse.Namespace) -> None:
+def work(options: argparse.Namespace) -> None:
     """One rank."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29578", RANK=str(rank), WORLD_SIZE=str(RANKS))
     from hf_helix.measure.cluster_file import measure_cluster
     from hf_helix.simulation.cluster import load_cluster, parse_cluster
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     if options.cluster:
         cluster = load_cluster(options.cluster)
     else:
         data = measure_cluster(torch.device("cpu"), options.link)
         cluster = parse_cluster(data, "this machine")
-        if rank == 0 and options.output:
+        if options.rank == 0 and options.output:
             options.output.write_text(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120))
     for tp_size in options.tp_sizes:
         for length in options.lengths:
             measured, estimated = compare(options, tp_size, length, cluster)
-            if rank == 0:
+            if options.rank == 0:
                 print(f"\ntp_size={tp_size}, {length} tokens, {'bf16' if options.bf16 else 'fp32'}")
                 describe(measured, estimated, options.all)
-    dist.destroy_process_group()
 
 
 def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any) -> tuple[dict[Any, float], Any]:

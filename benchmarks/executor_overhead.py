@@ -8,45 +8,37 @@ gradients that the executor makes itself (two per layer, of 16 numbers each). Fo
 - tensor-parallel size 2 in one process: communication, too. It is handed to the worker thread and waited for as in a
   real run, but moves nothing.
 
-Beside them, for scale: the real operators on tensors of hidden size 8 and sequence length 2, once through the executor
-and once called directly, one after the other in the order in which the executor calls them. Their difference is another
-measure of the same cost, with real operators' allocations and cache misses around it.
-
 How: the cases run in turn in one process, some windows each round. A round gives one time per case, the median of its
 windows; the table shows median, minimum and maximum over rounds. From the idle cases follows what one communication
 costs: what a window of size 2 takes longer than its computations would at the cost per operator of size 1.
 
-    OMP_NUM_THREADS=1 python benchmarks/executor_overhead.py
+    python -m benchmarks.executor_overhead
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from one_process import environment
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common import add_outputs, columns, facts, options_of, save
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators.base import (
     Call,
     Communication,
-    Method,
     SplitComputation,
     TensorOperator,
     Tensors,
     Work,
-    explicit_gradients,
 )
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
@@ -69,7 +61,6 @@ HIDDEN, SEQUENCE, VOCABULARY = 8, 2, 16
 NOTHING = torch.zeros(SEQUENCE, 1, HIDDEN)
 
 IDLE, IDLE_COMMUNICATING, TRACED = "idle, computation", "idle, computation and communication", ", traced"
-REAL, DIRECT = "real, by the executor", "real, called directly"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,23 +77,17 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = make_cases(options)
     rounds = [run_round(cases, options.windows) for _ in range(options.warmup_rounds + options.rounds)]
-    result = summarise(rounds[options.warmup_rounds :], cases, options)
-    print_result(result)
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    result = summarise(rounds[options.warmup_rounds :], cases)
+    text = describe(result, options)
+    print(text)
+    print("\n".join(f"{name}: {value}" for name, value in facts().items()))
+    save(options, "The executor", __doc__, text, result)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches in a window")
+    parser = options_of(__doc__, layers=4, micro_batches=4, windows=20, rounds=20, warmup_rounds=2)
     parser.add_argument("--plan", default="greedy", choices=[rule for rule in RULES if rule != "intra_batch"])
-    parser.add_argument("--windows", type=int, default=20, help="windows of each case in a round")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds that count")
-    parser.add_argument("--warmup-rounds", type=int, default=2)
-    parser.add_argument("--json", help="also write the result to this file")
+    add_outputs(parser)
     return parser.parse_args()
 
 
@@ -164,11 +149,6 @@ def make_cases(options: argparse.Namespace) -> dict[str, Case]:
         for trace in (False, True):
             name = what + (TRACED if trace else "")
             cases[name] = Case(timed_window(idle, window, trace), *count_operators(units, options))
-        if tp_size == 1:
-            real = make_runner(units, tp_size, options.plan)
-            counts = count_operators(units, options)
-            cases[REAL] = Case(timed_window(real, window, trace=False), *counts)
-            cases[DIRECT] = Case(timed_calls(real, window), *counts)
     return cases
 
 
@@ -224,62 +204,6 @@ def timed_window(runner: Runner, window: list[MicroBatch], trace: bool) -> Calla
     return run
 
 
-def timed_calls(runner: Runner, window: list[MicroBatch]) -> Callable[[], float]:
-    """The operators of a window, called without the executor, as they were recorded when it called them."""
-
-    def run() -> float:
-        calls = record_calls(runner, window)
-        start = time.perf_counter()
-        with explicit_gradients():
-            for call, arguments in calls:
-                call(*arguments)
-        return time.perf_counter() - start
-
-    return run
-
-
-def record_calls(runner: Runner, window: list[MicroBatch]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Every call of an operator that a window makes, in order, with inputs that can be used once more.
-
-    The recorded window itself runs with operators that hand out their own results, so `Call`s are replaced by fresh
-    ones: a recorded backward finds what the recorded forward before it leaves.
-    """
-    recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-    fresh: dict[int, Call] = {}
-    kept: list[Call] = []
-
-    def note(function: Callable[..., Any], call: Call, inputs: tuple[Tensor, ...]) -> Any:
-        if id(call) not in fresh:
-            kept.append(call)  # so that no other call gets its id
-            fresh[id(call)] = Call(call.side, call.seed, call.training, call.precision)
-        recorded.append((function, (fresh[id(call)], *inputs)))
-        return function(call, *inputs)
-
-    units = [
-        dataclasses.replace(unit, operators={name: _Noting(op, note) for name, op in unit.operators.items()})
-        for unit in runner.stage.units.values()
-    ]
-    noting = Runner(place_units(units), runner.plan, runner.mesh, runner.executor.streams, runner.scheduler, seed=0)
-    noting.train_window(window)
-    return recorded
-
-
-class _Noting(TensorOperator):
-    """A computation that tells of every call."""
-
-    def __init__(self, operator: TensorOperator, note: Callable[..., Any]) -> None:
-        self._operator = operator
-        self._note = note
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self._operator.parameters
-
-    def method_of(self, part: Part) -> Method:
-        method = self._operator.method_of(part)
-        return lambda call, *inputs: self._note(method, call, inputs)
-
-
 # -- measuring and printing --------------------------------------------------------------------------------------
 
 
@@ -291,7 +215,7 @@ def run_round(cases: dict[str, Case], windows: int) -> dict[str, float]:
     }
 
 
-def summarise(rounds: list[dict[str, float]], cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Any]:
+def summarise(rounds: list[dict[str, float]], cases: dict[str, Case]) -> dict[str, Any]:
     rows = {}
     for name, case in cases.items():
         micros = [each[name] for each in rounds]
@@ -303,12 +227,9 @@ def summarise(rounds: list[dict[str, float]], cases: dict[str, Case], options: a
         }
     return {
         "microseconds": rows,
-        "real_difference": statistics.median(each[REAL] - each[DIRECT] for each in rounds),
         "communication": {
             name: statistics.median(_per_communication(each, cases, name) for each in rounds) for name in ("", TRACED)
         },
-        "options": vars(options),
-        "environment": environment(),
     }
 
 
@@ -319,29 +240,23 @@ def _per_communication(round_: dict[str, float], cases: dict[str, Case], traced:
     return (whole - computations) / case.num_communications
 
 
-def print_result(result: dict[str, Any]) -> None:
-    options, rows = result["options"], result["microseconds"]
-    print(
-        f"Llama, {options['layers']} layers, {options['micro_batches']} micro-batches, plan {options['plan']}; "
-        f"{options['rounds']} rounds of {options['windows']} windows of each case, in turn\n"
-    )
-    print(f"| {'case':<43} | operators | us per operator |   min |   max |")
-    print(f"|{'-' * 45}|{'-' * 10}:|{'-' * 16}:|{'-' * 6}:|{'-' * 6}:|")
-    for name, row in rows.items():
-        print(
-            f"| {name:<43} | {row['operators']:>9} | {row['median']:>15.1f} | {row['min']:>5.1f} | {row['max']:>5.1f} |"
-        )
-    communication = result["communication"]
-    print(f"\nreal operators, the executor's share: {result['real_difference']:.1f} us per operator")
-    print(
-        f"one communication, with hand-over to its thread and waiting for it: {communication['']:.1f} us, "
-        f"traced {communication[TRACED]:.1f} us"
-    )
+def describe(result: dict[str, Any], options: argparse.Namespace) -> str:
+    rows, communication = result["microseconds"], result["communication"]
+    cells = [
+        (name, str(row["operators"]), *(f"{row[key]:.1f}" for key in ("median", "min", "max")))
+        for name, row in rows.items()
+    ]
     worst = max(row["median"] for name, row in rows.items() if name.startswith(IDLE))
     verdict = "met" if worst < TARGET else "missed"
-    print(f"target: below {TARGET:.0f} us per operator on average, {verdict} (worst idle case {worst:.1f} us)\n")
-    for name, value in result["environment"].items():
-        print(f"{name}: {value}")
+    lines = [
+        f"Llama, {options.layers} layers, {options.micro_batches} micro-batches, plan {options.plan}; "
+        f"{options.rounds} rounds of {options.windows} windows of each case, in turn",
+        columns(("case", "operators", "us per operator", "min", "max"), cells),
+        f"one communication, with hand-over to its thread and waiting for it: {communication['']:.1f} us, "
+        f"traced {communication[TRACED]:.1f} us",
+        f"target: below {TARGET:.0f} us per operator on average, {verdict} (worst idle case {worst:.1f} us)",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

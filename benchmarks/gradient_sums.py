@@ -7,50 +7,37 @@ sums is their price: what is exposed, and what computation loses to them where g
 exposed alone is taken from traces of further windows: the time of sums in which nothing is computed. Medians; the
 slower rank counts.
 
-    python benchmarks/gradient_sums.py --layouts dp2 cp2 --microbatches 4 8 16
+    python -m benchmarks.gradient_sums --layouts dp2 cp2 --microbatches 4 8 16
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 from dataclasses import replace
 from typing import Any
 
-import shaped_link
+from benchmarks.common import facts, llama, options_of
+from benchmarks.ranks import Ranks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(
+        __doc__, link="150mbit", microbatches=[4, 8, 16], batch=2, sequence=256, hidden=256, layers=8, repeats=5
+    )
     parser.add_argument("--layouts", nargs="+", choices=("dp2", "cp2"), default=["dp2", "cp2"])
-    parser.add_argument("--link", default="150mbit", help="as of HelixConfig(link=...)")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        shaped_link.launch_here()
-    options.rank = int(os.environ["RANK"])
-    work(options)
+    Ranks().run(work, parser.parse_args())
 
 
 def work(options: argparse.Namespace) -> None:
     """One rank: every layout and window in turn."""
-    import torch.distributed as dist
-
-    shaped_link.join(options.rank)
     if options.rank == 0:
-        print(shaped_link.versions())
+        print(facts())
     for layout in options.layouts:
         for line in measure(layout, options):
             if options.rank == 0:
                 print(line, flush=True)
-    dist.destroy_process_group()
 
 
 def measure(layout: str, options: argparse.Namespace) -> list[str]:
@@ -64,7 +51,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
     from hf_helix.tuning.candidates import baseline_runner, plan_runners
 
     config = HelixConfig(tp_size=1, cp_size=2 if layout == "cp2" else 1, link=options.link)
-    made = Workload(shaped_link.llama(options), config, torch.device("cpu"))
+    made = Workload(llama(options.hidden, options.layers, heads=16), config, torch.device("cpu"))
     profile = measure_profile(baseline_runner(made.runner, 4), made.window(4, options.batch, options.sequence), {})
     lines = []
     for count in options.microbatches:

@@ -7,14 +7,13 @@ collectives themselves, and that a few calls launch more than one kernel (a matr
 dimension, a sum over rows of a tall matrix). With `--compile`, a function that is compiled counts as many kernels as
 it has nests of loops in the C++ that is compiled for the CPU: at least as many as on CUDA, where more is fused.
 
-    python benchmarks/kernel_count.py
-    python benchmarks/kernel_count.py --compile
-    python benchmarks/kernel_count.py --model qwen3 --tp_size 1 --precision fp32
+    python -m benchmarks.kernel_count
+    python -m benchmarks.kernel_count --compile
+    python -m benchmarks.kernel_count --model qwen3 --tp_size 1 --precision fp32
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import re
 from collections import Counter
@@ -31,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.common import options_of
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph import builder, norms
 from hf_helix.models.graph.context import ParallelContext
@@ -350,11 +350,7 @@ def _is_free(function: Any) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--model", default="llama", help="a model type of Transformers")
-    parser.add_argument("--tp_size", type=int, default=2)
+    parser = options_of(__doc__, model="llama", tp_size=2)
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
     parser.add_argument("--compile", action="store_true", help="as under HelixConfig(compile=True)")
     parser.add_argument("--calls", action="store_true", help="also which calls they are")

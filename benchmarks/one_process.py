@@ -10,32 +10,27 @@ ratio; the table shows the median over rounds, and the spread of the ratio over 
 so is the first step of every round (there is no step before it to count from). The losses are compared as well, because
 a faster trainer that learns something else would be worth nothing.
 
-    OMP_NUM_THREADS=1 python benchmarks/one_process.py
-    OMP_NUM_THREADS=1 python benchmarks/one_process.py --hidden-size 64 --json result.json
+    python -m benchmarks.one_process
+    python -m benchmarks.one_process --hidden_size 64 --json result.json
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from benchmarks.common import add_outputs, columns, facts, llama, options_of, save
 from hf_helix import HelixConfig, HelixTrainer
 
 TARGET = 1.10
@@ -52,31 +47,18 @@ def main() -> None:
         trainers = make_trainers(options, folder)
         rounds = [run_round(trainers, number) for number in range(options.warmup_rounds + options.rounds)]
     result = summarise(rounds, options)
-    print_result(result)
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    text = describe(result)
+    print(text)
+    print("\n".join(f"{name}: {value}" for name, value in facts().items()))
+    save(options, "One process", __doc__, text, result)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--intermediate-size", type=int, help="default: 2.75 times the hidden size")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--micro-batch", type=int, default=2, help="samples in a micro-batch")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches in an optimizer step")
-    parser.add_argument("--optimizer", default="adamw_torch_fused")
-    parser.add_argument("--plan", default="auto", help="the plan of HelixTrainer")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
-    parser.add_argument("--warmup-rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="steps of each trainer in a round that count")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--json", help="also write the result to this file")
+    model = {"hidden_size": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab_size": 4096, "sequence_length": 256}
+    batch = {"micro_batch": 2, "accumulation": 4, "optimizer": "adamw_torch_fused", "plan": "auto"}
+    parser = options_of(__doc__, **model, **batch, rounds=12, warmup_rounds=2, steps=4, threads=1)
+    parser.add_argument("--intermediate_size", type=int, help="default: 2.75 times the hidden size")
+    add_outputs(parser)
     options = parser.parse_args()
     if options.intermediate_size is None:
         options.intermediate_size = options.hidden_size * 11 // 4
@@ -159,16 +141,9 @@ def make_trainer(
 
 def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        vocab_size=options.vocab_size,
-        max_position_embeddings=options.sequence_length,
-    )
-    return LlamaForCausalLM(config)
+    more = {"intermediate_size": options.intermediate_size, "num_key_value_heads": options.kv_heads}
+    more["max_position_embeddings"] = options.sequence_length
+    return LlamaForCausalLM(llama(options.hidden_size, options.layers, options.vocab_size, options.heads, **more))
 
 
 def make_training_arguments(options: argparse.Namespace, folder: str, **arguments: Any) -> TrainingArguments:
@@ -210,66 +185,25 @@ def summarise(rounds: list[dict[str, dict[str, float]]], options: argparse.Names
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
         "largest_loss_difference": max(abs(each[HELIX]["loss"] - each[STOCK]["loss"]) for each in rounds),
         "rounds": rounds,
-        "options": vars(options),
-        "environment": environment(),
+        "options": {name: value for name, value in vars(options).items() if name not in ("json", "markdown")},
     }
 
 
-def environment() -> dict[str, str]:
-    """Where and with what a result was measured."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": f"{os.cpu_count()} x {_cpu_name()}",
-        "load": "{:.2f} {:.2f} {:.2f}".format(*os.getloadavg()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": str(torch.get_num_threads()),
-        "commit": _commit(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _commit() -> str:
-    """The commit of the source tree, with a mark if hf_helix was changed since."""
-    here = Path(__file__).parent.parent
-    command = ["git", "-C", str(here)]
-    try:
-        commit = subprocess.check_output([*command, "rev-parse", "--short", "HEAD"], text=True).strip()
-        changed = subprocess.check_output([*command, "status", "--porcelain", "hf_helix"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + (", with changes" if changed else "")
-
-
-# -- printing ----------------------------------------------------------------------------------------------------
-
-
-def print_result(result: dict[str, Any]) -> None:
+def describe(result: dict[str, Any]) -> str:
     options, ratio = result["options"], result["ratio"]
-    print(
+    rows = [(name, f"{seconds * 1e3:.1f}") for name, seconds in result["seconds"].items()]
+    verdict = "met" if ratio["median"] <= TARGET else "missed"
+    lines = [
         f"Llama: hidden {options['hidden_size']}, {options['layers']} layers, vocabulary {options['vocab_size']}, "
         f"sequence {options['sequence_length']}; {options['accumulation']} micro-batches of {options['micro_batch']}; "
-        f"fp32, {options['optimizer']}"
-    )
-    print(f"{options['rounds']} rounds of {options['steps']} steps each, in turn\n")
-    print(f"| {'trainer':<20} | median step |")
-    print(f"|{'-' * 22}|{'-' * 12}:|")
-    for name, seconds in result["seconds"].items():
-        print(f"| {name:<20} | {seconds * 1e3:>8.1f} ms |")
-    verdict = "met" if ratio["median"] <= TARGET else "missed"
-    print(f"\nratio over rounds: median {ratio['median']:.3f}, min {ratio['min']:.3f}, max {ratio['max']:.3f}")
-    print(f"target: at most {TARGET:.2f}, {verdict}")
-    print(f"largest difference between the mean losses of a round: {result['largest_loss_difference']:.1e}\n")
-    for name, value in result["environment"].items():
-        print(f"{name}: {value}")
+        f"fp32, {options['optimizer']}",
+        f"{options['rounds']} rounds of {options['steps']} steps each, in turn",
+        columns(("trainer", "median step ms"), rows),
+        f"ratio over rounds: median {ratio['median']:.3f}, min {ratio['min']:.3f}, max {ratio['max']:.3f}",
+        f"target: at most {TARGET:.2f}, {verdict}",
+        f"largest difference between the mean losses of a round: {result['largest_loss_difference']:.1e}",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

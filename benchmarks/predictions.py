@@ -35,6 +35,7 @@ import torch.multiprocessing as mp
 import yaml
 from transformers import LlamaConfig, MixtralConfig
 
+from benchmarks.common import markdown, options_of
 from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
@@ -59,6 +60,8 @@ from hf_helix.tuning.candidates import plan_runners
 CPU = torch.device("cpu")
 DENSE, EXPERTS = "llama", "mixtral"
 SCHEDULE = "folded_1f1b"
+TITLES = ("layout", "recompute", "link", "plan", "predicted s", "measured s", "ratio", "spread")
+TITLES += ("predicted MB", "counted MB", "ratio")
 APART = 0.1
 """Layouts whose steps differ by more than this part must be predicted in the right order."""
 
@@ -162,19 +165,11 @@ def main() -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"hidden": 384, "layers": 4, "sequence": 256, "microbatches": 8, "repeats": 3}
+    links = ["200mbit", "500mbit", "1gbit"]
+    parser = options_of(__doc__, links=links, plans=["sequential", "greedy"], recompute=["none", "full"], **sizes)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], choices=(2, 4), help="processes")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument(
-        "--links", nargs="+", default=["200mbit", "500mbit", "1gbit"], help="as of HelixConfig(link=...)"
-    )
-    parser.add_argument("--plans", nargs="+", default=["sequential", "greedy"])
-    parser.add_argument("--recompute", nargs="+", default=["none", "full"])
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence, over all data-parallel ranks")
-    parser.add_argument("--repeats", type=int, default=3, help="windows, of which medians are taken")
     parser.add_argument("--cluster", help="a cluster file of this machine; left out, it is measured")
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
     parser.add_argument("--json", type=Path, help="also write the figures there")
@@ -215,7 +210,7 @@ def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> No
         made, now = compare(name, recompute, now, measured, options)
         rows += made
         if rank == 0:
-            print("\n".join(map(line, made)), flush=True)
+            print("\n".join(" | ".join(line(row)) for row in made), flush=True)
     if rank == 0:
         output.write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -341,11 +336,11 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
             yield first, second
 
 
-def line(row: Row) -> str:
-    """Returns a row as a line of a table."""
-    text = f"| {row.layout} | {row.recompute} | {row.link} | {row.plan} | {row.predicted:.3f} | {row.measured:.3f} "
-    text += f"| {row.ratio:.2f} | {row.spread:.0%} | {row.memory / 1e6:.2f} | {row.counted / 1e6:.2f} "
-    return text + f"| {row.memory / row.counted:.3f} |"
+def line(row: Row) -> tuple[str, ...]:
+    """Returns a row as cells of the table."""
+    times = f"{row.predicted:.3f}", f"{row.measured:.3f}", f"{row.ratio:.2f}", f"{row.spread:.0%}"
+    memory = f"{row.memory / 1e6:.2f}", f"{row.counted / 1e6:.2f}", f"{row.memory / row.counted:.3f}"
+    return row.layout, row.recompute, row.link, row.plan, *times, *memory
 
 
 def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> str:
@@ -361,16 +356,8 @@ def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> 
     ]
     for ranks in dict.fromkeys(row.ranks for row in rows):
         part = [row for row in rows if row.ranks == ranks]
-        lines += ["", f"## {ranks} ranks", "", *table(part), "", *summary(part)]
+        lines += ["", f"## {ranks} ranks", "", markdown(TITLES, [line(row) for row in part]), "", *summary(part)]
     return "\n".join(lines)
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Returns the lines of a table."""
-    titles = ["layout", "recompute", "link", "plan", "predicted s", "measured s", "ratio", "spread"]
-    titles += ["predicted MB", "counted MB", "ratio"]
-    rule = "|" + "---|" * 4 + "---:|" * (len(titles) - 4)
-    return ["| " + " | ".join(titles) + " |", rule, *map(line, rows)]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
@@ -135,7 +136,8 @@ def _try_window(
     loss = float(torch.stack(contender.train_window(window)).sum())
     all_gather_object(None)
     sent = (_sent(device) - before) / 2**20
-    gradient = model.model.layers[0].input_layernorm.weight.grad  # no rank has only a part of it
+    gradient = model.model.layers[0].input_layernorm.weight.grad  # only FSDP2 has a part of it on each rank
+    gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     losses, norms, mebibytes = zip(*all_gather_object((loss, float(gradient.norm()), sent)), strict=True)
     return {"loss": statistics.fmean(losses), "gradient": statistics.fmean(norms), "sent": max(mebibytes)}
 

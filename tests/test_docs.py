@@ -16,7 +16,11 @@ from hf_helix.cli.main import build_parser
 from hf_helix.config import PLANS, HelixConfig
 
 README = ROOT / "README.md"
-PAGES = sorted(page for folder in (".", "docs", "recipes", "benchmarks/paper") for page in (ROOT / folder).glob("*.md"))
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "recipes", "benchmarks", "benchmarks/paper")
+    for page in (ROOT / folder).glob("*.md")
+)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -102,7 +106,7 @@ def test_commands_name_what_exists(page: Path) -> None:
         for word in words:
             if re.match(r"(recipes|accelerate_configs|benchmarks|docs)/", word):
                 assert (ROOT / word).exists(), words
-    for module in re.findall(r"python -m (benchmarks[\w.]*\w)", page.read_text()):
+    for module in re.findall(r"python -m (benchmarks\.[a-z][\w.]*\w)", page.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 

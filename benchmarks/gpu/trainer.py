@@ -212,7 +212,7 @@ def _trainer(name: str, model: LlamaForCausalLM, case: Case, folder: str, on_gpu
 
 
 def _options(sizes: Sizes) -> argparse.Namespace:
-    """As `benchmarks/one_process.py` takes them."""
+    """As `benchmarks.one_process` takes them."""
     return argparse.Namespace(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,

@@ -1,18 +1,30 @@
 """Ablations: graphs that leave plans less freedom, to see what a freedom is worth (the paper's figure 15).
 
-In:   the graphs of a unit, or a profile, and the names of what plans must not use.
-Out:  the same with less freedom.
-Must hold: results stay the same. No option of a run asks for this; benchmarks apply it.
+In:   the graphs of a unit, a profile or a runner, and the names of what plans must not use.
+Out:  graphs, a profile or a runner with less freedom.
+Must hold: results stay the same. Graphs and profiles are data, so nothing in the package knows of ablations.
+
+By prediction, what every rule loses with a freedom:
+
+    hf-helix profile --model FOLDER --tp_size 2 --output profile.json
+    python -m benchmarks.paper.ablate profile.json --without wgrad
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
+from benchmarks.common import markdown, options_of
+from hf_helix.cli.files import made_for, schedule_for
+from hf_helix.config import RULES
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.profile_file import load_profile
+from hf_helix.runtime.runner import Runner
 
 ABLATIONS = ("intra_node", "inter_node", "comm_beside_comm", "wgrad")
 
@@ -49,3 +61,40 @@ def _hold_weights(graph: Graph) -> Graph:
         operators.append(replace(op, ordered_after=(*op.ordered_after, held)) if held else op)
         held = op.name if op.part is Part.W else held
     return replace(graph, operators=tuple(operators))
+
+
+def ablated(runner: Runner, names: Collection[str]) -> Runner:
+    """Returns a runner of the same parameters under a plan of the same rule, made for ablated graphs by rough times."""
+    model = {index: replace(unit, graphs=ablate(unit.graphs, names)) for index, unit in runner.stage.model.items()}
+    layout = runner.stage.layout
+    layout = replace(layout, graphs={name: ablate(pair, names) for name, pair in layout.graphs.items()})
+    stage = replace(runner.stage, model=model, layout=layout)
+    plan = make_plan(runner.plan.rule, rough_profile(layout), model=runner.plan.model, mesh=runner.plan.mesh)
+    streams, autocast_dtype = runner.executor.streams, runner.precision.autocast_dtype
+    return Runner(stage, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)
+
+
+def predicted(rule: str, profile: Profile, microbatches: int) -> float:
+    """Returns the predicted seconds of a window under the plan of a rule."""
+    model, mesh = made_for(profile)
+    schedule = schedule_for(profile, microbatches)
+    plan = make_plan(rule, profile, model=model, mesh=mesh, schedule=schedule)
+    return predict_plan(plan, profile, schedule)[1].seconds
+
+
+def main() -> None:
+    parser = options_of(__doc__, microbatches=8)
+    parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, required=True, help="what plans must not use")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    options = parser.parse_args()
+    profile = load_profile(options.profile)
+    profiles, count = (profile, ablate_profile(profile, options.without)), options.microbatches
+    rows = [
+        (f"`{rule}`", *(f"{1e3 * predicted(rule, each, count):,.1f} ms" for each in profiles)) for rule in options.rules
+    ]
+    print(markdown(("plan", "predicted", f"without {', '.join(options.without)}"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,6 @@ each contention goes up and down in turn, in steps that become smaller. The two 
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.common import options_of
 from benchmarks.paper.ablation import gains
 from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_15, INCREMENTS, MEGATRON
 from benchmarks.paper.runs import Runs
@@ -199,10 +199,8 @@ def _text(constants: Constants) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=3, steps=3)
     parser.add_argument("--cluster", default=A40, choices=list(ASSUMED), help="whose constants are fitted")
-    parser.add_argument("--rounds", type=int, default=3, help="how often rates and contention are fitted in turn")
-    parser.add_argument("--steps", type=int, default=3, help="Gauss-Newton steps each time at most")
     options = parser.parse_args()
     fit, rates = Fit(Runs(), options.cluster), list(ASSUMED[options.cluster])
     constants: Constants = dict.fromkeys(rates, 1.0)

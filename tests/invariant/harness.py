@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from invariant.classes import Case
 from invariant.orders import random_orders, random_plan
-from support.ablations import ablated
 from support.graphs import ORDER_BLOCK
 from support.parity import compare_window, unsplit
 from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
 from support.tuning_jobs import hasty
 
+from benchmarks.paper.ablate import ablated
 from hf_helix import HelixTrainer
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.profile import rough_profile

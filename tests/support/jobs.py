@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.ablations import ablated
 from support.models import arguments, llama, sequences, tiny
 from transformers import Trainer, TrainerCallback
 
+from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.planning.plans.registry import make_plan
