@@ -1,20 +1,8 @@
-"""`benchmarks/kernel_count.py`, for tests: `count_layer(tiny("llama")).total()`."""
+"""`benchmarks.kernel_count`, for tests: `count_layer(tiny("llama")).total()`."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from benchmarks import kernel_count as script
+from benchmarks.kernel_count import FUSED, Kernels, count_layer
 
-from support.paths import ROOT
-
-SCRIPT = ROOT / "benchmarks" / "kernel_count.py"
-spec = importlib.util.spec_from_file_location("kernel_count", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-sys.modules["kernel_count"] = script
-spec.loader.exec_module(script)
-
-Kernels = script.Kernels
-count_layer = script.count_layer
-FUSED = script.FUSED
+__all__ = ["FUSED", "Kernels", "count_layer", "script"]
