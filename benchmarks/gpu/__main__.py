@@ -34,7 +34,7 @@ def main() -> int:
         print("torch.cuda.is_available() is False: no GPU is seen here; --dry runs the pieces on the CPU")
         return 2
     chosen = [piece for piece in PIECES if not options.pieces or piece.name in options.pieces]
-    environment = describe(ROOT)
+    environment = describe()
     print("  ".join(f"{name}: {value}" for name, value in environment.items()), flush=True)
     kind = "gpu-dry" if options.dry else "gpu"
     name = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d-%H%M}-{kind}"

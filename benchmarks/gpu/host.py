@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from benchmarks.gpu.bench import Bench, us
 from benchmarks.gpu.overlap import DRY as DRY_MODEL
 from benchmarks.gpu.overlap import Case, Sizes, lone_workload
-from benchmarks.gpu.timing import Work, issue_and_run
+from benchmarks.gpu.timing import Bench, Work, issue_and_run, us
 
 CALLS = 100
 

@@ -18,13 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.gpu import host
-from benchmarks.gpu.bench import DRY, Bench, Shapes, us
 from benchmarks.gpu.overlap import DRY as DRY_MODEL
 from benchmarks.gpu.overlap import Case, lone_workload
 from benchmarks.gpu.overlap import Sizes as ModelSizes
 from benchmarks.gpu.products import beside_blocks, fused_products, weight_gradients
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, issue_and_run, release, synchronize
+from benchmarks.gpu.timing import DRY, Bench, Budget, Shapes, issue_and_run, release, synchronize, us
 
 
 def run(report: Report, options: Options) -> None:

@@ -22,14 +22,14 @@ from transformers import LlamaConfig
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
+from benchmarks.gpu.windows import silent_mesh
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import forget_gradients, trace_window
-from hf_helix.operators.communication.transport import Axis, Transport
+from hf_helix.operators.communication.transport import Transport
 from hf_helix.planning.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.distributed.mesh import Mesh, Pipe
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.candidates import baseline_runner, plan_runners, predict_window
@@ -260,15 +260,8 @@ class Case:
 
 def lone_workload(sizes: Sizes, device: torch.device) -> Workload:
     """A model with random weights as rank 0 of a tensor-parallel group holds it; products in bf16, weights in fp32."""
-    mesh = lone_mesh(sizes.tp_size, device)
+    mesh = silent_mesh(device, tp=sizes.tp_size, made=LoneTransport)
     return Workload(_model(sizes), HelixConfig(tp_size=sizes.tp_size), device, mesh, autocast_dtype=torch.bfloat16)
-
-
-def lone_mesh(tp_size: int, device: torch.device) -> Mesh:
-    """The mesh of rank 0 of a tensor-parallel group whose other ranks do not exist."""
-    axis, single = Axis(LoneTransport(tp_size, 0)), Axis.single()
-    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
-    return Mesh(sizes, device, None, axis, single, axis, Pipe([0], ()), None, None, None, None)
 
 
 @contextlib.contextmanager

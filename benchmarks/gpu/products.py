@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.gpu.bench import Bench, us
 from benchmarks.gpu.links import Kernel
-from benchmarks.gpu.timing import CYCLES_PER_SECOND, Work
+from benchmarks.gpu.timing import CYCLES_PER_SECOND, Bench, Work, us
 
 
 def weight_gradients(bench: Bench) -> None:

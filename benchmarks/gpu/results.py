@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.common import markdown
 from benchmarks.gpu.launch import Outcome
 
 
@@ -36,15 +37,14 @@ def write_results(folder: Path, name: str, environment: Mapping[str, str], outco
 
 def page(environment: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
     """The Markdown page."""
-    lines = ["# Acceptance on a GPU", "", "Made by `python -m benchmarks.gpu`.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in environment.items()]
+    facts = "\n".join(f"- {name}: {value}" for name, value in environment.items())
+    parts = ["# Acceptance on a GPU", "Made by `python -m benchmarks.gpu`.", facts]
     for outcome in outcomes:
-        lines += ["", f"## {outcome.piece.name}: {verdict(outcome)}", "", f"{outcome.piece.about[0].upper()}"]
-        lines[-1] += f"{outcome.piece.about[1:]}. {outcome.seconds:.0f} s."
-        if outcome.entries:
-            lines += ["", "| | what | found |", "|---|---|---|"]
-        lines += [f"| {entry['outcome']} | {entry['name']} | {entry['figure']} |" for entry in outcome.entries]
-    return "\n".join(lines) + "\n"
+        about = outcome.piece.about[0].upper() + outcome.piece.about[1:]
+        parts += [f"## {outcome.piece.name}: {verdict(outcome)}", f"{about}. {outcome.seconds:.0f} s."]
+        rows = [(entry["outcome"], entry["name"], entry["figure"]) for entry in outcome.entries]
+        parts += [markdown(("", "what", "found"), rows)] if rows else []
+    return "\n\n".join(parts) + "\n"
 
 
 def verdict(outcome: Outcome) -> str:
