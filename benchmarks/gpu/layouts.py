@@ -35,6 +35,7 @@ from hf_helix.measure import operators as profiler
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.runtime.distributed.mesh import mesh_of
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import start_watch
 
 STEPS = 3
@@ -160,10 +161,9 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         engine.save_pretrained(folder)
         memory, in_use = [before, memory_held(device)], memory_in_use(device)
         optimizer = optimizer_of(engine)
-        stepped, whole = (
-            sum(each.numel() for each in some)
-            for some in (optimizer.param_groups[0]["params"], engine.model.parameters())
-        )
+        whole = sum(each.numel() for each in engine.model.parameters())
+        with plain_parameters():
+            stepped = sum(each.numel() for each in optimizer.param_groups[0]["params"])
         losses, norms = train_steps(engine, optimizer, count)
         kept = engine.tuning.kept if engine.tuning else ""
     del engine

@@ -28,6 +28,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh, Pipe
+from hf_helix.runtime.divided import plain_parameters
 
 INSTEAD = Instead("the engine", "engine.save_pretrained(folder)")
 
@@ -95,11 +96,9 @@ def train(engine: Engine, window: Sequence[Batch], step: int = 0) -> Window:
     device = engine.mesh.device
     scale = LossScale(torch.tensor(engine.mesh.dp_size / targets(window), device=device), 1 / len(window))
     losses = [loss.detach() for loss in engine.train_window(on(window, device), scale, step)]
-    gradients = {
-        name: parameter.grad.double().cpu()
-        for name, parameter in engine.model.named_parameters()
-        if parameter.grad is not None
-    }
+    with plain_parameters():  # what this rank holds: there are no others to gather the rest from
+        named = [(name, parameter.grad) for name, parameter in engine.model.named_parameters()]
+        gradients = {name: gradient.double().cpu() for name, gradient in named if gradient is not None}
     engine.model.zero_grad()
     return Window([loss.item() for loss in losses], gradients)
 
