@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from hf_helix.models.graph.norms import normed
 from hf_helix.models.placement.inference import Inference
 from hf_helix.models.placement.placed import FREE, Placed, bounds_of_slice, edges_of, name_of
 from hf_helix.models.trace import rope
@@ -128,7 +129,7 @@ class _Writer:
                 self.made[node] = self._constant(self.trace.constants[node])
             elif node in leaves:
                 path = self.trace.path_of(node)
-                self.made[node] = self.graph.call_function(_call, (called[path], self._value(args_of(node)[0])))
+                self.made[node] = self.graph.call_function(normed, (called[path], self._value(args_of(node)[0])))
             elif node not in self.made:
                 self.made[node] = self._copy(node)
         results = [self._leave(node) for node in outputs]
@@ -300,10 +301,6 @@ def _is_part(node: Node) -> bool:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), (torch.SymInt, int))
-
-
-def _call(module: Any, value: Tensor) -> Tensor:
-    return module(value)
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module:
