@@ -14,13 +14,12 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.models import own_models
 from support.paths import ROOT
 from support.recipes import ALL_MODELS, LAUNCH, MODELS, README, config_of, row_of
 from transformers import AutoModelForCausalLM
 
 from hf_helix import HelixConfig
-from hf_helix.models.registry import REGISTERED
+from hf_helix.cli.models import SUPPORTED
 
 FILES = sorted(LAUNCH.rglob("*.yaml"))
 PAPER_FILES = sorted((LAUNCH / "paper").glob("*.yaml"))
@@ -103,7 +102,7 @@ def count(model: str) -> Count:
 def test_a_configuration_makes_the_model_it_names(model: str):
     config = config_of(model)
     assert [type(built(model)).__name__] == config.architectures
-    assert config.architectures[0] in REGISTERED or model in DERIVED
+    assert config.architectures[0] in SUPPORTED or model in DERIVED
     assert f"(models/{model}/config.json)" in README
 
 
@@ -121,8 +120,8 @@ def test_the_papers_models_have_its_numbers_of_parameters(model: str):
 def test_every_family_has_a_small_model():
     small = {config_of(model).architectures[0] for model in ALL_MODELS if model.startswith("tiny-")}
     derived = {config_of(model).architectures[0] for model in DERIVED}
-    assert small - derived == set(own_models())
-    assert len(derived - set(REGISTERED)) == len(DERIVED)
+    assert small - derived == set(SUPPORTED)
+    assert len(derived - set(SUPPORTED)) == len(DERIVED)
     assert all(count(model).total < 1e6 for model in ALL_MODELS if model.startswith("tiny-"))
 
 

@@ -153,14 +153,10 @@ class Family(ABC):
         for index, layer in enumerate(self.layers(model)):
             if places is not None and index not in places:
                 continue
-            b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
+            b = Builder("layer", f"layers.{index}", sharing, repeats=True)
             units.append(self.layer(b, layer))
         units.append(self.head(Builder("head", "head", sharing, loss_tweaks=loss_tweaks), model))
         return number_distinct_graphs(units)
-
-    def kind_of(self, layer: Any) -> str:
-        """Returns the name of the unit of a layer; layers of one name that train the same have equal graphs."""
-        return "layer"
 
     def layer_key(self, model: Any, place: int) -> str:
         """Returns a text that only layers have in common which are declared alike: their code, options and sizes."""

@@ -15,19 +15,15 @@ from transformers import PreTrainedModel
 from hf_helix.models.causal_lm import check_head
 from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.families.gpt2 import GPT2
-from hf_helix.models.families.gpt_neox import GPTNeoX
-from hf_helix.models.families.llama import Llama, Mistral, Qwen2, Qwen3
-from hf_helix.models.families.mixtral import Mixtral, Phimoe, Qwen3Moe
+from hf_helix.models.families.llama import Llama
+from hf_helix.models.families.phimoe import Phimoe
 from hf_helix.models.family import Family
 from hf_helix.models.model_code import check_class, check_traceable, other_code
 
-# Derived, these have the same operators, cuts and gradients (tests/invariant/test_same_graphs.py). They stay
-# declared: a run starts without a trace and without a proof, and tests compare derived families with them.
-REGISTERED: dict[str, Family] = {
-    family.model_class: family
-    for family in (GPT2(), GPTNeoX(), Llama(), Mistral(), Mixtral(), Phimoe(), Qwen2(), Qwen3(), Qwen3Moe())
-}
-"""The families that are declared, by the name of the model's class; `register_model` adds to them."""
+REGISTERED: dict[str, Family] = {family.model_class: family for family in (GPT2(), Llama(), Phimoe())}
+"""The declared families, by the name of the model's class. Those of the package are what a reader opens first, and what
+tests compare derived families with: derived, their classes have the same operators, cuts and gradients
+(tests/invariant/test_same_graphs.py). `register_model` adds to them."""
 
 
 def register_model(family: Family) -> None:

@@ -12,7 +12,7 @@ from support.models import VOCABULARY, sequences
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_helix import register_model
-from hf_helix.models.families.dense import Dense
+from hf_helix.models.families.llama import Llama
 
 CAP = 0.3  # behind the head, as in Gemma 2
 
@@ -41,7 +41,7 @@ class CappedForCausalLM(LlamaForCausalLM):
         return result
 
 
-class Capped(Dense):
+class Capped(Llama):
     model_class = "CappedForCausalLM"
 
     def loss(self, b: Any, model: Any, x: str) -> str:

@@ -25,9 +25,10 @@ from transformers import (
 )
 
 from hf_helix import register_model
-from hf_helix.models.families.dense import Dense
+from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
 from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.rope import rotate
 from hf_helix.operators.unit import Unit, cut_bounds
 
 __all__ = ["run", "start_in_every_way", "windows"]
@@ -53,7 +54,7 @@ class HalfReplicatedOlmo2ForCausalLM(NormedOlmo2ForCausalLM):
     """The same model, declared in another way."""
 
 
-class FusedPhi3(Dense):
+class FusedPhi3(Llama):
     """As Llama, with queries, keys and values of unequal widths in one linear, and gate and up in another."""
 
     model_class = "FusedPhi3ForCausalLM"
@@ -65,7 +66,7 @@ class FusedPhi3(Dense):
         def heads(fused: Tensor, cos: Tensor, sin: Tensor) -> Heads:
             parts = fused.split([width // b.tp.size for width in widths], -1)
             q, k, v = (by_heads(part.contiguous(), attn.head_dim) for part in parts)
-            return *self.rotate(attn, q, k, cos, sin), v
+            return *rotate(q, k, cos, sin), v
 
         (h,) = b.column_parallel("attn.qkv", {"fused": attn.qkv_proj}, h, blocks=widths)
         h = declare_attention(b, Attention(attn, heads, attn.config.sliding_window), h)
@@ -93,7 +94,7 @@ def phi3(**changes: Any) -> FusedPhi3ForCausalLM:
     return made(FusedPhi3ForCausalLM, FusedPhi3Config, {"bos_token_id": 1, "eos_token_id": 2, **dropout, **changes})
 
 
-class NormedOlmo2(Dense):
+class NormedOlmo2(Llama):
     """Norms of queries and keys over all heads, a scaled embedding, and an MLP on a rank's part of the sequence."""
 
     model_class = "NormedOlmo2ForCausalLM"
@@ -113,7 +114,7 @@ class NormedOlmo2(Dense):
     def self_attention(self, b: Builder, attn: Any, h: str) -> str:
         def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Heads:
             q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v))
-            return *self.rotate(attn, q, k, cos, sin), v
+            return *rotate(q, k, cos, sin), v
 
         q, k, v = b.column_parallel("attn.qkv", {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj}, h)
         q, k = norm_over_heads(b, "attn.q_norm", attn.q_norm, q), norm_over_heads(b, "attn.k_norm", attn.k_norm, k)

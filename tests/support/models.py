@@ -108,7 +108,7 @@ def gpt2(**changes: Any) -> GPT2LMHeadModel:
 def gpt_neox(**changes: Any) -> GPTNeoXForCausalLM:
     """With parallel residuals and a rope on a part of each head."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return made(GPTNeoXForCausalLM, GPTNeoXConfig, {"rope_parameters": rope, **changes})
+    return made(GPTNeoXForCausalLM, GPTNeoXConfig, {"rope_parameters": rope, "num_key_value_heads": 4, **changes})
 
 
 def mixtral(all_to: tuple[int, ...] = (), **changes: Any) -> MixtralForCausalLM:
@@ -116,11 +116,11 @@ def mixtral(all_to: tuple[int, ...] = (), **changes: Any) -> MixtralForCausalLM:
     model = made(MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EVEN, **changes})
     for layer in model.model.layers if all_to else ():
 
-        def send(_: Any, __: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            logits, weights, chosen = result
-            return logits, weights, torch.tensor(all_to).expand_as(chosen)
+        def send(x: torch.Tensor, route: Any = layer.mlp.gate.forward) -> tuple[torch.Tensor, ...]:
+            logits, weights, chosen = route(x)
+            return logits, weights, torch.cat([torch.full_like(chosen[:, :1], expert) for expert in all_to], -1)
 
-        layer.mlp.gate.register_forward_hook(send)
+        layer.mlp.gate.forward = send
     return model
 
 

@@ -1,1 +1,1 @@
-"""Model families: relatives share a file; `dense` and `mixture` hold what several of them share."""
+"""Declared model families, to read first: dense (Llama), learned positions (GPT-2), experts (Phi-MoE)."""

@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from hf_helix import HelixConfig
 from hf_helix.engine.proof.prove import prove
 from hf_helix.models import registry
-from hf_helix.models.families.dense import Dense
-from hf_helix.models.families.llama import Llama, Mistral
+from hf_helix.models.families.llama import Llama
 from hf_helix.models.family import Family
 from hf_helix.models.graph.attention import Attention, by_heads, declare_attention
+from hf_helix.models.graph.rope import rotate
 from hf_helix.runtime.distributed.mesh import build_mesh
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
@@ -33,13 +33,13 @@ QUICK = {("llama", "tp"), ("gpt2", "tp"), ("phimoe", "tp"), ("llama", "pp"), ("q
 
 
 def every() -> list[Any]:
-    """Every declared class at every layout that it has."""
+    """Every class that is tested most, at every layout that it has."""
     pairs = [(name, axis) for name in (*DENSE, *MIXTURES) for axis in LAYOUTS if axis != "ep" or name in MIXTURES]
     return [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in pairs]
 
 
 @pytest.mark.parametrize(("name", "axis"), every())
-def test_declared_families_are_equal(name: str, axis: str, cluster_of: Any) -> None:
+def test_families_are_equal(name: str, axis: str, cluster_of: Any) -> None:
     model = {"family": name, "num_hidden_layers": 4 if axis == "pp" else 2}
     ranks = cluster_of(2).run(proof_of, model=model, helix={f"{axis}_size": 2})
     assert ranks[0] == ranks[1]
@@ -206,7 +206,7 @@ def capped(logits: Tensor) -> Tensor:
     return 30.0 * torch.tanh(logits / 30.0)
 
 
-class Capped(Dense):
+class Capped(Llama):
     """A right declaration of `CappedForCausalLM`."""
 
     model_class = "CappedForCausalLM"
@@ -214,7 +214,7 @@ class Capped(Dense):
     def self_attention(self, b: Any, attn: Any, h: str) -> str:
         def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Any:
             q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v))
-            return *self.rotate(attn, q, k, cos, sin), v
+            return *rotate(q, k, cos, sin), v
 
         q, k, v = b.column_parallel("attn.qkv", {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj}, h)
         h = declare_attention(b, Attention(attn, heads, eager=self.eager), q, k, v)
@@ -265,6 +265,15 @@ class WithoutSum(Llama):
         h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
         h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
         return b.add("attn.add", x, h)
+
+
+class Mistral(Llama):
+    """A right declaration of `MistralForCausalLM`."""
+
+    model_class = "MistralForCausalLM"
+
+    def sliding_window(self, attn: Any) -> Any:
+        return attn.config.sliding_window
 
 
 class WithoutWindow(Mistral):

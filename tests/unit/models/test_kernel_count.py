@@ -11,7 +11,7 @@ from torch.nn import functional
 MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
     "gpt2": (19, 41),
-    "gpt_neox": (29, 59),
+    "gpt_neox": (30, 59),
     "llama": (21, 42),
     "mistral": (26, 45),
     "mixtral": (62, 75),
