@@ -1,8 +1,8 @@
 """Copies of modules whose instances were patched.
 
-In:   a module, some of whose attributes are functions that close over it or its submodules, such as a `forward` that
-      wraps the one before.
-Out:  a copy whose functions close over the copy.
+In:   a module, some of whose attributes are functions with it or its submodules in their variables or defaults, such as
+      a `forward` that wraps the one before.
+Out:  a copy whose functions have the copy there.
 Must hold: the given module is left as it was. `copy.deepcopy` alone would leave such functions with the given module.
 """
 
@@ -36,7 +36,7 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Returns a value with what stands in the place of the objects that it refers to, through functions, too.
 
     Args:
-        value: an attribute of a module, or a variable that a function closes over.
+        value: an attribute of a module, or a variable or a default of a function.
         memo: as of `copy.deepcopy`.
     """
     if isinstance(value, functools.partial):
@@ -44,14 +44,16 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
         return functools.partial(rebound(value.func, memo), *(rebound(part, memo) for part in value.args), **keywords)
     if not isinstance(value, FunctionType):
         return copy.deepcopy(value, memo)
-    if value.__closure__ is None:
+    if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
         return value
     if id(value) in memo:
         return memo[id(value)]
-    cells = tuple(CellType() for _ in value.__closure__)
-    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
+    cells = tuple(CellType() for _ in value.__closure__ or ())
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, closure=cells)
+    made.__qualname__, made.__module__ = value.__qualname__, value.__module__
     memo[id(value)] = made  # a function may close over itself
-    for cell, before in zip(cells, value.__closure__, strict=True):
+    for cell, before in zip(cells, value.__closure__ or (), strict=True):
         cell.cell_contents = rebound(before.cell_contents, memo)
+    made.__defaults__ = value.__defaults__ and tuple(rebound(part, memo) for part in value.__defaults__)
+    made.__kwdefaults__ = value.__kwdefaults__ and {k: rebound(v, memo) for k, v in value.__kwdefaults__.items()}
     return made

@@ -35,6 +35,14 @@ def by_closure(layer: Any) -> None:
     layer.mlp.forward = lambda x: 2 * before(x)
 
 
+def by_default(layer: Any) -> None:
+    def doubled(x: torch.Tensor, before: Any = layer.mlp.forward) -> torch.Tensor:
+        result: torch.Tensor = 2 * before(x)
+        return result
+
+    layer.mlp.forward = doubled
+
+
 def by_method(layer: Any) -> None:
     def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = 2 * type(self).forward(self, x)
@@ -70,7 +78,7 @@ def by_class(layer: Any) -> None:
     layer.mlp.__class__ = Doubled
 
 
-@pytest.mark.parametrize("patch", [by_closure, by_method, by_partial, twice, by_class])
+@pytest.mark.parametrize("patch", [by_closure, by_default, by_method, by_partial, twice, by_class])
 def test_forwards_are_carried_over(patch: Callable[[Any], None]) -> None:
     """They run on the weights of the small model, and of its copies."""
     given = model()
