@@ -1,9 +1,9 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
-In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the tables of
-      other packages' names in `hf_helix.upstream`; the folders of the package and their docstrings.
+In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the
+      folders of the package and their docstrings.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
-      models.md, upstream.md and CONTRIBUTING.md.
+      models.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
 """
 
@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
-import importlib
-import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -23,8 +20,6 @@ import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig, described_options
 from hf_helix.models.census import read_census
-from hf_helix.upstream.check import resolve
-from hf_helix.upstream.overridden import OVERRIDDEN
 
 DOCS = Path(__file__).parent
 
@@ -92,55 +87,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 
-def overridden() -> str:
-    """The methods of other packages that classes of hf_helix override."""
-    lines = ["| method | ours is in | ours | if ours were not called |", "|---|---|---|---|"]
-    for row in OVERRIDDEN:
-        owner = resolve(row.owner)
-        ours = [base for kind in classes() if issubclass(kind, owner) for base in kind.__mro__]
-        homes = [
-            base.__module__ for base in ours if base.__module__.startswith("hf_helix") and row.method in vars(base)
-        ]
-        files = ", ".join(dict.fromkeys(home.partition(".")[2].replace(".", "/") for home in homes))
-        lines.append(f"| `{owner.__name__}.{row.method}` | {files} | {row.purpose} | {row.otherwise} |")
-    return "\n".join(lines)
-
-
-@functools.cache
-def classes() -> list[type]:
-    """The classes of the package."""
-    names = [found.name for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix.")]
-    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
-    return [
-        kind
-        for module in modules
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__module__ == module.__name__
-    ]
-
-
-def places() -> dict[str, set[str]]:
-    """The files of the package in whose code a name stands, for every name."""
-    found: dict[str, set[str]] = {}
-    package = Path(hf_helix.__file__).parent
-    for path in package.rglob("*.py"):
-        if "upstream" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text())):
-                for name in _names(node):
-                    found.setdefault(name, set()).add(str(path.relative_to(package).with_suffix("")))
-    return found
-
-
-def _names(node: ast.AST) -> Iterator[str]:
-    """The names that a piece of code has itself; a text counts if it is a name and nothing else."""
-    if isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.FunctionDef | ast.alias):
-        yield node.name
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from re.findall(r"(?:^|\.)(\w+)$", node.value)
-
-
 def tree() -> str:
     """The package's folders, each with the first line of its docstring and the names of its files."""
     package = Path(hf_helix.__file__).parent
@@ -165,7 +111,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "models": ("support.md", models),
     "census": ("models.md", census),
     "census number": ("../README.md", census_number),
-    "overridden": ("upstream.md", overridden),
 }
 
 

@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     try:
         home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:
-        from hf_helix.upstream.check import explain
+        from hf_helix.upstream import explain
 
         explain(error)
         raise

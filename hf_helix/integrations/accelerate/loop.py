@@ -42,7 +42,7 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
-from hf_helix.upstream.check import check_class
+from hf_helix.upstream import check_class, overrides
 
 logger = get_logger(__name__)
 
@@ -277,6 +277,7 @@ class _Scheduler(AcceleratedScheduler):
         self._steps = dp_size if linked and not accelerator.split_batches else 1
         accelerator._schedulers.append(self)
 
+    @overrides("AcceleratedScheduler", "the learning rate would change too fast where ranks share a batch", caller=None)
     def step(self, *args: Any, **kwargs: Any) -> None:
         for _ in range(self._steps):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):

@@ -29,7 +29,7 @@ from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
 from hf_helix.runtime.notices import say
-from hf_helix.upstream.check import check_class
+from hf_helix.upstream import check_class, overrides
 
 
 def launch_options() -> HelixConfig | None:
@@ -77,6 +77,9 @@ def _tell_of_stock_accelerators() -> None:
 _prepare_process()
 
 
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+
+
 @check_class
 class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
@@ -105,11 +108,13 @@ class HelixPlugin(ParallelismConfig):
         )
 
     @property
+    @overrides("ParallelismConfig", "Accelerate would look for DTensors", caller=_ACCELERATOR)
     def tp_enabled(self) -> bool:
         """False: Accelerate must not look for DTensor parameters."""
         return False
 
     @property
+    @overrides("ParallelismConfig", "Accelerate would switch to FSDP", caller=_ACCELERATOR)
     def cp_enabled(self) -> bool:
         """False: Accelerate must not switch to FSDP."""
         return False
@@ -123,10 +128,16 @@ class HelixPlugin(ParallelismConfig):
             self.mesh = mesh_of(config, device)
         return self.mesh
 
+    @overrides("ParallelismConfig", "ranks that share a batch would get different data")
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """The dimensions by which Accelerate hands out batches."""
         return self.build_mesh(device_type).device_mesh
 
+    @overrides(
+        "ParallelismConfig",
+        "ranks that share a batch would get different data",
+        caller=_ACCELERATOR,
+    )
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The dimensions by which Accelerate hands out batches; None where every rank gets its own. The stock method
         fails if there are none and it is called twice.
@@ -159,6 +170,7 @@ class HelixPlugin(ParallelismConfig):
         prepared = prepare(accelerator, objects, self.config, mesh, seed, weights)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
+    @overrides("ParallelismConfig", "logs would show Accelerate's fields instead", caller=None)
     def to_json(self) -> dict[str, Any]:
         """The options, for logs and trackers."""
         return {"helix": asdict(self.config)}
@@ -174,6 +186,11 @@ class HelixPlugin(ParallelismConfig):
         """A copy of the arguments refers to the same groups."""
         return self
 
+    @overrides(
+        "ParallelismConfig",
+        "Accelerate would refuse the layout by rules of its own",
+        caller=_ACCELERATOR,
+    )
     def _validate_accelerator(self, accelerator: Any) -> None:
         check_joined(accelerator.num_processes)
 

@@ -37,6 +37,7 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.zero import LocalParameter, local_parameters
+from hf_helix.upstream import overrides
 
 logger = get_logger(__name__)
 
@@ -69,6 +70,11 @@ class CheckpointHooks:
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
+    @overrides(
+        "Trainer",
+        "a damaged checkpoint would be found half way, and a failing rank would leave the others waiting",
+        caller=None,
+    )
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the stock method does. The checkpoint may come from another layout (docs/checkpoints.md).
 
@@ -157,16 +163,19 @@ class CheckpointHooks:
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
         return local_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
 
+    @overrides("Trainer", "whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
         self.helix.load_weights(resume_from_checkpoint)
 
+    @overrides("Trainer", "whole weights would be loaded into cut parameters, which is an error")
     def _load_best_model(self) -> None:
         """Loads the best model as the stock method does; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self.helix.load_weights(best)
 
+    @overrides("Trainer", "a resumed run would start with empty optimizer states")
     @plain_parameters()
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -177,6 +186,7 @@ class CheckpointHooks:
         load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
+    @overrides("Trainer", "a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so an
         epoch that is resumed starts with the states that it started with before.
@@ -187,6 +197,7 @@ class CheckpointHooks:
         self._epoch_generators = generators()
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
+    @overrides("Trainer", "a resumed run would draw other random numbers")
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             set_generators(self._read_generators(Path(checkpoint))["now"])
@@ -220,6 +231,7 @@ class CheckpointHooks:
         trained = [about for about in run.parameters.values() if about["trained"]]
         return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
 
+    @overrides("Trainer", "a run that is killed while it saves would leave a broken checkpoint")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Saves as the stock method does, into a folder that gets its place once it is complete. Collective."""
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
@@ -259,9 +271,11 @@ class CheckpointHooks:
         self.state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
         atomic.publish(aside, folder, lambda: manifest.write(aside))
 
+    @overrides("Trainer", "a run that is killed while it saves would leave a broken checkpoint")
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]
 
+    @overrides("Trainer", "an upload would read a folder that is being moved")
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Uploads once the checkpoint has its place: the upload reads it while training goes on."""
         if self._staging is None:
@@ -269,6 +283,7 @@ class CheckpointHooks:
         else:
             self._push_waits = True
 
+    @overrides("Trainer", "ranks would wait for rank 0, which waits for them")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
         meet("trainer.save_model() is called")
@@ -276,6 +291,7 @@ class CheckpointHooks:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
+    @overrides("Trainer", "the checkpoint would hold one rank's slices")
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes an ordinary Hugging Face checkpoint; every rank writes the slices that it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
@@ -287,6 +303,7 @@ class CheckpointHooks:
                 processing.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
+    @overrides("Trainer", "the checkpoint would hold one rank's optimizer states")
     @plain_parameters()
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
@@ -296,6 +313,7 @@ class CheckpointHooks:
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
+    @overrides("Trainer", "a resumed run would draw other random numbers")
     def _save_rng_state(self, output_dir: str) -> None:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)

@@ -20,6 +20,7 @@ from hf_helix.integrations.trainer.stock import StockTrainer
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
+from hf_helix.upstream import overrides
 
 # What `use_cache` adds, whose name Transformers 5.24 has changed.
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -69,6 +70,7 @@ class EvaluationHooks:
     _health: Health
     loss_scale: Callable[[Any], Any]
 
+    @overrides("Trainer", "metrics could be wrong, and a failing rank would leave the others waiting")
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -100,6 +102,7 @@ class EvaluationHooks:
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]
 
+    @overrides("Trainer", "the cut model would be called, which is an error")
     def prediction_step(
         self,
         model: nn.Module,

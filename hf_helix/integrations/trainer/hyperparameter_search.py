@@ -19,6 +19,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.integrations.trainer.checks import check_arguments
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank, world_size
+from hf_helix.upstream import overrides
 
 # Options of a study that would end a trial, or the search, in another way on rank 0 than on the others.
 _ALONE = {
@@ -44,6 +45,7 @@ class SearchHooks:
 
     _num_trials = 0
 
+    @overrides("Trainer", "the other ranks would wait for a trial that never comes", caller=None)
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Searches as the stock method does; on several ranks only with Optuna and without pruning. Collective.
 
@@ -78,6 +80,7 @@ class SearchHooks:
             self._num_trials += 1
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
+    @overrides("Trainer", "arguments that cannot be honoured would be ignored")
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial as the stock method does, and checks them."""
         super()._hp_search_setup(trial)  # type: ignore[misc]
@@ -108,6 +111,7 @@ class SearchHooks:
             )
         return made[0] if made else make(trial)
 
+    @overrides("Trainer", "a pruned trial would end on rank 0 alone")
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Reports as the stock method does; on several ranks without pruning, of which only rank 0 would know."""
         if self.hp_search_backend is None or trial is None or world_size() == 1:

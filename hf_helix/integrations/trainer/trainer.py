@@ -52,7 +52,7 @@ from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.verdict import TuningResult
-from hf_helix.upstream.check import check_class
+from hf_helix.upstream import check_class, overrides
 
 logger = get_logger(__name__)
 
@@ -187,12 +187,14 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
+    @overrides("Trainer", "parameters that are spread would keep memory")
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Moves what this rank holds; parameters that are spread have got memory by it, and give it back."""
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.free_spread_parameters()
 
+    @overrides("Trainer", "every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts it."""
         model = super().call_model_init(trial)
@@ -231,6 +233,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    @overrides("Trainer", "the log would have no figures of overlap")
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs as the stock method does, with the scorecard beside the training loss."""
         logs.update(self._stock.log_entries(self.model.training))  # in place: what evaluate() returns has them, too
@@ -238,6 +241,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    @overrides("Trainer", "it would step stand-ins")
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the stock method does. With `shard_optimizer` and `shard_parameters`, it steps this
         rank's parts of the parameters.
@@ -246,6 +250,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self.helix.step_parts(optimizer)
         return optimizer
 
+    @overrides("Trainer", "the log would count tokens several times")
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts input tokens once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.num_input_tokens_seen
@@ -253,6 +258,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
 
+    @overrides("Trainer", "the log and the checkpoints would count operations several times")
     def store_flos(self) -> None:
         """Counts operations once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.total_flos
@@ -261,20 +267,24 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
+    @overrides("Trainer", "the number of sequences in a step would be wrong")
     def get_tp_size(self) -> int:
         """The number of ranks that share a batch; Transformers 5.17 does not ask the layout for it."""
         return int(self.accelerator.parallelism_config.tp_size)
 
+    @overrides("Trainer", "ranks that share a batch would get different data")
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Adds the layout to Accelerate's arguments. The training arguments are the user's, and are not changed."""
         return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]
 
+    @overrides("Trainer", "a second trainer of the process would get the layout of the first")
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the Accelerator as the stock method does, and keeps the layout from others of the process."""
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
 
+    @overrides("Trainer", "the card would not say how the model was trained", needs=("tags",))
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the stock card with the tag `hf_helix` and a section on the run. On rank 0 only; not collective."""
         if self.is_world_process_zero():  # type: ignore[attr-defined]

@@ -1,28 +1,26 @@
-"""Compares the table of this folder with the packages that are installed.
+"""Methods of other packages that classes of hf_helix override, and the check that their overrides are still called.
 
-In:   a class of ours that stands on a class of another package; the table.
-Out:  the class itself, or an error that names every hook that does not fit, the package and its version, and versions
+In:   a class of ours that stands on a class of another package; `overrides` marks each method that replaces one there.
+Out:  the class itself, or an error that names every method that does not fit, the package and its version, and versions
       that work.
-Must hold: only the standard library is imported here, and a module is looked at only if it is imported already. A
-method of ours whose counterpart was renamed, or takes other parameters now, is an error, and never silently without
-effect.
+Must hold: only the standard library is imported here. A method that was renamed there, or takes other parameters now,
+is an error when the class is made: ours would silently be without effect. Names that hf_helix only calls or reads need
+no check, since they raise when they are gone.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
-from hf_helix.upstream.overridden import OVERRIDDEN, Overridden
-
 Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 KNOWN: Mapping[str, tuple[str, str]] = {
     "torch": ("2.11", "2.15"),
@@ -34,6 +32,7 @@ KNOWN: Mapping[str, tuple[str, str]] = {
 """The packages that hf_helix stands on, and the oldest and newest version that were tried."""
 
 _OURS = "hf_helix"
+_MARK = "_helix_overrides"
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -41,11 +40,39 @@ class UpstreamChanged(RuntimeError):
     """An installed package has changed in a way that hf_helix does not know yet."""
 
 
+class Override(NamedTuple):
+    """The mark of a method that overrides one of another package.
+
+    Attributes:
+        owner: the name of the class that has the other method.
+        otherwise: what would happen if ours were not called.
+        caller: the class, as `module:class`, whose code calls it; "" for the owner itself, None where users call it.
+        needs: parameters that ours reads by name, beyond those in its signature.
+    """
+
+    owner: str
+    otherwise: str
+    caller: str | None = ""
+    needs: tuple[str, ...] = ()
+
+
 class Problem(NamedTuple):
     """What does not fit, and the package that it belongs to."""
 
     package: str
     sentence: str
+
+
+def overrides(
+    owner: str, otherwise: str, *, caller: str | None = "", needs: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Marks a method as the override of one of another package, see `Override`. A decorator."""
+
+    def mark(function: Function) -> Function:
+        setattr(function, _MARK, Override(owner, otherwise, caller, needs))
+        return function
+
+    return mark
 
 
 def check_class(kind: Class) -> Class:
@@ -73,30 +100,37 @@ def problems_of_class(kind: type) -> list[Problem]:
     """Returns what does not fit of the methods that a class of ours overrides, or hides by accident."""
     ours = [base for base in kind.__mro__ if _package(base) == _OURS]
     theirs = [base for base in kind.__mro__ if _package(base) in KNOWN]
-    rows = [row for row in OVERRIDDEN if any(row.method in vars(base) for base in ours)]
-    rows = [row for row in rows if _is_class(row.owner) and resolve(row.owner) in theirs]
-    problems = [Problem(row.package, words) for row in rows for words in _problems_of_row(row, ours, theirs)]
-    listed = {row.method for row in rows}
+    if not theirs:
+        return []
+    marks = {name: mark for base in ours for name, value in vars(base).items() if (mark := _mark_of(value))}
+    problems = []
+    for name, mark in marks.items():
+        owner = next((base for base in theirs if base.__name__ == mark.owner), theirs[-1])
+        problems += [Problem(_package(owner), words) for words in _problems_of(name, mark, ours, theirs)]
     for base in theirs:
-        for name in sorted(vars(base).keys() & {own for each in ours for own in _names(each)} - listed):
+        for name in sorted(vars(base).keys() & {own for each in ours for own in _names(each)} - marks.keys()):
             words = f"{base.__qualname__}.{name} exists, and hf_helix uses that name for something of its own"
             problems.append(Problem(_package(base), words))
     return problems
 
 
-def _problems_of_row(row: Overridden, ours: list[type], theirs: list[type]) -> Iterator[str]:
+def _mark_of(value: Any) -> Override | None:
+    return getattr(value.fget if isinstance(value, property) else value, _MARK, None)
+
+
+def _problems_of(name: str, mark: Override, ours: list[type], theirs: list[type]) -> Iterator[str]:
     """What does not fit of one method, as sentences."""
-    about = f"{row.owner.partition(':')[2]}.{row.method}"
-    why = f"; hf_helix overrides it: {row.purpose}. Without it, {row.otherwise}"
-    stock = [vars(base)[row.method] for base in theirs if row.method in vars(base)]
+    about, why = f"{mark.owner}.{name}", f"; hf_helix overrides it: without ours, {mark.otherwise}"
+    stock = [vars(base)[name] for base in theirs if name in vars(base)]
     if not stock:
         yield f"{about} is gone{why}"
         return
-    if row.callers and not any(row.method in _mentioned_by(resolve(caller)) for caller in row.callers):
-        yield f"{about} is not called any more by {' or '.join(row.callers)}{why}"
-    for own in (vars(base)[row.method] for base in ours if row.method in vars(base)):
+    callers = theirs if mark.caller == "" else [resolve(mark.caller)] if mark.caller else []
+    if callers and not any(name in _mentioned_by(caller) for caller in callers):
+        yield f"{about} is not called any more by {mark.caller or mark.owner}{why}"
+    for own in (vars(base)[name] for base in ours if name in vars(base)):
         for other in stock:
-            yield from (f"{about} {words}{why}" for words in _differences(own, other, row.needs))
+            yield from (f"{about} {words}{why}" for words in _differences(own, other, mark.needs))
 
 
 def _differences(own: Any, stock: Any, needs: tuple[str, ...]) -> Iterator[str]:
@@ -133,12 +167,6 @@ def resolve(name: str) -> Any:
     """
     module, _, attributes = name.partition(":")
     return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
-
-
-def _is_class(name: str) -> bool:
-    """Whether a class of that name is there; its module is not imported for it."""
-    module, _, attribute = name.partition(":")
-    return module in sys.modules and isinstance(getattr(sys.modules[module], attribute, None), type)
 
 
 @functools.lru_cache(maxsize=8)
