@@ -41,14 +41,7 @@ class UpstreamChanged(RuntimeError):
 
 
 class Override(NamedTuple):
-    """The mark of a method that overrides one of another package.
-
-    Attributes:
-        owner: the name of the class that has the other method.
-        otherwise: what would happen if ours were not called.
-        caller: the class, as `module:class`, whose code calls it; "" for the owner itself, None where users call it.
-        needs: parameters that ours reads by name, beyond those in its signature.
-    """
+    """The mark of a method that overrides one of another package, see `overrides`."""
 
     owner: str
     otherwise: str
@@ -66,7 +59,14 @@ class Problem(NamedTuple):
 def overrides(
     owner: str, otherwise: str, *, caller: str | None = "", needs: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Marks a method as the override of one of another package, see `Override`. A decorator."""
+    """Returns a decorator that marks a method as the override of one of another package.
+
+    Args:
+        owner: the name of the class that has the other method.
+        otherwise: what would happen if ours were not called.
+        caller: the class, as `module:class`, whose code calls it; "" for the owner itself, None where users call it.
+        needs: parameters that ours reads by name, beyond those in its signature.
+    """
 
     def mark(function: Function) -> Function:
         setattr(function, _MARK, Override(owner, otherwise, caller, needs))
