@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_helix.checkpoint.reader import persistent_tensors
-from hf_helix.operators.unit import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage

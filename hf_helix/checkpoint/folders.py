@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_helix.checkpoint.files import TYPES, CheckpointLayout, write_slice
 from hf_helix.checkpoint.reader import INDEX_NAME, open_safetensors
-from hf_helix.operators.unit import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import rank, world_size

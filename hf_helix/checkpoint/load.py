@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import WholeSlices, materialize
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.unit import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import agree_on_success, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh

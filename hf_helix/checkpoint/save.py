@@ -28,7 +28,7 @@ from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import WholeSlices, join_slices
 from hf_helix.models.peft import is_peft
-from hf_helix.operators.unit import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

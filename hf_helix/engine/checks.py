@@ -23,7 +23,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
 from hf_helix.runtime.failures.values import Limits
 from hf_helix.runtime.stage import Stage

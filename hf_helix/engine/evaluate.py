@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut, targets_of
 from hf_helix.models.family import Family
 from hf_helix.operators.communication.collectives import prepare_all_gather
-from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
 
 
 def text_of_units(model: Any, units: Sequence[Unit]) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout, place_names

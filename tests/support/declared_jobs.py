@@ -29,7 +29,8 @@ from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.rope import rotate
-from hf_helix.operators.unit import Unit, cut_bounds
+from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.unit import Unit
 
 __all__ = ["run", "start_in_every_way", "windows"]
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call, Precision, explicit_gradients
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.graph.pair import GraphPair
 

@@ -21,8 +21,8 @@ from hf_helix.models.peft import Unwrapped, unwrap_peft
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.linear import Linear, Projection
+from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
 from hf_helix.operators.segment import Add, Dropout, Segment, cast_for_matmul, compiled
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy
 from hf_helix.planning.graph.operator import Kind, Operator
 

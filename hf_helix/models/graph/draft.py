@@ -17,8 +17,9 @@ from hf_helix.operators.base import SplitComputation, TensorOperator
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.moe.dispatch import RouterMeter
+from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.segment import SumOfGradients, SumOfParts
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
 

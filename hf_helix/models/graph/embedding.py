@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_helix.models.peft import Unwrapped
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.operators.segment import Segment
-from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import lookup, noisy
 
 

@@ -32,7 +32,7 @@ from hf_helix.operators.moe.dispatch import (
     UnpermuteFromCapacity,
 )
 from hf_helix.operators.moe.row_counts import RowCounts
-from hf_helix.operators.unit import CUT_EXPERTS
+from hf_helix.operators.param_shard import CUT_EXPERTS
 from hf_helix.planning.graph.operator import Kind, Operator
 
 Names = tuple[str, ...]

@@ -18,7 +18,7 @@ from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.operators.attention.partial import AttentionKernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
-from hf_helix.operators.unit import CUT_ROWS
+from hf_helix.operators.param_shard import CUT_ROWS
 from hf_helix.planning.graph.operator import Kind, Operator
 
 

@@ -25,7 +25,7 @@ from hf_helix.models.placement.placed import FREE, Placed, bounds_of_slice, edge
 from hf_helix.models.trace import rope
 from hf_helix.models.trace.leaves import DTYPE
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
-from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.param_shard import cut_bounds
 
 META = torch.device("meta")
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hf_helix.operators.base import Work
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.param_shard import Placement
 
 ALIGNMENT = 32
 """Elements, so that whatever lies in a piece begins at a multiple of 64 bytes in half precision."""

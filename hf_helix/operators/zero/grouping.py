@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Copies
-from hf_helix.operators.unit import EXPERTS, Placement, Unit
+from hf_helix.operators.param_shard import EXPERTS, Placement
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 
 SpreadOver = Callable[[Placement], Copies | None]

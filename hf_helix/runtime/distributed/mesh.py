@@ -19,7 +19,7 @@ from hf_helix.config import OPTIMIZER, HelixConfig
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.transport import Axis, Copies, GlooTransport, GroupTransport, Transport
-from hf_helix.operators.unit import EXPERTS, Placement
+from hf_helix.operators.param_shard import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe

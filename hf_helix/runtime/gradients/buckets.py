@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.operators.unit import EXPERTS
+from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, named_operators

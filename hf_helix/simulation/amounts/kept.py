@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_helix.operators.unit import EXPERTS, Unit
+from hf_helix.operators.param_shard import EXPERTS
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import KeptFlat, keep_units
 from hf_helix.runtime.zero import readers_of
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES

@@ -19,7 +19,7 @@ from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import folders, manifest
 from hf_helix.checkpoint.training_state import load_states, save_states
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.zero import LocalParameter, Stretch
 
 JOB = "support.resume_jobs:"

@@ -26,7 +26,7 @@ from hf_helix.checkpoint import files as safetensors_file
 from hf_helix.checkpoint.files import FileLayout, write_slice
 from hf_helix.checkpoint.folders import staged
 from hf_helix.measure.memory import LiveBytes
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.zero1 import kept_flats
 from hf_helix.runtime.divided import plain_parameters
 

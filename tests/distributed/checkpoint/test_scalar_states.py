@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.engine.zero import step_shards
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.unit import COPIED
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.runtime.distributed.mesh import build_mesh

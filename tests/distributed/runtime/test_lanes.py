@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed import groups, mesh
 
 # What the ranks run

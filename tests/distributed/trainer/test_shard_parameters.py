@@ -302,7 +302,7 @@ def test_what_cannot_be_honoured_is_refused(case: str, cluster_of: Any, tmp_path
 def test_a_flat_splits_alike_on_all_ranks() -> None:
     """Every element of every parameter belongs to one rank."""
     from hf_helix.operators.communication.transport import Axis, SilentTransport
-    from hf_helix.operators.unit import COPIED
+    from hf_helix.operators.param_shard import COPIED
 
     torch.manual_seed(0)
     values = [torch.randn(shape) for shape in ((7, 5), (3,), (64, 2), (1,))]

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, Placement
+from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, Placement
 
 
 class Block(nn.Module):

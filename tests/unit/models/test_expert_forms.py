@@ -34,7 +34,7 @@ from hf_helix.models.graph.expert_form import ExpertForm, experts_form, is_exper
 from hf_helix.models.graph.expert_layer import declare_experts
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears import grouped_linear
-from hf_helix.operators.unit import CUT_EXPERTS, EXPERTS
+from hf_helix.operators.param_shard import CUT_EXPERTS, EXPERTS
 
 GATED = ExpertForm("gate_up_proj", "down_proj")
 BIASED = ExpertForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", is_transposed=True)

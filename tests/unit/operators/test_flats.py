@@ -13,7 +13,7 @@ from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.linears.matmul_dtype import CastWeights
-from hf_helix.operators.unit import COPIED
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.grouping import make_flats
 from hf_helix.operators.zero.zero1 import KeptFlat

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.base import Call, explicit_gradients
-from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
 
 SIZES = [1, 2, 3, 5]

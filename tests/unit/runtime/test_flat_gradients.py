@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.unit import COPIED
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.runtime.gradients.reduce import FlatGradients
 

@@ -15,7 +15,8 @@ from hf_helix.operators.base import Call, Computation, Precision, Tensors
 from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.linears.matmul_dtype import CastWeights
-from hf_helix.operators.unit import COPIED, Unit
+from hf_helix.operators.param_shard import COPIED
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import keep_units, kept_flats
 from hf_helix.operators.zero.zero3 import casts_of, spread_units
 from hf_helix.planning.graph.operator import Graph, Kind, Operator

@@ -12,7 +12,7 @@ from support.units import unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.unit import COPIED, CUT_ROWS
+from hf_helix.operators.param_shard import COPIED, CUT_ROWS
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe

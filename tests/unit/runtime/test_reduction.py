@@ -11,7 +11,7 @@ from support.units import unit_of
 from torch import nn
 
 from hf_helix.operators.communication.transport import Axis, GroupTransport
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
+from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe

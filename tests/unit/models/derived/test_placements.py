@@ -25,7 +25,7 @@ from hf_helix.models.placement.placed import (
     Placed,
 )
 from hf_helix.models.trace.trace import Underivable
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS
+from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS
 
 
 def cuts(module: nn.Module) -> dict[str, Any]:
