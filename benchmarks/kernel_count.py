@@ -35,10 +35,10 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph import builder, norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators import explicit
+from hf_helix.operators import explicit, matmul_dtype
 from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.linears import accumulate, matmul_dtype
+from hf_helix.operators.linears import accumulate
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.scheduler import Scheduler

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.causal_lm import text_part
 from hf_helix.models.family import Family, check_cuts
@@ -33,7 +34,6 @@ from hf_helix.models.lowering.outline import Outline
 from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.placement.inference import Inference
 from hf_helix.models.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, Placed
-from hf_helix.models.trace.alike import description
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.trace.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
 from hf_helix.models.trace.trace import (

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, document_ends, documents_of, form_of, starts_of, targets_of
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.models.trace.alike import description
 from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS, MASKED
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
 from typing import Any
 
 import transformers
@@ -35,9 +34,6 @@ KERNELS = "kernels"
 
 MAX_SHOWN = 5
 """The number of problems that an error shows."""
-
-_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
-"""What of a code object says what it does."""
 
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -241,24 +237,6 @@ def _is_written_there(function: Any, owner: type) -> bool:
 def _owner(kind: type, name: str) -> type | None:
     """Returns the class that a method comes from."""
     return next((base for base in kind.__mro__ if name in vars(base)), None)
-
-
-def same_code(one: Any, other: Any) -> bool:
-    """Returns whether two functions are copies of each other in two files, with all that they call of their files.
-
-    Names of parameters and their defaults count, annotations do not. Functions that close over variables are no
-    copies: what they do depends on these.
-    """
-    if one is other:
-        return True
-    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
-        return False
-    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE):
-        return False
-    if (one.__defaults__, one.__kwdefaults__) != (other.__defaults__, other.__kwdefaults__):
-        return False
-    mine, theirs = one.__globals__, other.__globals__
-    return all(same_code(mine.get(name), theirs.get(name)) for name in one.__code__.co_names)
 
 
 def _plain(function: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]

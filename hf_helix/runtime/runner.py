@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
-from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.layout import Key
 from hf_helix.planning.pipeline.actions import Schedule, Slot

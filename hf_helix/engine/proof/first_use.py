@@ -26,9 +26,9 @@ from torch import nn
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.engine.proof.prove import Subject, describe, prove
 from hf_helix.engine.proof.verdict import SHOWN, Proof
+from hf_helix.models.alike import digest_of_code, text_of
 from hf_helix.models.copies import rebound
 from hf_helix.models.registry import family_of
-from hf_helix.models.trace.alike import digest_of_code, text_of
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks

@@ -19,11 +19,11 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from hf_helix.models.alike import same_code
 from hf_helix.models.graph.builder import Builder, Used
 from hf_helix.models.graph.context import ATTENTION
 from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.models.graph.shared_attention import shared_attention
-from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from hf_helix.models.alike import same_code
 from hf_helix.models.graph.rope import Pair, apply_rotary_pos_emb, rotate
-from hf_helix.models.model_code import same_code
 from hf_helix.models.trace.leaves import OPS
 
 _library = torch.library.Library("hf_helix", "FRAGMENT")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.linears.accumulate import heads_in_one
+from hf_helix.operators.side_by_side import heads_in_one
 
 Pair = tuple[Tensor, Tensor]
 

@@ -1,93 +1,20 @@
-"""Matrices that lie side by side in memory, seen as one.
+"""Adding to the gradients of parameters.
 
-In:   parts of one matrix, by rows or by columns, in order.
-Out:  the matrix: a view where the parts really lie so, otherwise nothing, or a copy.
-Must hold: a view has the values of exactly these parts.
+In:   parameters that one matrix product is for, and what one micro-batch found.
+Out:  `parameter.grad`, in the type of the parameter; several that come from one product lie in one piece.
+Must hold: nothing is allocated for a gradient that is there already, where the types agree or the device has GEMMs that
+add products of half precision to a float32 total.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view [elements] of contiguous tensors that follow one another in memory; None if they do not."""
-    lengths = [part.numel() for part in parts]
-    if not all(part.is_contiguous() for part in parts) or not _follow(parts, lengths):
-        return None
-    return parts[0].as_strided((sum(lengths),), (1,))
-
-
-def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view of parts that follow one another in memory, joined along the first dimension; None if they do not."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = in_one(parts)
-    return None if whole is None else whole.view(-1, *parts[0].shape[1:])
-
-
-def columns_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view of matrices [n, columns] that are slices of the same rows; None if they are not."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    columns = sum(part.shape[1] for part in parts)
-    row = first.stride(0)
-    aligned = row >= columns and all(part.stride() == (row, 1) for part in parts)
-    if not aligned or not _follow(parts, [part.shape[1] for part in parts]):
-        return None
-    return first.as_strided((len(first), columns), (row, 1))
-
-
-def heads_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view [..., heads, head_dim] of parts whose heads follow one another in memory; None if they do not."""
-    first = parts[0]
-    *outer, _, inner = first.stride()
-    strides = (*outer, first.shape[-1] * inner, inner)
-    heads = [part.shape[-2] for part in parts]
-    aligned = all(_lies_by(part, strides) for part in parts)
-    if not aligned or not _follow(parts, [count * strides[-2] for count in heads]):
-        return None
-    return first.as_strided((*first.shape[:-2], sum(heads), first.shape[-1]), strides)
-
-
-def join_columns(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices [n, columns] beside one another, copied only where they do not lie so."""
-    joined = columns_in_one(parts)
-    return torch.cat(list(parts), 1) if joined is None else joined
-
-
-def _lies_by(part: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; where a dimension has one element, its stride says nothing."""
-    rows = zip(part.shape, part.stride(), strides, strict=True)
-    return all(size == 1 or own == stride for size, own, stride in rows)
-
-
-def _follow(parts: Sequence[Tensor], distances: Sequence[int]) -> bool:
-    """Whether every part of one storage begins so many elements after the one before it."""
-    storage, dtype = parts[0].untyped_storage()._cdata, parts[0].dtype
-    return all(
-        part.untyped_storage()._cdata == storage
-        and part.dtype is dtype
-        and part.storage_offset() == before.storage_offset() + distance
-        for (before, part), distance in zip(pairwise(parts), distances, strict=False)
-    )
-
-
-# -- accumulate ----------------------------------------------------------------------------------------------------
-# Adding to the gradients of parameters.
-#
-# In:   parameters that one matrix product is for, and what one micro-batch found.
-# Out:  `parameter.grad`, in the type of the parameter; several that come from one product lie in one piece.
-# Must hold: nothing is allocated for a gradient that is there already, where the types agree or the device has GEMMs
-# that
-# add products of half precision to a float32 total.
-
+from hf_helix.operators.side_by_side import rows_in_one
 
 DEVICES = {"cuda"}
 """Devices whose GEMMs add products of half precision to a float32 total."""

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
-from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients, columns_in_one, join_columns
+from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
+from hf_helix.operators.side_by_side import columns_in_one, join_columns
 from hf_helix.planning.graph.operator import Part
 
 SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured

@@ -16,7 +16,7 @@ The piece, with three parameters over two ranks (`.` is padding; a parameter beg
 
 Under autocast, parameters that matrix products alone read have pieces in the type of the products: then a stretch is
 what the piece is cast from (the fp32 master of bfloat16 weights), the parameters stay stand-ins while it is lent, and
-products take their weights from the piece (`hf_helix.operators.linears.matmul_dtype.CastWeights`).
+products take their weights from the piece (`hf_helix.operators.matmul_dtype.CastWeights`).
 """
 
 from __future__ import annotations

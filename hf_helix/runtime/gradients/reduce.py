@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Work
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
-from hf_helix.operators.linears.accumulate import in_one
 from hf_helix.operators.param_shard import EXPERTS, TP, Placement
+from hf_helix.operators.side_by_side import in_one
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.operator import Kind

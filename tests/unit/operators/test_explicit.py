@@ -19,8 +19,8 @@ from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
-from hf_helix.operators.linears.accumulate import heads_in_one
 from hf_helix.operators.segment import Segment
+from hf_helix.operators.side_by_side import heads_in_one
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.grouping import make_flats

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import Call, Precision
-from hf_helix.operators.linears.accumulate import columns_in_one, join_columns, rows_in_one
 from hf_helix.operators.linears.linear import Linear
+from hf_helix.operators.side_by_side import columns_in_one, join_columns, rows_in_one
 
 SIZES = (6, 2, 2)
 WIDTH = 16  # much wider than what goes out: gradients in one piece are faster

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.matmul_dtype import CastWeights
 
 
 class Casts(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Call, Computation, Precision, Tensors
 from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import keep_units, kept_flats

@@ -1,7 +1,8 @@
-"""Tells modules apart by what they compute, so that those that compute the same share one trace.
+"""Whether two layers, or two functions, compute the same.
 
-In:   a decoder layer.
-Out:  a text: the code of its submodules' forwards, their options, and the sizes of their weights.
+In:   a decoder layer, or two functions.
+Out:  of a layer a text: the code of its submodules' forwards, their options, and the sizes of their weights; of two
+      functions, whether one is a copy of the other.
 Must hold: layers of one text have one trace. The text of a model is the same in every process, so that what was proven
 for it can be kept, unless code closes over objects that no text describes.
 """
@@ -18,6 +19,9 @@ import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
+"""What of a code object says what it does."""
 
 
 def description(layer: nn.Module) -> str:
@@ -77,3 +81,21 @@ def digest_of_code(code: CodeType) -> str:
     ]
     text = f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {parts}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def same_code(one: Any, other: Any) -> bool:
+    """Returns whether two functions are copies of each other in two files, with all that they call of their files.
+
+    Names of parameters and their defaults count, annotations do not. Functions that close over variables are no
+    copies: what they do depends on these.
+    """
+    if one is other:
+        return True
+    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
+        return False
+    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE):
+        return False
+    if (one.__defaults__, one.__kwdefaults__) != (other.__defaults__, other.__kwdefaults__):
+        return False
+    mine, theirs = one.__globals__, other.__globals__
+    return all(same_code(mine.get(name), theirs.get(name)) for name in one.__code__.co_names)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.linears.accumulate import rows_in_one
+from hf_helix.operators.side_by_side import rows_in_one
 
 
 class CastWeights:
