@@ -22,12 +22,11 @@ from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.causal_lm import text_part
 from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.graph.attention import causal_masks
 from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.models.graph.expert_form import is_experts
-from hf_helix.models.graph.expert_layer import check_expert_count, expert_side_inputs
-from hf_helix.models.graph.masks import causal_masks
+from hf_helix.models.graph.experts import check_expert_count, expert_side_inputs, is_experts
 from hf_helix.models.lowering.glue import Share
 from hf_helix.models.lowering.lower import declare, declare_layer
 from hf_helix.models.lowering.outline import Outline

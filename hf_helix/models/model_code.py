@@ -19,7 +19,7 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_helix.models.family import Family
-from hf_helix.models.graph.expert_form import is_experts
+from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.trace.leaves import is_projection
 
 OWN = ("transformers", "torch", "peft")

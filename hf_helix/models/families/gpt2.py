@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
 from hf_helix.models.family import Family, check_cuts
-from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
+from hf_helix.models.graph.attention import Attention, Heads, by_heads, causal_masks, check_shared, declare_attention
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.masks import causal_masks
-from hf_helix.models.graph.shared_attention import check_shared
 from hf_helix.operators.unit import Unit
 
 

@@ -14,11 +14,18 @@ from torch import Tensor, nn
 
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.family import Family
-from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
+from hf_helix.models.graph.attention import (
+    Attention,
+    Heads,
+    SlidingWindow,
+    by_heads,
+    causal_masks,
+    check_shared,
+    declare_attention,
+    like_embeddings,
+)
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.masks import SlidingWindow, causal_masks, like_embeddings
 from hf_helix.models.graph.rope import rotate
-from hf_helix.models.graph.shared_attention import check_shared
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.unit import Unit

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.families.llama import Llama
+from hf_helix.models.graph.attention import SlidingWindow
 from hf_helix.models.graph.balance import BALANCE, Balance, RouterRecord, add_part, balance_side_inputs
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.graph.expert_layer import check_expert_count, declare_experts, expert_side_inputs
-from hf_helix.models.graph.masks import SlidingWindow
+from hf_helix.models.graph.experts import check_expert_count, declare_experts, expert_side_inputs
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.unit import Unit

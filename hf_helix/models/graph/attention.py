@@ -1,19 +1,21 @@
-"""Attention as the families share it: heads, and the attention interface of Transformers.
+"""Attention as the families share it: masks, the attention interface of Transformers, a sequence that ranks share.
 
 In:   queries, keys and values [tokens, batch, heads * head_dim] of this rank's heads; masks and positions of a batch.
-Out:  the output of attention in the same layout.
-Must hold: it computes what the attention module's own `forward` computes, for every attention implementation.
+Out:  the output of attention in the same layout, over the whole sequence.
+Must hold: it computes what the attention module's own `forward` computes, for every attention implementation. A sliding
+window of n tokens reaches from a token over the n tokens up to and including it, padding counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_eager
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
@@ -21,11 +23,176 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.alike import same_code
 from hf_helix.models.graph.builder import Builder, Used
-from hf_helix.models.graph.context import ATTENTION
-from hf_helix.models.graph.masks import SlidingWindow
-from hf_helix.models.graph.shared_attention import shared_attention
+from hf_helix.models.graph.context import ATTENTION, LIGHT, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact
+from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
+from hf_helix.operators.communication.collectives import AllGather
+from hf_helix.operators.param_shard import CUT_ROWS
+from hf_helix.planning.graph.operator import Kind, Operator
+
+SlidingWindow = int | None
+"""The number of tokens that a token attends to, itself included; None for all before it."""
+
+
+def causal_masks(
+    model: Any, sliding_windows: Iterable[SlidingWindow], ids: Tensor, mask: Tensor | None, documents: Tensor | None
+) -> dict[SlidingWindow, Any]:
+    """Returns for each window the mask that Transformers would make: a tensor, None, or what the implementation takes.
+
+    Transformers is given neither positions nor a mask that may hide nothing: it would look at their values, and wait
+    for the device.
+
+    Args:
+        model: the Transformers model.
+        sliding_windows: the windows of the layers.
+        ids: the tokens [batch, sequence].
+        mask: see `Family.attention_inputs`.
+        documents: see `Family.attention_inputs`.
+    """
+    embeddings = like_embeddings(model, ids)
+    apart = None if documents is None else _within(documents.expand(len(ids), -1))
+    masks = {}
+    for window in set(sliding_windows):
+        create = create_causal_mask if window is None else create_sliding_window_causal_mask
+        masks[window] = create(
+            model.config,
+            embeddings,
+            mask,
+            None,  # the cache, whose name Transformers 5.24 has changed
+            and_mask_function=apart,
+            allow_is_causal_skip=mask is None,
+        )
+    return masks
+
+
+def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
+    """Returns the mask function of Transformers by which tokens see those of their own document."""
+    return lambda row, head, query, key: documents[row, query] == documents[row, key]
+
+
+def like_embeddings(model: Any, ids: Tensor) -> Tensor:
+    """Returns a tensor in the place of embeddings [batch, sequence, 1]: only its shape, type and device are read."""
+    return model.get_input_embeddings().weight.new_empty(()).expand(*ids.shape, 1)
+
+
+def shared_attention(
+    b: Builder,
+    q: str,
+    kv: str,
+    kernel: AttentionKernel,
+    scale: float,
+    sliding_window: SlidingWindow = None,
+    dtype: torch.dtype = torch.float32,
+    value_dim: int | None = None,
+    sinks: nn.Parameter | None = None,
+) -> str:
+    """Adds causal attention over a sequence that context-parallel ranks share.
+
+    See `hf_helix.operators.attention.ring_attention`.
+
+    Args:
+        b: the builder of the layer.
+        q: queries [batch, heads, tokens of this rank, head_dim].
+        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; values that are shorter are
+            filled up with zeros.
+        kernel: computes attention to some of the keys, and its log-sum-exp.
+        scale: the factor of queries times keys.
+        sliding_window: the window of the layer.
+        dtype: the type of the model.
+        value_dim: the length of values; None for that of keys.
+        sinks: one more logit for each of this rank's heads, or None.
+
+    Returns:
+        [tokens of this rank, batch, heads * value_dim].
+    """
+    outputs = ("attention.out", "attention.lse")
+    blocks = _ring_blocks if b.sharing.cp_method == RING else _gathered_blocks
+    value = blocks(b, q, kv, outputs, kernel, scale, sliding_window)
+    b.place([sinks], CUT_ROWS)
+    join = Operator(
+        name="attention.join",
+        kind=Kind.COMPUTE,
+        reads=(value,),
+        writes=outputs,
+        saved_for_backward=() if sinks is None else outputs,
+        relative_cost=LIGHT,
+    )
+    return b.declare(join, JoinBlocks(dtype, value_dim, sinks))[0]
+
+
+def _ring_blocks(
+    b: Builder,
+    q: str,
+    kv: str,
+    outputs: tuple[str, str],
+    kernel: AttentionKernel,
+    scale: float,
+    sliding_window: SlidingWindow,
+) -> str:
+    """Adds attention to one rank's keys after the other, while the next ones travel round the ring."""
+    size = b.cp.size
+    so_far: tuple[str, ...] = ()
+    for distance in range(size):
+        here = kv
+        if distance + 1 < size:
+            kv = _move_keys(b, f"attention.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
+        block = Operator(
+            name=f"attention.block{distance}",
+            kind=Kind.COMPUTE,
+            reads=(q, here, *so_far),
+            writes=(f"attention.part{distance}",),
+            saved_for_backward=(q, here, *outputs),
+            relative_cost=ATTENTION / size,
+        )
+        so_far = b.declare(block, RingBlock(kernel, b.cp, distance, scale, sliding_window))
+    return so_far[0]
+
+
+def _gathered_blocks(
+    b: Builder,
+    q: str,
+    kv: str,
+    outputs: tuple[str, str],
+    kernel: AttentionKernel,
+    scale: float,
+    sliding_window: SlidingWindow,
+) -> str:
+    """Adds the all-gather of the keys of all ranks, and attention to them."""
+    kv = _move_keys(b, "attention.gather", AllGather(b.cp), kv, TRANSFER * (b.cp.size - 1))
+    blocks = Operator(
+        name="attention.blocks",
+        kind=Kind.COMPUTE,
+        reads=(q, kv),
+        writes=("attention.whole",),
+        saved_for_backward=(q, kv, *outputs),
+        relative_cost=ATTENTION,
+    )
+    return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
+
+
+def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, relative_cost: float) -> str:
+    """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
+    operator = Operator(
+        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=relative_cost
+    )
+    return b.declare(operator, tensor_operator)[0]
+
+
+def check_shared(model: Any, option: str = "attention_dropout") -> None:
+    """Raises ValueError if attention cannot run over a sequence that ranks share.
+
+    Args:
+        model: the Transformers model.
+        option: the model's name for the dropout of attention.
+    """
+    dropout = getattr(model.config, option)
+    if dropout > 0:
+        raise ValueError(
+            f"{option}={dropout} is not built for a sequence that ranks share; "
+            f"with cp_size above 1 load the model with {option}=0.0"
+        )
+
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""

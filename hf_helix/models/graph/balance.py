@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, __version__
 
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.expert_layer import counted_in
+from hf_helix.models.graph.experts import counted_in
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter, counted_tokens
 

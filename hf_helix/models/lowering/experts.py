@@ -14,8 +14,7 @@ from torch.fx import Node
 
 from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.expert_form import DOWN
-from hf_helix.models.graph.expert_layer import declare_experts
+from hf_helix.models.graph.experts import DOWN, declare_experts
 from hf_helix.models.lowering.glue import Glue
 from hf_helix.models.lowering.outline import ByRows, OfShard, Outline, Routing
 from hf_helix.models.placement.placed import PARTIAL, SHARD, WHOLE

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.copies import copy_module
-from hf_helix.models.graph.expert_form import forward_arguments, is_experts
+from hf_helix.models.graph.experts import forward_arguments, is_experts
 from hf_helix.models.peft import unwrapped
 
 DTYPE = torch.bfloat16

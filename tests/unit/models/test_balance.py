@@ -16,7 +16,7 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.balance import Balance, add_part, balance_of, balance_side_inputs, routers_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.graph.expert_layer import expert_side_inputs
+from hf_helix.models.graph.experts import expert_side_inputs
 
 LAYERS, LENGTH, BATCH, EXPERTS, CHOICES = 3, 5, 2, 6, 2
 

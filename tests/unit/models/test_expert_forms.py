@@ -30,8 +30,7 @@ from torch.nn import functional
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.graph.expert_form import ExpertForm, experts_form, is_experts
-from hf_helix.models.graph.expert_layer import declare_experts
+from hf_helix.models.graph.experts import ExpertForm, declare_experts, experts_form, is_experts
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears import grouped_linear
 from hf_helix.operators.param_shard import CUT_EXPERTS, EXPERTS

@@ -24,8 +24,7 @@ from hf_helix.models.batch_inputs import (
     forms_of,
     starts_of,
 )
-from hf_helix.models.graph.attention import attend
-from hf_helix.models.graph.masks import causal_masks, like_embeddings
+from hf_helix.models.graph.attention import attend, causal_masks, like_embeddings
 from hf_helix.models.registry import family_of
 
 IDS = torch.arange(16).view(2, 8)
