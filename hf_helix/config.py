@@ -37,7 +37,6 @@ AXES = ("tp", "cp", "ep", "dp")
 PARAMETERS, OPTIMIZER = "parameters", "optimizer"  # see HelixConfig.spreads
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
-SCHEDULE_ALIASES = {"w": "folded_1f1b"}
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
     **{name: f"a whole number, such as {name}=1" for name in SIZES},
@@ -89,7 +88,7 @@ class HelixConfig:
             time of equal layers; once `plan="auto"` measures, `folded_1f1b`, `dualpipe_v` and the best that a search
             finds for the measured times are timed in real steps. Layers never move between ranks, so `1f1b`, which
             places them otherwise, is not among them;
-            `folded_1f1b`: the paper's W schedule on the fold (section 4.1); `w` is another name for it;
+            `folded_1f1b`: the paper's W schedule on the fold (section 4.1);
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
@@ -164,7 +163,6 @@ class HelixConfig:
             value = getattr(self, name)
             if not _is_of(value, _KINDS[name]) or value == "":
                 raise TypeError(f"{name} must be {needed}; got {value!r}")
-        object.__setattr__(self, "schedule", schedule_name(self.schedule))
         self._check_numbers()
         self._check_choices()
         self._check_sharding()
@@ -306,11 +304,6 @@ def described_options() -> dict[str, str]:
     """Returns what the docstring of `HelixConfig` says of every option; empty under `python -OO`."""
     arguments = inspect.cleandoc(HelixConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
     return dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE))
-
-
-def schedule_name(name: str) -> str:
-    """Returns the name of a schedule that may be called by another one; anything else as it is."""
-    return SCHEDULE_ALIASES.get(name, name)
 
 
 def has_helix_block(options: Any) -> bool:

@@ -41,7 +41,7 @@ class ShowCommand(Command):
       hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
       hf-helix show plan.json --profile profile.json --compare sequential   two layers under both plans
       hf-helix show profile.json                                          where time goes, and what overlaps well
-      hf-helix show --schedule w --pp 4 --microbatches 12                 a pipeline, slot by slot
+      hf-helix show --schedule folded_1f1b --pp 4 --microbatches 12       a pipeline, slot by slot
       hf-helix show --schedule all --gain 1.4                             all schedules beside each other
 
     The overlap efficiency (OEF) of two operators is (T_i + T_j - P_ij) / min(T_i, T_j), with their times alone and the
@@ -71,7 +71,7 @@ class ShowCommand(Command):
         """Text, or a picture where `--output` is given."""
         if (self.file is None) == (self.schedule is None):
             raise ValueError(
-                "show takes either a plan or a profile, or a schedule, such as --schedule w; give one of them"
+                "show takes either a plan or a profile, or a schedule, such as --schedule 1f1b; give one of them"
             )
         if self.schedule is not None:
             self._refuse(OF_PLANS, "a schedule")

@@ -36,7 +36,7 @@ CLEARLY = 1.1
 NEAR = 1.25
 """How many times as long a sequence, or a step, may be as the doctor was told, or the other way round."""
 
-FORMAT = "hf_helix.layouts/2"
+FORMAT = "hf_helix.layouts/1"
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Types of matrix products, as clusters name them."""

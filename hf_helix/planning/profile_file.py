@@ -19,7 +19,7 @@ from hf_helix.planning.layout import GradientSum, Layout, WeightGather
 from hf_helix.planning.profile import Name, Pair, Profile, join_name
 from hf_helix.planning.text import first_difference, format_json, round_ms
 
-FORMAT = "hf_helix.profile/2"
+FORMAT = "hf_helix.profile/1"
 
 
 def load_profile(

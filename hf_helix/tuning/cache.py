@@ -38,7 +38,7 @@ from hf_helix.tuning.verdict import TuningResult
 from hf_helix.version import __version__
 
 CACHE_VARIABLE = "HELIX_CACHE"
-FORMAT = "hf_helix.tuning/2"
+FORMAT = "hf_helix.tuning/1"
 
 
 def cache_root() -> Path:

@@ -237,7 +237,7 @@ def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> 
 # versions, layout). The random state of the run is as before, and nothing of the proof stays in memory.
 
 
-FORMAT = "hf_helix.proof/2"
+FORMAT = "hf_helix.proof/1"
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:

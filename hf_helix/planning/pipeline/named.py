@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hf_helix.config import schedule_name
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot, without_microbatches
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.pipeline.validate import validate
@@ -135,7 +134,7 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule
     Raises:
         ValueError: an unknown name, or fewer than one rank or micro-batch.
     """
-    named = NAMED_SCHEDULES.get(schedule_name(name))
+    named = NAMED_SCHEDULES.get(name)
     if named is None or num_ranks < 1 or num_microbatches < 1:
         raise ValueError(
             f"no schedule {name!r} for {num_ranks} ranks and {num_microbatches} micro-batches; "

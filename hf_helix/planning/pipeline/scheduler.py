@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_helix.config import AUTO, SCHEDULES, schedule_name
+from hf_helix.config import AUTO, SCHEDULES
 from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of
 from hf_helix.planning.pipeline.auto import choose_schedule
 from hf_helix.planning.pipeline.costs import Costs, stage_costs
@@ -45,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(self, name: str, num_ranks: int, costs: Costs | None = None) -> None:
-        self.name = schedule_name(name)
+        self.name = name
         self.num_ranks = num_ranks
         self._costs = None if costs is None else lambda ranks: costs
         self._made: dict[int, Schedule] = {}
@@ -96,7 +96,6 @@ def find_schedule(
         ValueError: as `choose_schedule`, `build_schedule` and `load_schedule`; or it is none of these.
         OSError: as `load_schedule`.
     """
-    name = schedule_name(name)
     count = 3 * num_ranks if num_microbatches is None else num_microbatches
     if name == AUTO and num_ranks == 1:
         name = ON_ONE_RANK
@@ -111,7 +110,7 @@ def find_schedule(
 
 def check_schedule(name: str) -> None:
     """Raises ValueError where a text is neither the name of a schedule nor the path of a file."""
-    if schedule_name(name) not in SCHEDULES and not Path(name).is_file():
+    if name not in SCHEDULES and not Path(name).is_file():
         raise ValueError(
             f"schedule={name!r} is neither the name of a schedule nor an existing file; "
             f"use one of {', '.join(SCHEDULES)}, or the path of an action file"

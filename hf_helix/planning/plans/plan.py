@@ -30,7 +30,7 @@ from hf_helix.planning.text import format_json
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-FORMAT = "hf_helix.plan/3"
+FORMAT = "hf_helix.plan/1"
 
 
 @dataclass(frozen=True)

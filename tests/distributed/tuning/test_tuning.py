@@ -179,7 +179,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no tuning": lambda folder: (folder / "tuning.json").unlink(),
     "no plan": lambda folder: (folder / "plan.json").unlink(),
     "empty tuning": garble("tuning.json", ""),
-    "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/2", "case"'),
+    "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/1", "case"'),
     "tuning is a list": garble("tuning.json", "[]"),
     "bytes": lambda folder: (folder / "tuning.json").write_bytes(b"\xff\xfe"),
     "another format": damage("tuning.json", lambda data: data.update(format="hf_helix.tuning/0")),

@@ -265,7 +265,7 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "such as --schedule w; give one of them"),
+        ((), "such as --schedule 1f1b; give one of them"),
         (("P", "--schedule", "folded_1f1b"), "give one of them"),
         (("--schedule", "magic"), "'magic' is neither the name of a schedule nor an existing file"),
         (("--schedule", "folded_1f1b", "--pp", 0), "--pp 0 must be at least 1"),
@@ -306,7 +306,7 @@ def test_what_is_no_json_is_refused(text: bytes, tmp_path: Path, capsys: Any) ->
     assert not (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.parametrize("data", [{}, [], "hf_helix.plan/2", {"format": "other/1"}])
+@pytest.mark.parametrize("data", [{}, [], "hf_helix.plan/1", {"format": "other/1"}])
 def test_what_is_neither_plan_nor_profile_is_refused(data: object, tmp_path: Path, capsys: Any) -> None:
     path = garbage(tmp_path / "x.json", json.dumps(data).encode())
     assert "is neither a plan nor a profile" in said(capsys, "show", path)

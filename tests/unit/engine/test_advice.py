@@ -92,7 +92,7 @@ def test_a_damaged_file_is_as_good_as_none(known: tuple[Any, Ranking], tmp_path:
     model, ranking = known
     (file,) = (tmp_path / "layouts").iterdir()
     whole = file.read_text()
-    for text in ("", "{}", '{"format": "hf_helix.layouts/2", "machine": 3}'):
+    for text in ("", "{}", '{"format": "hf_helix.layouts/1", "machine": 3}'):
         file.write_text(text)
         assert known_layouts(model, MACHINE) is None
     file.write_text(whole.replace('"tokens_per_second"', '"tokens"'))

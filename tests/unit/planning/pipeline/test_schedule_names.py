@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_helix.config import AUTO, SCHEDULE_ALIASES, SCHEDULES, HelixConfig
+from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.pipeline import auto
 from hf_helix.planning.pipeline.auto import choose_schedule
 from hf_helix.planning.pipeline.clock import SlotClock
@@ -18,14 +18,6 @@ from hf_helix.planning.pipeline.validate import validate
 
 def test_the_options_are_the_registry():
     assert (AUTO, *NAMED_SCHEDULES) == SCHEDULES
-    assert set(SCHEDULE_ALIASES.values()) <= set(SCHEDULES)
-    assert not set(SCHEDULE_ALIASES) & set(SCHEDULES)
-
-
-def test_w_is_another_name():
-    assert HelixConfig(schedule="w") == HelixConfig(schedule="folded_1f1b")
-    assert Scheduler("w", 2).name == "folded_1f1b"
-    assert Scheduler("w", 2)(5) == build_schedule("w", 2, 5) == build_schedule("folded_1f1b", 2, 5)
 
 
 def test_auto_is_the_default_and_keeps_layers_where_they_are():
