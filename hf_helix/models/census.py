@@ -8,7 +8,6 @@ that the file names; with other versions, nothing is proven.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -106,18 +105,3 @@ def format_census(census: Census) -> str:
     head = {"format": FORMAT, "versions": dict(census.versions), "date": census.date}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     return "\n".join(["{", *lines, ' "classes": {', *([classes] if classes else []), " }", "}", ""])
-
-
-def proven(class_name: str) -> frozenset[str]:
-    """Returns the layouts, such as `tp2`, that are proven for a class with the installed versions."""
-    census = _shipped()
-    if not census.is_current:
-        return frozenset()
-    return frozenset(
-        layout for layout, finding in census.classes.get(class_name, {}).items() if finding.status == PROVEN
-    )
-
-
-@functools.cache
-def _shipped() -> Census:
-    return read_census()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hf_helix.cli.main import main
-from hf_helix.models import census as module
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (
     FAILED,
@@ -17,7 +16,6 @@ from hf_helix.models.census import (
     Finding,
     format_census,
     installed_versions,
-    proven,
     read_census,
 )
 
@@ -36,7 +34,6 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "census.json"
     path.write_text(format_census(Census(VERSIONS, "2026-11-23", CLASSES)))
     census = read_census(path)
-    monkeypatch.setattr(module, "_shipped", lambda: census)
     monkeypatch.setattr("hf_helix.cli.models.read_census", lambda: census)
     return path
 
@@ -46,16 +43,6 @@ def test_what_is_written_is_read_again(shipped: Path) -> None:
     assert (census.versions, census.date, census.classes) == (VERSIONS, "2026-11-23", CLASSES)
     assert census.proven_on("tp2") == ["Gemma2ForCausalLM", "LlamaForCausalLM"]
     assert census.proven_on("tp2", "pp2") == ["LlamaForCausalLM"]
-
-
-def test_the_engine_is_told_what_is_proven_with_the_installed_versions(
-    shipped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert proven("Gemma2ForCausalLM") == {"tp2", "cp2"}
-    assert proven("UnknownForCausalLM") == proven("MambaForCausalLM") == frozenset()
-    other = Census({**VERSIONS, "transformers": "4.0.0"}, "", CLASSES)
-    monkeypatch.setattr(module, "_shipped", lambda: other)
-    assert proven("Gemma2ForCausalLM") == frozenset()
 
 
 def test_without_a_file_nothing_is_proven_and_another_file_is_refused(tmp_path: Path) -> None:
