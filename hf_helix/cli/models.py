@@ -2,7 +2,7 @@
 
 In:   part of the name of a class, or nothing; the census (`hf_helix.models.census`).
 Out:  text.
-Must hold: `SUPPORTED` names every registered class and exactly the layouts whose results tests compare with the unsplit
+Must hold: `SUPPORTED` names every declared class and exactly the layouts whose results tests compare with the unsplit
 model or the stock Trainer; docs/support.md is generated from the list. Findings of the census are printed unchanged.
 """
 
@@ -60,8 +60,8 @@ tp: tensor and sequence parallelism (tp_size), pp: pipeline (pp_size), cp: conte
 parallelism (ep_size), dp: data parallelism, which takes the processes that are left. ep takes its ranks from dp.
 On each of these layouts tests compare small models of the class with the unsplit Transformers model or the stock
 Trainer, losses and every gradient, on CPU with gloo. What has run on a GPU: docs/gpu.md. Other sizes are accepted where
-they divide the heads, layers and experts. What else is tested: docs/support.md. These classes are declared; all others
-are derived, and proven before their first step: docs/adding_a_model.md.
+they divide the heads, layers and experts. What else is tested: docs/support.md. Llama, GPT-2 and Phi-MoE are declared;
+all others are derived, and proven before their first step: docs/adding_a_model.md.
 """
 
 CENSUS_LEGEND = """\
