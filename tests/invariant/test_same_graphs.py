@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,6 @@ from hf_helix.operators.unit import Unit
 
 DECLARED = ("gpt2", "llama", "phimoe")
 
-DERIVED_ONLY = {"phimoe": ("mlp.view", "mlp.reshape", "mlp.reshape.2")}
-"""Operators that declared families do without. Declared routers take tokens by sequences, and lay them out in one
-dimension for themselves; the code of the models does so before its routers, and back behind its experts. Both are
-views, and launch nothing.
-"""
-
-
 LAYERS = {"num_hidden_layers": 2}
 
 
@@ -41,21 +33,14 @@ def units_of(family: Family, model: Any, axis: Axis) -> list[Unit]:
     return family.units(model, ParallelContext(axis, experts=axis))
 
 
-def form(unit: Unit, left_out: Sequence[str] = ()) -> list[tuple[Any, ...]]:
-    """The operators of a unit, without names: values are numbered in the order in which they are written.
-
-    Args:
-        left_out: the names of operators of one value, whose readers count as readers of what they read.
-    """
+def form(unit: Unit) -> list[tuple[Any, ...]]:
+    """The operators of a unit, without names: values are numbered in the order in which they are written."""
     graph = unit.graphs.forward
     numbers: dict[str, int] = {}
     for value in graph.inputs:
         numbers[value] = len(numbers)
     rows: list[tuple[Any, ...]] = []
     for op in graph.operators:
-        if op.name in left_out:
-            numbers[op.writes[0]] = numbers[op.reads[0]]
-            continue
         for value in op.writes:
             numbers[value] = max(numbers.values(), default=-1) + 1
         operator, reads = unit.operators[op.name], [numbers[value] for value in op.reads]
@@ -80,7 +65,7 @@ def test_operators_and_cuts(name: str) -> None:
     declared, derived = (units_of(family, model, axis) for family in (family_of(model), DerivedFamily(model)))
     assert [unit.label for unit in derived] == [unit.label for unit in declared]
     for one, other in zip(derived, declared, strict=True):
-        assert form(one, DERIVED_ONLY.get(name, ())) == form(other), one.label
+        assert form(one) == form(other), one.label
     assert placements(model, derived) == placements(model, declared)
 
 

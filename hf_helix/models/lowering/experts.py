@@ -17,7 +17,7 @@ from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import DOWN, declare_experts
 from hf_helix.models.lowering.glue import Glue
 from hf_helix.models.lowering.outline import ByRows, OfShard, Outline, Routing
-from hf_helix.models.placement.placed import PARTIAL, SHARD, WHOLE
+from hf_helix.models.placement.placed import PARTIAL, SHARD, WHOLE, features_of, is_canonical, name_of
 from hf_helix.models.trace.leaves import EXPERTS, Leaf
 from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
@@ -39,12 +39,14 @@ class Values:
         self.b = b
         self.module = module
         self.names: dict[tuple[Node, str], str] = {}
+        self.shown: dict[Node, Node] = {}
         self.used: set[str] = set()
         for node, name in start.items():
             self.names[node, outline.placed(node).where] = name
 
     def value(self, node: Node, where: str) -> str:
         """Returns the name of a value in some form, and declares the communication that gives it."""
+        node = self.shown.get(node, node)
         known = self.names.get((node, where))
         if known is not None:
             return known
@@ -57,6 +59,21 @@ class Values:
             raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
         self.names[node, where] = name
         return name
+
+    def _shows(self, node: Node) -> bool:
+        """Returns whether a node is a view with the layout that another value has between operators: tokens in one
+        dimension or in two. Such views need no operator.
+        """
+        source = args_of(node)[0] if name_of(node) in ("view", "reshape", "_unsafe_view") else None
+        if source not in self.outline.values or {node, source} & self.outline.flat:
+            return False
+        mine, other = self.outline.placed(node), self.outline.placed(source)
+        if mine.where != other.where or mine.dim is not None or other.dim is not None:
+            return False
+        if not is_canonical(self.trace, node) or features_of(self.trace, node) != features_of(self.trace, source):
+            return False
+        self.shown[node] = self.shown.get(source, source)
+        return True
 
     def _function(
         self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]

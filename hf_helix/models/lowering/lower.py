@@ -153,7 +153,7 @@ class _Lowering(Experts):
         partial = [part for part in parts if outline.placed(part).where == PARTIAL]
         names = [self.value(part, SHARD) for part in parts if part not in partial]
         if len(partial) > 1:
-            total, *others = (self.names[part, PARTIAL] for part in partial)
+            total, *others = (self.value(part, PARTIAL) for part in partial)
             for value in others:
                 total = b.add(self._name(node, "partial"), total, value)
             names.append(b.reduce_scatter(self._name(node, "scatter"), total))
@@ -174,6 +174,8 @@ class _Lowering(Experts):
     def _segment(self, node: Node) -> None:
         """Declares a piece of glue."""
         outline, b = self.outline, self.b
+        if self._shows(node):
+            return
         routed = {**outline.routed, **{weights: chosen for chosen, weights in outline.routed.items()}}
         if node in routed:
             self._router(*((routed[node], node) if node in outline.routed else (node, routed[node])))

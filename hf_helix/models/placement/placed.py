@@ -116,6 +116,12 @@ def is_canonical(trace: ModuleTrace, node: Node) -> bool:
     return shape[:2] == (BATCH, SEQUENCE) or shape[:1] == (BATCH * SEQUENCE,)
 
 
+def features_of(trace: ModuleTrace, node: Node) -> tuple[Any, ...]:
+    """Returns the dimensions of a value that can lie between operators, without those of its tokens."""
+    shape = trace.shape(node)
+    return tuple(shape[2:] if shape[:2] == (BATCH, SEQUENCE) else shape[1:])
+
+
 def is_sum(trace: ModuleTrace, node: Node) -> bool:
     """Returns whether a node is the plain sum of two values of its own shape."""
     if name_of(node) != "add" or node.kwargs or len(args_of(node)) != 2:
