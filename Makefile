@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow test-oldest fuzz lint format docs bench gpu-check gpu-check-dry clean
+.PHONY: help install demo test test-slow test-oldest golden fuzz lint format docs bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,10 @@ test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that ar
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+
+golden: $(STAMP)  ## record graphs, plans, programs, predictions and checkpoints in runs/golden.json; about ten minutes
+	mkdir -p runs
+	PYTHONPATH=tests $(BIN)/python -m support.golden_record record runs/golden.json
 
 fuzz: $(STAMP)  ## run the tests of properties on cases drawn anew; repeat at will
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=default
