@@ -271,7 +271,7 @@ class Bench:
 
     def emulate(self, link: str, count: int) -> str:
         """Sets the speed of the emulated link and returns it as text."""
-        from hf_helix.link_speed import parse_link
+        from hf_helix.config import parse_link
         from hf_helix.tuning.even_link import even_out
 
         links = [cut.mesh.link for _, cut in self.cuts]

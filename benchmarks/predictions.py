@@ -36,10 +36,9 @@ import yaml
 from transformers import LlamaConfig, MixtralConfig
 
 from benchmarks.common import markdown, options_of
-from hf_helix.config import HelixConfig
+from hf_helix.config import HelixConfig, parse_link
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
-from hf_helix.link_speed import parse_link
 from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.measure.links import measure_waiting
 from hf_helix.measure.machine import describe_device

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 from hf_helix.runtime.environment import set_connections
-from hf_helix.version import __version__
 
 _HOMES = {
     "HelixConfig": "config",
@@ -43,7 +44,7 @@ def __getattr__(name: str) -> Any:
     try:
         home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
     except ImportError as error:
-        from hf_helix.upstream import explain
+        from hf_helix.integrations.upstream import explain
 
         explain(error)
         raise

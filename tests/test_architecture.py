@@ -19,7 +19,6 @@ HOME = PACKAGE.parent
 
 # The one rule of the package: a part imports what stands in its own row or in a row above it.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("version", "link_speed", "upstream"),
     ("config",),
     ("planning",),
     ("operators",),
@@ -31,7 +30,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("integrations", "cli", "__main__"),
 )
 LEVELS = {part: level for level, parts in enumerate(ORDER) for part in parts}
-STANDARD_LIBRARY_ONLY = {"version", "link_speed", "config", "planning"}
+VERSION = "hf_helix.__version__"  # any part may import it
+STANDARD_LIBRARY_ONLY = {"config", "planning"}
 LAZY = {"yaml"}  # what these may import inside a function
 IMPORTERS = {
     "accelerate": ("integrations.accelerate",),
@@ -93,7 +93,7 @@ def violations(package: Path) -> list[str]:
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
-                if LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
+                if target != VERSION and LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
                     result.append(f"{where}imports upward: {target}")
             elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
                 result.append(f"{where}is not the standard library: {target}")
@@ -167,13 +167,54 @@ def test_the_scan_finds(tmp_path: Path, file: str, source: str, violation: str):
         ("operators/a.py", "import torch\nfrom hf_helix.planning import graph"),
         ("runtime/a.py", "import torch\nfrom hf_helix.models import base\nfrom hf_helix.config import HelixConfig"),
         ("integrations/accelerate/a.py", "import accelerate, transformers\nfrom hf_helix.runtime import mesh"),
-        ("engine/a.py", "from hf_helix.version import __version__\nfrom hf_helix.tuning import tuner"),
+        ("engine/a.py", "from hf_helix import __version__\nfrom hf_helix.tuning import tuner"),
     ],
 )
 def test_the_scan_lets_pass(tmp_path: Path, file: str, source: str):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []
+
+
+def circles(package: Path) -> list[list[str]]:
+    """The groups of files that import each other, over however many steps; imports for types alone count, too."""
+    paths = dict(modules(package))
+    targets = {
+        module: {
+            next((name for name in (each.target, each.target.rpartition(".")[0]) if name in paths), "")
+            for each in imports_of(path, module)
+        }
+        - {"", module, hf_helix.__name__}
+        for module, path in paths.items()
+    }
+
+    def reached(module: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [module]
+        while waiting:
+            waiting += targets[waiting.pop()] - seen
+            seen |= set(waiting)
+        return seen
+
+    reaches = {module: reached(module) for module in targets}
+    groups = {
+        tuple(sorted(other for other in reaches[module] if module in reaches[other]))
+        for module in targets
+        if module in reaches[module]
+    }
+    return sorted(list(group) for group in groups)
+
+
+def test_no_files_import_each_other():
+    assert circles(PACKAGE) == []
+
+
+def test_the_scan_finds_circles(tmp_path: Path):
+    (tmp_path / "a.py").write_text("from hf_helix.b import B")
+    (tmp_path / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_helix.c import C")
+    (tmp_path / "c.py").write_text("def f():\n    from hf_helix import a")
+    (tmp_path / "d.py").write_text("from hf_helix.a import A")
+    assert circles(tmp_path) == [["hf_helix.a", "hf_helix.b", "hf_helix.c"]]
 
 
 LISTED = re.compile(r"^([a-z_]+)/? {2,}\S", re.MULTILINE)  # a row of the list in a package's docstring
@@ -238,6 +279,11 @@ class Method(NamedTuple):
     node: ast.FunctionDef
 
     @property
+    def top(self) -> str:
+        """The name that other files import."""
+        return self.owner or self.node.name
+
+    @property
     def words(self) -> str:
         return ast.get_docstring(self.node) or ""
 
@@ -263,12 +309,25 @@ def public_functions(tree: ast.Module) -> Iterator[Method]:
     return visit(tree.body, "")
 
 
-def without_args(package: Path) -> list[str]:
-    """Public functions of many parameters whose docstring has no `Args:`, as `file:line: name`.
+def importers(package: Path) -> dict[tuple[str, str], set[str]]:
+    """For each module and public name, the files that import the name."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for module, path in modules(package):
+        for each in imports_of(path, module):
+            base, _, name = each.target.rpartition(".")
+            found.setdefault((base, name), set()).add(module)
+    return found
 
-    A method that overrides one is described where that is declared: in a class of the package, or by another package.
+
+def without_args(package: Path) -> list[str]:
+    """Public functions of many parameters that several files call and whose docstring has no `Args:`.
+
+    Each as `file:line: name`. A function that at most one other file imports is described by its names and types. A
+    method that overrides one is described where that is declared: in a class of the package, or by another package.
     """
     trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    names = {path: module for module, path in modules(package)}
+    imported = importers(package)
     bases: dict[str, set[str]] = {}
     described: set[tuple[str, str]] = set()
     for tree in trees.values():
@@ -292,7 +351,7 @@ def without_args(package: Path) -> list[str]:
         f"{path.relative_to(package)}:{each.node.lineno}: {each.owner}{'.' if each.owner else ''}{each.node.name}"
         for path, tree in trees.items()
         for each in public_functions(tree)
-        if each.parameters() >= MANY and not is_described(each)
+        if each.parameters() >= MANY and len(imported.get((names[path], each.top), ())) > 1 and not is_described(each)
     ]
 
 
@@ -310,7 +369,11 @@ def test_the_scan_finds_parameters_without_words(tmp_path: Path):
         "    def few(self, a, b, *more):\n        'Adds.'\n"
         "def untold(a, b, *, c):\n    'Adds.'\n"
         "def _private(a, b, c):\n    'Adds.'\n"
+        "def alone(a, b, c):\n    'Adds.'\n"
     )
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.py").write_text("from hf_helix.a import Base, Heir, untold")
+    (tmp_path / "d.py").write_text("from hf_helix.a import alone")
     assert without_args(tmp_path) == ["a.py:4: Base.untold", "a.py:11: untold"]
 
 

@@ -22,9 +22,9 @@ from support.used_names.rows import Used
 from transformers import Trainer
 
 import hf_helix
-from hf_helix import upstream
+from hf_helix.integrations import upstream
 from hf_helix.integrations.trainer.trainer import HelixTrainerMixin
-from hf_helix.upstream import KNOWN, UpstreamChanged, check_class, problems_of_class
+from hf_helix.integrations.upstream import KNOWN, UpstreamChanged, check_class, problems_of_class
 
 PACKAGE = Path(hf_helix.__file__).parent
 ROOT = PACKAGE.parent
@@ -157,7 +157,7 @@ def test_a_new_process_says_what_to_install(statement: str) -> None:
 
 
 def check_advice(said: str) -> None:
-    last = said[said.index("hf_helix.upstream.UpstreamChanged") :]
+    last = said[said.index("hf_helix.integrations.upstream.UpstreamChanged") :]
     assert "cannot import name 'dot_natural_key' from 'transformers.core_model_loading'" in last
     assert "use `pip install 'transformers~=5.24.0'`" in last
 

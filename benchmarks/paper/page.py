@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.paper.table import Artifact
-from hf_helix.version import __version__
+from hf_helix import __version__
 
 PACKAGES = ("torch", "transformers")
 README = Path(__file__).with_name("README.md")

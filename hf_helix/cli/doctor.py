@@ -16,8 +16,7 @@ import yaml
 
 from hf_helix.cli.options import option
 from hf_helix.cli.simulate import OnCluster
-from hf_helix.config import AUTO, HelixConfig
-from hf_helix.link_speed import format_rate
+from hf_helix.config import AUTO, HelixConfig, format_rate
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import RECOMPUTE, RULES, HelixConfig
-from hf_helix.link_speed import LinkSpeed, parse_link
+from hf_helix.config import RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:

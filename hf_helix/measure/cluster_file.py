@@ -18,7 +18,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hf_helix.link_speed import parse_link
+from hf_helix import __version__
+from hf_helix.config import parse_link
 from hf_helix.measure.device import (
     CPU_BLOCK,
     GPU_BLOCK,
@@ -41,7 +42,6 @@ from hf_helix.runtime.distributed.groups import backend_of, host_name
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, world_size
 from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import load_cluster, shipped_clusters
-from hf_helix.version import __version__
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_helix.link_speed import LinkSpeed
+from hf_helix.config import LinkSpeed
 from hf_helix.planning.plans.link_speeds import Predicted, link_of, predict_speeds
 from hf_helix.planning.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 
+from hf_helix import __version__
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.graph.recompute import NONE
@@ -35,7 +36,6 @@ from hf_helix.planning.profile_file import load_profile, profile_json
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.tuning.verdict import TuningResult
-from hf_helix.version import __version__
 
 CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/1"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_helix import __version__
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.engine.proof.prove import Subject, describe, prove
 from hf_helix.engine.proof.verdict import SHOWN, Proof
@@ -35,7 +36,6 @@ from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_rank
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.tuning.cache import result_folder, write_file
-from hf_helix.version import __version__
 
 CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype)

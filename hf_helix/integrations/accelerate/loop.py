@@ -33,6 +33,7 @@ from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
+from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.direct_use import Instead
 from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.groups import control_group
@@ -42,7 +43,6 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
-from hf_helix.upstream import check_class, overrides
 
 logger = get_logger(__name__)
 

@@ -23,13 +23,13 @@ from hf_helix.config import HelixConfig
 from hf_helix.integrations.accelerate.checks import check_accelerator
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.loop import prepare
+from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.runtime.distributed.mesh import Mesh, check_joined, mesh_of
 from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
 from hf_helix.runtime.notices import say
-from hf_helix.upstream import check_class, overrides
 
 
 def launch_options() -> HelixConfig | None:

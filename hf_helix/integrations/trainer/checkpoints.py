@@ -31,13 +31,13 @@ from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
+from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.zero import LocalParameter, local_parameters
-from hf_helix.upstream import overrides
 
 logger = get_logger(__name__)
 

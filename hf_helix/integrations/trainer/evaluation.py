@@ -17,10 +17,10 @@ from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
-from hf_helix.upstream import overrides
 
 # What `use_cache` adds, whose name Transformers 5.24 has changed.
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"

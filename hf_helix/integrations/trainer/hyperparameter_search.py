@@ -17,9 +17,9 @@ from transformers.trainer_utils import HPSearchBackend
 
 from hf_helix.config import HelixConfig
 from hf_helix.integrations.trainer.checks import check_arguments
+from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank, world_size
-from hf_helix.upstream import overrides
 
 # Options of a study that would end a trial, or the search, in another way on rank 0 than on the others.
 _ALONE = {

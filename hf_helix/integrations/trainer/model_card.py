@@ -26,13 +26,13 @@ import torch
 import yaml
 from huggingface_hub import RepoCard
 
+from hf_helix import __version__
 from hf_helix.config import HelixConfig
 from hf_helix.measure.overlap import Overlap
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.tuning.verdict import TuningResult, in_ms
-from hf_helix.version import __version__
 
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp

@@ -39,6 +39,7 @@ from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
+from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
@@ -52,7 +53,6 @@ from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.verdict import TuningResult
-from hf_helix.upstream import check_class, overrides
 
 logger = get_logger(__name__)
 

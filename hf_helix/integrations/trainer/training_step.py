@@ -28,13 +28,13 @@ from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
-from hf_helix.upstream import overrides
 
 
 class FetchedWindow:

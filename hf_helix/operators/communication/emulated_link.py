@@ -25,7 +25,7 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.link_speed import LinkSpeed
+from hf_helix.config import LinkSpeed
 from hf_helix.operators.communication.collectives import P2PChannel
 from hf_helix.operators.communication.transport import Method, Transport, TransportWrapper, bytes_moved
 

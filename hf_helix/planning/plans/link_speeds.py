@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.link_speed import LinkSpeed, parse_link
+from hf_helix.config import LinkSpeed, parse_link
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.plans.plan import Plan

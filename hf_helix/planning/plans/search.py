@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hf_helix.link_speed import parse_link
+from hf_helix.config import parse_link
 from hf_helix.planning.annealing import anneal
 from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline, Work, busiest_link, simulate
 from hf_helix.planning.gradient_sums import add_sums, order_with_sums

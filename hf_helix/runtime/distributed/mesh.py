@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.config import OPTIMIZER, HelixConfig
-from hf_helix.link_speed import parse_link
+from hf_helix.config import OPTIMIZER, HelixConfig, parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.transport import Axis, Copies, GlooTransport, GroupTransport, Transport
 from hf_helix.operators.param_shard import EXPERTS, Placement

@@ -13,7 +13,7 @@ import torch
 from support.jobs import _microbatches, make_trainer
 from support.tuning_jobs import hasty
 
-from hf_helix.link_speed import parse_link
+from hf_helix.config import parse_link
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around

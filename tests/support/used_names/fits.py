@@ -7,7 +7,7 @@ from typing import Any
 
 from support.used_names.rows import Used
 
-from hf_helix.upstream import mentions, resolve
+from hf_helix.integrations.upstream import mentions, resolve
 
 
 def problem_of_use(row: Used) -> str:

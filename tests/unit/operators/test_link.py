@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_helix import HelixConfig
-from hf_helix.link_speed import parse_link
+from hf_helix.config import parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.transport import Recorder, SilentTransport
 from hf_helix.runtime.distributed.mesh import build_mesh

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from support.profiles import ABOUT, GATHER, MODEL, UP, tiny_profile
 
-from hf_helix.link_speed import LinkSpeed
+from hf_helix.config import LinkSpeed
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.link_speeds import NO_LINK, link_of, on_link, predict_speeds
 from hf_helix.planning.plans.registry import make_plan

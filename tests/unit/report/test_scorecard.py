@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_helix.link_speed import LinkSpeed
+from hf_helix.config import LinkSpeed
 from hf_helix.measure.overlap import Overlap, link_loads
 from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
