@@ -43,9 +43,9 @@ from hf_helix.operators.base import (
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import RULES, make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import RULES, make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch

@@ -47,7 +47,7 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.measure.operators import measure_profile
-    from hf_helix.planning.plans.priority_plan import PriorityPlan
+    from hf_helix.planning.plan.list_scheduler import PriorityPlan
     from hf_helix.tuning.candidates import baseline_runner, plan_runners
 
     config = HelixConfig(tp_size=1, cp_size=2 if layout == "cp2" else 1, link=options.link)

@@ -41,9 +41,9 @@ from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears import accumulate
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch

@@ -15,10 +15,10 @@ from dataclasses import replace
 from benchmarks.common import markdown, options_of
 from benchmarks.paper.published import FIGURE_11, WAVELET
 from benchmarks.paper.runs import Runs
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.program import build_program
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.window.program import build_program
 
 ROW, SCHEDULE = FIGURE_11[2], "folded_1f1b"
 

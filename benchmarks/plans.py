@@ -292,7 +292,7 @@ class Bench:
         from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import forget_gradients, measure_overlap
         from hf_helix.operators.communication.emulated_link import bare
-        from hf_helix.planning.profile_file import save_profile
+        from hf_helix.planning.timing.profile_file import save_profile
         from hf_helix.runtime.distributed.agreement import all_gather_object
         from hf_helix.tuning.candidates import plan_runners, predict_window
 

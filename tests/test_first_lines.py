@@ -15,7 +15,7 @@ from hf_helix.integrations.trainer.checks import check_arguments
 
 PACKAGE = Path(hf_helix.__file__).parent
 
-PICTURES = {"planning/plans/block_plan.py", "planning/pipeline/actions.py", "planning/pipeline/validate.py"}
+PICTURES = {"planning/plan/block_plan.py", "planning/schedule/actions.py", "planning/schedule/validate.py"}
 """Files whose errors show the order or the schedule that they are about, below a line with the reason."""
 
 
@@ -29,7 +29,7 @@ def test_no_reason_begins_on_the_second_line() -> None:
         for part in ast.walk(node)
         if isinstance(part, ast.Constant) and isinstance(part.value, str) and ":\n" in part.value
     }
-    assert headings - PICTURES <= {"planning/pipeline/schedule_file.py"}
+    assert headings - PICTURES <= {"planning/schedule/scheduler.py"}
 
 
 def first_line(error: pytest.ExceptionInfo[ValueError]) -> str:

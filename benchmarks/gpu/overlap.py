@@ -28,7 +28,7 @@ from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import forget_gradients, trace_window
 from hf_helix.operators.communication.transport import Transport
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

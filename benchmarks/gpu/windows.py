@@ -25,8 +25,8 @@ from hf_helix.engine.microbatches import LossScale
 from hf_helix.models.direct_use import Instead
 from hf_helix.operators.communication.transport import Axis, SilentTransport, Transport
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh, Pipe
 from hf_helix.runtime.divided import plain_parameters
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from benchmarks.common import markdown, options_of
 from hf_helix.cli.common import made_for, schedule_for
 from hf_helix.config import RULES
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.plans.registry import make_plan, predict_plan
-from hf_helix.planning.profile import Profile, rough_profile
-from hf_helix.planning.profile_file import load_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.runtime.runner import Runner
 
 ABLATIONS = ("intra_node", "inter_node", "comm_beside_comm", "wgrad")

@@ -19,8 +19,8 @@ from benchmarks.paper.ablate import ablate_profile
 from benchmarks.paper.published import DHELIX, MEGATRON, Row
 from benchmarks.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.simulation.step.steady import steady_layers
 from hf_helix.simulation.step.step import simulate_plan
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from benchmarks.common import markdown, options_of
 from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, Row
 from benchmarks.paper.runs import SEARCH, SEARCHING, Runs
-from hf_helix.planning.cost import work_of
-from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
-from hf_helix.planning.plans.registry import make_plan, predict_plan
-from hf_helix.planning.plans.search import bound
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.bounds import bound
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import work_of
 
 ROWS = (*FIGURE_11, *FIGURE_12, *FIGURE_13A)
 RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
-from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.simulation.amounts.amounts import Amounts
 
 JOIN, BLOCK, RING = "attention.join", "attention.block{}", "attention.ring"

@@ -25,12 +25,12 @@ from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
 from hf_helix.engine.on_paper import OnPaper
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
-from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
+from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.window.layout import Layout
 from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster

@@ -158,7 +158,7 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
-    from hf_helix.planning.plans.registry import runs_one_strand
+    from hf_helix.planning.plan.registry import runs_one_strand
 
     case, usual = step.case, HelixConfig()
     options = {

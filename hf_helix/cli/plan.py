@@ -16,9 +16,9 @@ from hf_helix.cli.options import Command, argument, config_option, option
 from hf_helix.config import RECOMPUTE, RULES
 
 if TYPE_CHECKING:
-    from hf_helix.planning.pipeline.actions import Schedule
-    from hf_helix.planning.plans.plan import Plan
-    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.plan.plan import Plan
+    from hf_helix.planning.schedule.actions import Schedule
+    from hf_helix.planning.timing.profile import Profile
 
 FASTEST = "fastest"
 
@@ -44,8 +44,8 @@ class PlanCommand(Command):
 
     def run(self) -> None:
         """Predict every rule, print the table, save a plan."""
-        from hf_helix.planning.plans.search import lower_bound
-        from hf_helix.planning.predict import predict_seconds
+        from hf_helix.planning.plan.bounds import lower_bound
+        from hf_helix.planning.timing.predict import predict_seconds
 
         profile = read_profile(self.profile, self.recompute)
         schedule = schedule_for(profile, self.microbatches, self.schedule)
@@ -77,7 +77,7 @@ def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
         schedule: of the plan's windows.
     """
     from hf_helix.measure.progress import progress_bar
-    from hf_helix.planning.plans.registry import make_plan
+    from hf_helix.planning.plan.registry import make_plan
 
     model, mesh = made_for(profile)
     with progress_bar() as progress:

@@ -15,8 +15,8 @@ from typing import Any
 from hf_helix.cli.common import configuration_file, join, start
 from hf_helix.cli.options import Command, config_option, option
 from hf_helix.config import AXES, RECOMPUTE, HelixConfig
-from hf_helix.planning.profile import Profile
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile_file import save_profile
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,7 @@ class ProfileCommand(Command):
 
     def run(self) -> None:
         """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
-        from hf_helix.planning.pipeline.scheduler import Scheduler
+        from hf_helix.planning.schedule.scheduler import Scheduler
 
         Scheduler(self.schedule, self.pp_size)  # refused once, not by every process
         self.model = configuration_file(self.model)

@@ -19,9 +19,9 @@ from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
 
 if TYPE_CHECKING:
-    from hf_helix.planning.pipeline.simulate import Simulated
-    from hf_helix.planning.plans.plan import Plan
-    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.plan.plan import Plan
+    from hf_helix.planning.schedule.clock import Simulated
+    from hf_helix.planning.timing.profile import Profile
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")
 # Options of some kinds of drawings.
@@ -101,7 +101,7 @@ class ShowCommand(Command):
             raise ValueError(f"{' and '.join(given)} would mean nothing where {what} is drawn; leave it out")
 
     def _show_profile(self, file: Path) -> None:
-        from hf_helix.planning.profile_file import load_profile
+        from hf_helix.planning.timing.profile_file import load_profile
         from hf_helix.report import heatmap
 
         self._refuse((*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")
@@ -116,8 +116,8 @@ class ShowCommand(Command):
         print(f"{self.output}\n{share}")
 
     def _show_plan(self, file: Path) -> None:
-        from hf_helix.planning.plans.files import load_plan
-        from hf_helix.planning.plans.registry import predict_plan
+        from hf_helix.planning.plan.files import load_plan
+        from hf_helix.planning.timing.predict import predict_plan
         from hf_helix.report.bars import bars_of_timeline
         from hf_helix.report.timeline import draw_timeline, text_timeline
 
@@ -151,7 +151,7 @@ class ShowCommand(Command):
             print(self.output)
 
     def _show_schedule(self, name: str) -> None:
-        from hf_helix.planning.pipeline.named import PLACEMENT_OF
+        from hf_helix.planning.schedule.named import PLACEMENT_OF
         from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
         if self.pp < 1:
@@ -171,7 +171,7 @@ class ShowCommand(Command):
 
     def _simulated(self, name: str) -> tuple[str, Simulated]:
         """A schedule by name or file, and its label, run on a clock with the times of the command line."""
-        from hf_helix.planning.pipeline.scheduler import simulate_layers
+        from hf_helix.planning.schedule.scheduler import simulate_layers
 
         times = {key: getattr(self, key) for key in TIMES}
         label, simulated = simulate_layers(name, self.pp, self.microbatches, self.layers, **times)

@@ -30,10 +30,10 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import keep_units
 from hf_helix.operators.zero.zero3 import spread_units
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import baseline_plan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_sums

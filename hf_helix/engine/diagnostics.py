@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_helix.config import HelixConfig
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import Overlap, measure_overlap, trace_window
-from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plan.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto

@@ -47,10 +47,10 @@ from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.actions import format_schedule
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh

@@ -24,9 +24,9 @@ from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import baseline_plan
+from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.window.layout import Layout
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from hf_helix.measure.overlap import forget_gradients
 from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, hold, time_repeats
 from hf_helix.operators.zero.zero1 import KeptFlat
+from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.graph.pair import SEND
-from hf_helix.planning.profile import Name, named_gathers, named_sums
+from hf_helix.planning.timing.profile import Name, named_gathers, named_sums
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import Reduction

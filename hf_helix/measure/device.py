@@ -24,10 +24,10 @@ from hf_helix.operators.base import Precision
 from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
 from hf_helix.operators.segment import Segment
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.instructions import unit_instructions
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.window.instructions import unit_instructions
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.streams import make_streams

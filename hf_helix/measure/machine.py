@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_helix.planning.profile import EMULATED_LINK, SUMS_OVER
+from hf_helix.planning.timing.profile import EMULATED_LINK, SUMS_OVER
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.environment import CONNECTIONS

@@ -25,9 +25,9 @@ from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
-from hf_helix.planning.layout import Key
-from hf_helix.planning.profile import Name, Pair, Profile, named_of_window, named_operators, slowdown_of
+from hf_helix.planning.timing.profile import Name, Pair, Profile, named_of_window, named_operators, slowdown_of
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
+from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundInstruction
 from hf_helix.runtime.microbatch import MicroBatch

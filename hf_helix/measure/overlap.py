@@ -23,8 +23,8 @@ from hf_helix.measure.progress import Progress
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.zero1 import KeptFlat
-from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.bounds import busiest_link
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size

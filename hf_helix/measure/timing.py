@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
-from hf_helix.planning.layout import Key
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

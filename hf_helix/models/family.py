@@ -27,8 +27,8 @@ from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS, MASKE
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.graph.pair import GraphPair
 
 
 class Family(ABC):

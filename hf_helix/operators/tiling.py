@@ -1,4 +1,4 @@
-"""Tiling of units: the tensor operators of `hf_helix.planning.plans.baselines.intra_batch`.
+"""Tiling of units: the tensor operators of `hf_helix.planning.plan.baselines.intra_batch`.
 
 In:   a unit, and a number of tiles.
 Out:  the unit with its tiled graphs. The same linears and collectives serve the tiles; new operators cut and join.
@@ -19,7 +19,7 @@ from hf_helix.operators.base import Call, Communication, Computation, TensorOper
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_pair
+from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_pair
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:

@@ -17,7 +17,7 @@ from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
 

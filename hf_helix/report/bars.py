@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.cost import Timeline
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.window.instructions import Instruction
 from hf_helix.runtime.trace import Trace, merge
 
 _LABEL = re.compile(r"^([FB])(\d+)\.([^.]+(?:\.\d+)?)\.(.+)$")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_helix.config import LinkSpeed
-from hf_helix.planning.plans.link_speeds import Predicted, link_of, predict_speeds
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.plan.link_speeds import Predicted, link_of, predict_speeds
+from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.effort import BASELINE

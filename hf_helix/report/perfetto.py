@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_helix.planning.cost import STREAMS
+from hf_helix.planning.window.window import STREAMS
 from hf_helix.report.bars import parse_label, part_of, sums_gradients
 from hf_helix.runtime.trace import Span
 

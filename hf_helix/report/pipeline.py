@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.pipeline.actions import Action, Slot
-from hf_helix.planning.pipeline.placement import stages_of_rank
-from hf_helix.planning.pipeline.simulate import Simulated
+from hf_helix.planning.schedule.actions import Action, Slot
+from hf_helix.planning.schedule.clock import Simulated
+from hf_helix.planning.schedule.placement import stages_of_rank
 from hf_helix.report.figures import COLOURS, FAINT, INK, figure_file, text_width
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.registry import runs_one_strand
+from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.fsdp import FSDP
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain

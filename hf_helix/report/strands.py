@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.link_speeds import link_of
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import predict_plan, runs_one_strand
-from hf_helix.planning.plans.search import chains
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.link_speeds import link_of
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.plan.search import chains
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, busy_fraction, extent
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
 from hf_helix.report.timeline import ROW, draw_bar, letters, streams_of, text_axis, tick_step, wrapped

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.cost import STREAMS
+from hf_helix.planning.window.window import STREAMS
 from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, extent
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file, text_width
 from hf_helix.runtime.trace import Span, Trace

@@ -18,9 +18,9 @@ from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
 from hf_helix.operators.zero.zero3 import lending
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Key
-from hf_helix.planning.program import Program
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.layout import Key
+from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.streams import Event
 
 

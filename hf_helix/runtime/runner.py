@@ -18,11 +18,11 @@ from torch import Tensor
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.zero.zero3 import casts_of
-from hf_helix.planning.layout import Key
-from hf_helix.planning.pipeline.actions import Schedule, Slot
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.program import Program, build_program, validate_program
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.program import Program, build_program, validate_program
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
@@ -168,7 +168,7 @@ class Runner:
         return self._programs[num_microbatches]
 
     def build_program(self, schedule: Schedule, keep: Collection[Key]) -> Program:
-        """What this rank issues for a schedule, see `planning.program.build_program`."""
+        """What this rank issues for a schedule, see `planning.window.program.build_program`."""
         ahead = self.executor.streams.slots_ahead
         return build_program(schedule, self.layout, self.plan, self.stage.rank, keep, ahead)
 

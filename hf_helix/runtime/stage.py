@@ -16,9 +16,9 @@ from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTr
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
-from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
+from hf_helix.planning.schedule.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import adders_of
 
@@ -112,7 +112,7 @@ def place_units(
         units: of the whole model: the embedding, the layers, the head.
         pipe: the ranks of the pipeline; one if it is not given.
         make_buffers: allocates what is received from other ranks.
-        placement: `fold` or `linear`, see `hf_helix.planning.pipeline.placement`.
+        placement: `fold` or `linear`, see `hf_helix.planning.schedule.placement`.
         head_cost, layers_per_stage: see `split_layers`.
 
     Raises:

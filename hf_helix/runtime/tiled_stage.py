@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_helix.operators.tiling import tile_unit
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, tile_layout
-from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, tile_layout
+from hf_helix.planning.plan.plan import Plan
 from hf_helix.runtime.stage import Stage, shared_gradients
 
 

@@ -20,7 +20,7 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
-from hf_helix.planning.layout import Layout, WeightGather
+from hf_helix.planning.window.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import max_elements
 from hf_helix.runtime.stage import Stage

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.profile import Pair
+from hf_helix.planning.timing.profile import Pair
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.kernels import MATMUL, Transfer
 from hf_helix.simulation.cluster import Cluster

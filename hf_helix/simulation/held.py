@@ -14,8 +14,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Key
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Key
 
 COLLECTIVE = (Kind.INTRA_NODE, Kind.INTER_NODE)
 

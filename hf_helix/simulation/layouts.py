@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.config import AUTO, RECOMPUTE
-from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
-from hf_helix.planning.pipeline.scheduler import Scheduler, check_schedule
+from hf_helix.planning.schedule.placement import split_layers, stage_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.estimate import rings, transfer_seconds

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from hf_helix.planning.gradient_sums import BUCKET_BYTES
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.passes import BUCKET_BYTES
 from hf_helix.simulation.amounts.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from hf_helix.planning.cost import Timeline, entry_of
+from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.graph.pair import RECEIVE
-from hf_helix.planning.instructions import PARTS_OF, Instruction
-from hf_helix.planning.layout import Key, Layout
-from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
-from hf_helix.planning.profile import Name
+from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.profile import Name
+from hf_helix.planning.window.instructions import PARTS_OF, Instruction
+from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.window import entry_of
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
 from hf_helix.simulation.amounts.lifetimes import outputs_of

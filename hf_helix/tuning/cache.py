@@ -31,9 +31,9 @@ from hf_helix import __version__
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.graph.recompute import NONE
-from hf_helix.planning.profile import Profile
-from hf_helix.planning.profile_file import load_profile, profile_json
 from hf_helix.planning.text import format_json
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile_file import load_profile, profile_json
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.tuning.verdict import TuningResult
 

@@ -15,12 +15,12 @@ from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
-from hf_helix.planning.pipeline.actions import Schedule
-from hf_helix.planning.plans.files import parse_plan
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.plan.files import parse_plan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -39,7 +39,7 @@ def plan_runners(
 
     Args:
         runner: the runner whose parameters, streams and schedule are used.
-        rules: names of `hf_helix.planning.plans.registry`.
+        rules: names of `hf_helix.planning.plan.registry`.
         profile: the operator times to plan with.
         num_microbatches: the number of micro-batches of the window to plan for.
         progress: called while plans are made.
@@ -75,7 +75,7 @@ def make_plans(
     """Returns the plan of each rule: rank 0 makes them, and every rank receives them. Collective.
 
     Args:
-        rules: names of `hf_helix.planning.plans.registry`.
+        rules: names of `hf_helix.planning.plan.registry`.
         profile: the operator times to plan with.
         model: the name of the model's class, for plan files.
         mesh: the sizes of the mesh by the names of the options, for plan files.
@@ -165,7 +165,7 @@ def compare(
     Args:
         runner: a runner under the plan in use.
         window: the micro-batches that are timed.
-        rules: the rules to compare with, see `hf_helix.planning.plans.registry`.
+        rules: the rules to compare with, see `hf_helix.planning.plan.registry`.
         profile: the operator times to plan with; None to measure them.
         repeats: how often each plan is timed.
         progress: called while plans are timed.

@@ -19,15 +19,15 @@ from hf_helix.measure.machine import machine
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import StageProgress, progress_bar, stage_progress
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.costs import stage_costs
-from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
-from hf_helix.planning.plans.files import load_plan, parse_plan
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import RULES, runs_one_strand
-from hf_helix.planning.plans.search import lower_bound
-from hf_helix.planning.profile import Profile, rough_profile
-from hf_helix.planning.profile_file import load_profile
+from hf_helix.planning.plan.bounds import lower_bound
+from hf_helix.planning.plan.files import load_plan, parse_plan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import RULES, runs_one_strand
+from hf_helix.planning.schedule.clock import stage_costs
+from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names
+from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.planning.timing.profile_file import load_profile
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.microbatch import MicroBatch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hf_helix.config import AUTO
 from hf_helix.measure.overlap import Overlap
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.tuning.effort import BASELINE, FULL
 

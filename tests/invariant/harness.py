@@ -23,8 +23,8 @@ from support.tuning_jobs import hasty
 
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixTrainer
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
 

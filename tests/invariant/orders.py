@@ -12,11 +12,10 @@ import random
 from collections.abc import Mapping
 
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
-from hf_helix.planning.plans.list_scheduler import Priorities
-from hf_helix.planning.plans.plan import Plan, graphs_digest
-from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
+from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
+from hf_helix.planning.plan.plan import Plan, graphs_digest
+from hf_helix.planning.timing.profile import Profile
 
 BARRIERS = 0.05  # of all places
 MILLISECOND = 1e-3

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from hf_helix.planning.pipeline.actions import Action, Slot, format_schedule
-from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule, folded_1f1b, one_f_one_b
-from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.schedule.actions import Action, Slot, format_schedule
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule, folded_1f1b, one_f_one_b
+from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.runtime.trace import Trace
 
 

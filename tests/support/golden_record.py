@@ -38,13 +38,13 @@ from hf_helix.engine.recompute import modes_of
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.costs import stage_costs
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.program import build_program, build_programs
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.clock import stage_costs
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.program import build_program, build_programs
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import load_cluster

@@ -9,20 +9,18 @@ from itertools import accumulate, pairwise
 from hypothesis import strategies as st
 
 from hf_helix.config import RECOMPUTE, RULES
+from hf_helix.planning.graph.backward import GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.graph.pair import GraphPair, transfer_graphs
 from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.actions import Schedule
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.plans.baselines.dhelix import dhelix
-from hf_helix.planning.plans.baselines.round_robin import round_robin
-from hf_helix.planning.plans.list_scheduler import Priorities
-from hf_helix.planning.plans.plan import graphs_digest
-from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.plans.sequential import sequential
-from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.plan.baselines.dhelix import dhelix
+from hf_helix.planning.plan.baselines.in_turn import round_robin, sequential
+from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
+from hf_helix.planning.plan.plan import graphs_digest
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.profile import Name, Profile, named_operators
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout, place_names
 
 
 def compute(name: str, reads: str = "", writes: str = "", **options: object) -> Operator:

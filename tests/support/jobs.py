@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.trace import Trace
 

@@ -12,7 +12,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
 from hf_helix.engine.on_paper import Kinds, amounts_of
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.window.layout import Layout
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import Cluster, parse_cluster

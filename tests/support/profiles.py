@@ -9,7 +9,7 @@ from typing import Any
 
 from support.graphs import LLAMA, layout_of
 
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
 
 MODEL = "LlamaForCausalLM"
 ABOUT = {"device": "by hand", "model": f"{MODEL} 0123456789ab", "mesh": "tp=2", "shapes": "1 x 16"}

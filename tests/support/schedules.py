@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from hf_helix.planning.pipeline.actions import Schedule, Slot
-from hf_helix.planning.pipeline.named import PLACEMENT_OF
+from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.schedule.named import PLACEMENT_OF
 
 SIZES = [(ranks, batches) for ranks in range(1, 5) for batches in range(1, 10)]
 every_size = pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Part
-from hf_helix.planning.graph.pair import GraphPair
 
 
 def unit_of(placements: dict[nn.Parameter, Placement]) -> Unit:

@@ -6,13 +6,14 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from hf_helix.planning.cost import Timeline, simulate, work_of
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.instructions import Instruction, window_instructions
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.clock import Timeline, simulate
+from hf_helix.planning.timing.profile import Name, Pair, Profile
+from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import work_of
 from hf_helix.report.bars import Bar
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

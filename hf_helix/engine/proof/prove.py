@@ -35,8 +35,8 @@ from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class
 from hf_helix.models.copies import copy_module
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.endings import said_elsewhere

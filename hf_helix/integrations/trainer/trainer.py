@@ -43,7 +43,7 @@ from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plan.plan import Plan
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, meet
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment

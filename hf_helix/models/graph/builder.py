@@ -26,8 +26,8 @@ from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS
 from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.graph.pair import GraphPair
 
 
 class Draft:

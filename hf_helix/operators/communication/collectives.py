@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_helix.operators.base import Call, Communication, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
 
 class AllGather(Communication):

@@ -19,8 +19,8 @@ from hf_helix.operators.base import Call, Communication, Method, TensorOperator,
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.grouping import SpreadOver, make_flats
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
-from hf_helix.planning.graph.pair import GraphPair
 
 COST = 8.0  # of gathering a unit in the types of its parameters, by that of a norm: roughly, until it is measured
 LEAST_COST = 0.1

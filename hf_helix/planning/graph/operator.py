@@ -80,7 +80,7 @@ class Operator:
         dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
         wgrad_weights: those of `weights` that its weight gradient reads as well.
         ahead: how many units before its own it is issued, so that what it brings is there in time; 0 for none. Units
-            count as a rank comes to them, of whatever micro-batch, see `hf_helix.planning.prefetch`. It reads nothing.
+            count as a rank comes to them, of whatever micro-batch, see `planning.window.passes`. It reads nothing.
         relative_cost: a rough relative time.
     """
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_helix.config import RECOMPUTE
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.profile import Profile, named_of_window, named_operators
+from hf_helix.planning.timing.profile import Profile, named_of_window, named_operators
 
 NONE, SELECTIVE, FULL = RECOMPUTE
 

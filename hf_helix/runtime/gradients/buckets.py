@@ -6,7 +6,7 @@ Must hold: every trained parameter whose gradient another rank adds to is in one
 the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
 what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
 
-How large buckets are says `hf_helix.planning.gradient_sums`. But parameters that are spread over ranks in one flat are
+How large buckets are says `hf_helix.planning.window.passes`. But parameters that are spread over ranks in one flat are
 one bucket, whose sum leaves each rank its part.
 """
 
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.layout import GradientSum, Layout
+from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 
 Adder = tuple[int, str]

@@ -4,7 +4,7 @@ first forward pass of a window waits for them.
 In:   the weights that the units of every rank keep, and where the ranks with copies stand.
 Out:  the layout's gathers as the runtime makes them, a profile that knows them, seconds.
 Must hold: gathers are those of training, in its order; where they stand in a window says
-`hf_helix.planning.weight_gathers`, for windows on paper as for those that run.
+`hf_helix.planning.window.passes`, for windows on paper as for those that run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_helix.planning.layout import Layout, WeightGather
-from hf_helix.planning.profile import Profile, named_gathers
+from hf_helix.planning.timing.profile import Profile, named_gathers
+from hf_helix.planning.window.layout import Layout, WeightGather
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.kept import KeptWeights
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer

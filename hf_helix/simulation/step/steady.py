@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.actions import Action, Slot
-from hf_helix.planning.pipeline.costs import Costs, part_of, stage_costs
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.predict import predict_timeline
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import Action, Slot
+from hf_helix.planning.schedule.clock import Costs, part_of, stage_costs
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.predict import predict_timeline
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
 CHAIN = (6, 10)
@@ -125,7 +126,7 @@ def _ahead_seconds(profile: Profile, layers: Layers, unit: int, forward: bool) -
     """Returns for how many seconds more a pass waits for what is issued ahead than its layers' times say.
 
     What is issued ahead for a unit between layers goes beside the unit itself, and beside a layer of each direction
-    that comes before (`hf_helix.planning.prefetch`), as far as these leave the link free. And where layers wait for the
+    that comes before (`planning.window.passes`), as far as these leave the link free. And where layers wait for the
     link, a unit that needs it for less time than it computes lets it go ahead.
     """
     name = profile.layout.units[unit]

@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hf_helix.planning.cost import Timeline
+from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.graph.pair import transfer_graphs
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
-from hf_helix.planning.profile import Profile
-from hf_helix.planning.program import build_programs
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.schedule.placement import split_layers, stage_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout, place_names
+from hf_helix.planning.window.program import build_programs
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings

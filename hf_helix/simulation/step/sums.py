@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.layout import GradientSum, Layout
-from hf_helix.planning.pipeline.costs import part_of
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
+from hf_helix.planning.schedule.clock import part_of
+from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators, named_sums
+from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster

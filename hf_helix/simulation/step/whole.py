@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.cost import Timeline
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.pipeline.actions import Schedule
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import predict_plan
-from hf_helix.planning.predict import parts_of, predict_parts, predict_seconds
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.predict import parts_of, predict_parts, predict_plan, predict_seconds
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import Instruction
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_helix.config import AUTO
-from hf_helix.planning.pipeline.actions import Schedule
-from hf_helix.planning.pipeline.auto import listed_schedules
-from hf_helix.planning.pipeline.costs import USUAL_GAIN, Costs
-from hf_helix.planning.pipeline.named import FOLDED
-from hf_helix.planning.pipeline.scheduler import ON_ONE_RANK, Scheduler
-from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.auto import listed_schedules
+from hf_helix.planning.schedule.clock import USUAL_GAIN, Costs, Simulated, simulate_schedule
+from hf_helix.planning.schedule.named import FOLDED
+from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
 
 SHORT, LONG = 4, 6
 """Micro-batches, for each rank of the pipeline, of the two windows whose difference tells what one more adds."""

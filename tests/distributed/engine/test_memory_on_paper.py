@@ -14,8 +14,8 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.simulation.held import held_until_waited
 from hf_helix.simulation.peaks import peak_of_program
 

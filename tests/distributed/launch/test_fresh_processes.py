@@ -19,9 +19,9 @@ from support.graphs import (
 from support.paths import ROOT
 from support.profiles import MODEL, tiny_profile
 
-from hf_helix.planning.plans.list_scheduler import Priorities
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.plan.list_scheduler import Priorities
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.runtime.environment import CONNECTIONS, LOADING
 from hf_helix.runtime.failures import endings
 
@@ -42,8 +42,8 @@ def test_plan_and_show_need_no_torch(words: tuple[str, ...], tmp_path: Path) -> 
     make_plan("greedy", tiny_profile(), model=MODEL, mesh={"tp_size": 2, "pp_size": 1}).save(tmp_path / "Q")
     script = f"""
 import sys
-from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix
+from hf_helix.planning.plan import search
+from hf_helix.planning.plan.baselines import dhelix
 from hf_helix.cli import main
 search.EFFORT, dhelix.STATES = 20_000, 100
 main({list(words)!r})
@@ -88,7 +88,7 @@ def test_the_import_alone_sets_the_connections(
 
 ORDER = """
 from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
-from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plan.list_scheduler import Priorities
 layout = layout_of(LLAMA, 3)
 (program,) = list_scheduled(schedule_of(4), layout, Priorities(random_times(layout, 1), random_priority(layout, 2)))
 print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])

@@ -17,9 +17,9 @@ from transformers import LlamaConfig
 
 from hf_helix.cli import common, main
 from hf_helix.cli import plan as plan_command
-from hf_helix.planning.plans import search
-from hf_helix.planning.plans.files import load_plan
-from hf_helix.planning.profile_file import load_profile
+from hf_helix.planning.plan import search
+from hf_helix.planning.plan.files import load_plan
+from hf_helix.planning.timing.profile_file import load_profile
 
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
 

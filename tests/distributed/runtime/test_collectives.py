@@ -27,7 +27,7 @@ from hf_helix.operators.communication.collectives import (
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, cut_bounds
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients import buckets

@@ -15,8 +15,8 @@ from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
 from hf_helix.config import AUTO
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.pipeline.named import PLACEMENT_OF
-from hf_helix.planning.plans.registry import RULES
+from hf_helix.planning.plan.registry import RULES
+from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.runtime import streams
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.streams import CudaStreams

@@ -14,9 +14,9 @@ from support.pipeline_jobs import trainer_of, window_of
 from support.pipeline_trainer_jobs import buckets_of, with_buckets
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.list_scheduler import PriorityPlan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import complete_gradients
 from hf_helix.runtime.runner import Runner

@@ -10,8 +10,8 @@ from support.pipeline_jobs import Step, runner_of, steps_of, trainer_of, window_
 from support.schedules import live_activations, start_times, text
 
 from hf_helix.measure.overlap import trace_window
-from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
-from hf_helix.planning.pipeline.named import build_schedule
+from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.schedule.named import build_schedule
 
 LAYERS = 2  # of each virtual stage: with one, a slot's two actions would run in turn
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.cluster import Failure
 
-from hf_helix.planning.pipeline.actions import format_schedule
-from hf_helix.planning.pipeline.named import build_schedule
+from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.named import build_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
 PIPE = {"pp_size": 2, "plan": "greedy"}

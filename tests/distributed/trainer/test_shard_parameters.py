@@ -31,7 +31,7 @@ from transformers.distributed import DistributedConfig
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.operators.zero.zero3 import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.pipeline.actions import Slot
+from hf_helix.planning.schedule.actions import Slot
 
 SHARDED = {"shard_parameters": True, "cache": False}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}

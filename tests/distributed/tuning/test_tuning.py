@@ -13,9 +13,9 @@ import pytest
 from support import tuning_jobs
 from support.models import llama
 
-from hf_helix.planning.plans.files import load_plan
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile_file import load_profile
+from hf_helix.planning.plan.files import load_plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.tuning import cache
 from hf_helix.tuning.effort import CANDIDATES, FULL
 

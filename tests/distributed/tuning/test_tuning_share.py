@@ -10,7 +10,7 @@ import pytest
 
 from hf_helix.tuning.effort import FULL, SHORT
 
-SEARCH = "hf_helix.planning.plans.search"
+SEARCH = "hf_helix.planning.plan.search"
 
 
 def run(

@@ -26,8 +26,8 @@ from benchmarks.paper.published import (
 from benchmarks.paper.runs import SEARCH, Runs
 from benchmarks.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plans.baselines.intra_batch import tile_profile
-from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.plan.baselines.intra_batch import tile_profile
+from hf_helix.planning.plan.registry import make_plan
 from hf_helix.simulation.step.steady import steady_layers
 
 PAGE = ROOT / "benchmarks" / "paper" / "README.md"

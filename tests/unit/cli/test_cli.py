@@ -15,13 +15,14 @@ from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
 from hf_helix.config import RULES
 from hf_helix.planning.graph.recompute import recompute_profile
-from hf_helix.planning.pipeline import local_search
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix
-from hf_helix.planning.plans.files import load_plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.plan import search
+from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.plan.files import load_plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule import auto
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile_file import save_profile
 
 MESH = {"tp_size": 2, "pp_size": 1}
 
@@ -31,7 +32,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of a few steps."""
     monkeypatch.setattr(search, "EFFORT", 20_000)
     monkeypatch.setattr(dhelix, "STATES", 100)
-    monkeypatch.setattr(local_search, "TRIALS", 200)
+    monkeypatch.setattr(auto, "TRIALS", 200)
 
 
 @pytest.fixture

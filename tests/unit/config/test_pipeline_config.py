@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from hf_helix import HelixConfig
-from hf_helix.planning.pipeline.named import PLACEMENT_OF
-from hf_helix.planning.pipeline.placement import FOLD, LINEAR, split_layers, stage_ranks
+from hf_helix.planning.schedule.named import PLACEMENT_OF
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
 from hf_helix.runtime.distributed.mesh import check_world
 
 

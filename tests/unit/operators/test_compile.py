@@ -17,9 +17,9 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators import segment
 from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

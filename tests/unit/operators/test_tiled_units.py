@@ -18,7 +18,7 @@ from hf_helix.operators.communication.transport import Axis, Recorder, SilentTra
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plans.baselines.intra_batch import tile_graph, tile_pair
+from hf_helix.planning.plan.baselines.intra_batch import tile_graph, tile_pair
 from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.tiled_stage import tile_stage
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import P2PChannel, PipelineTransfer, transfer_unit
+from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
 
 class Pigeonhole(P2PChannel):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.windows import MS, PAIRS, boxes, layer, profile
 
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.profile import Pair, Profile
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import Layout
 from hf_helix.report.heatmap import breakdown, draw_breakdown, pair_table, text_breakdown, text_heatmap
 
 

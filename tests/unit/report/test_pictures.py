@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
 
-from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION
-from hf_helix.planning.layout import GradientSum
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.plans.registry import make_plan, predict_plan
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
+from hf_helix.planning.window.layout import GradientSum
+from hf_helix.planning.window.window import work_of
 from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
 from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
 from hf_helix.report.timeline import draw_timeline, text_timeline

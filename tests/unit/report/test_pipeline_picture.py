@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from support.windows import boxes
 
-from hf_helix.planning.pipeline.actions import parse_schedule
-from hf_helix.planning.pipeline.costs import Costs
-from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
-from hf_helix.planning.pipeline.placement import stage_ranks
-from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
+from hf_helix.planning.schedule.actions import parse_schedule
+from hf_helix.planning.schedule.clock import Costs, Simulated, simulate_schedule
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
+from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
 pytest.importorskip("matplotlib")

@@ -9,8 +9,8 @@ import pytest
 
 from hf_helix.config import LinkSpeed
 from hf_helix.measure.overlap import Overlap, link_loads
-from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.bounds import busiest_link
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.verdict import TuningResult, format_tuning, format_verdict
 

@@ -11,8 +11,8 @@ from support.profiles import MODEL, tiny_profile
 from support.windows import SVG
 
 from hf_helix.cli import main
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, strips_of_plans, text_strips
 
 MESH = {"tp_size": 2, "pp_size": 1}

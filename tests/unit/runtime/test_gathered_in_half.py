@@ -19,12 +19,12 @@ from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import keep_units, kept_flats
 from hf_helix.operators.zero.zero3 import casts_of, spread_units
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.program import build_program
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.window.program import build_program
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import place_units

@@ -9,10 +9,10 @@ from support.models import llama
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.program import Program
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.window.program import Program
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

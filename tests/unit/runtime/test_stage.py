@@ -14,8 +14,8 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.planning.graph.pair import RECEIVE, SEND
-from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.graph.backward import RECEIVE, SEND
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.stage import Stage, place_units

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
 
-from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import Profile
-from hf_helix.planning.program import build_program
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.program import build_program
+from hf_helix.planning.window.window import work_of
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
 from hf_helix.simulation.sizes import Sizes

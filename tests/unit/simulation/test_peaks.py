@@ -9,12 +9,12 @@ import pytest
 from support.on_paper import case_of, counted, on_meta
 
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Key
-from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.program import build_programs
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.program import build_programs
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.peaks import Peak, peak_of_program, peaks_of_schedules
 from hf_helix.simulation.step.step import layout_of

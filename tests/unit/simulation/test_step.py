@@ -10,8 +10,8 @@ from support.on_paper import LLAMA, case_of, cluster_with, on_meta
 
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.pipeline import local_search
-from hf_helix.planning.plans.baselines import dhelix
+from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.schedule import auto
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.step.step import layout_of, simulate_step
 
@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and schedules need not be good."""
     monkeypatch.setattr(dhelix, "STATES", 100)
-    monkeypatch.setattr(local_search, "TRIALS", 2000)
+    monkeypatch.setattr(auto, "TRIALS", 2000)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from support.graphs import layers_only, llama_layer
 
-from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.tuning.effort import EFFORTS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
 
 

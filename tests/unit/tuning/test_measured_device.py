@@ -23,7 +23,7 @@ from hf_helix.measure import machine, operators, timing
 from hf_helix.measure.communication import time_train
 from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.profile import Profile, named_of_window, named_operators
+from hf_helix.planning.timing.profile import Profile, named_of_window, named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce

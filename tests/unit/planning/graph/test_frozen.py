@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
-from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Part, digest
-from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.named import build_schedule
-from hf_helix.planning.plans import search
-from hf_helix.planning.plans.activation_memory import activation_memory, shares_of
-from hf_helix.planning.plans.baselines.intra_batch import tile_pair
-from hf_helix.planning.plans.registry import RULES, make_plan
-from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.planning.profile_file import load_profile, save_profile
-from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.plan import search
+from hf_helix.planning.plan.baselines.intra_batch import tile_pair
+from hf_helix.planning.plan.precedence import activation_memory, shares_of
+from hf_helix.planning.plan.registry import RULES, make_plan
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.timing.profile import Profile, named_operators, rough_profile
+from hf_helix.planning.timing.profile_file import load_profile, save_profile
+from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.window.program import build_programs, validate_program
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank
 
-from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part, digest
-from hf_helix.planning.graph.pair import GraphPair
 
 # fmt: off
 BACKWARD = [

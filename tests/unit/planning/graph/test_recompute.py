@@ -9,12 +9,11 @@ from support import graphs as by_hand
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank, segment
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part, digest
-from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import FULL, NONE, SELECTIVE, recomputed
-from hf_helix.planning.plans.baselines.intra_batch import tile_pair
-from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plan.baselines.intra_batch import tile_pair
+from hf_helix.planning.plan.list_scheduler import Priorities
 
 
 def names(graph: Graph) -> list[str]:

@@ -26,14 +26,15 @@ from support.graphs import (
     schedule_of,
 )
 
-from hf_helix.planning.cost import simulate, work_of
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Part
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.instructions import Instruction, unit_instructions, window_instructions
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
-from hf_helix.planning.plans.block_plan import all_blocks, validate_order
-from hf_helix.planning.profile import Pair, Profile, named_operators
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
+from hf_helix.planning.plan.block_plan import all_blocks, validate_order
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Pair, Profile, named_operators
+from hf_helix.planning.window.instructions import Instruction, unit_instructions, window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import work_of
 
 TILES = [2, 3, 4]
 

@@ -1,0 +1,334 @@
+"""The paper's search (DHelix, arXiv 2411.15871, section 4.2): segments of the two strands, paired between barriers.
+
+In:   the forward and the backward graph of a block, and a profile.
+Out:  the fastest order of the space below, by the cost function (`simulate` and the profile's slowdowns).
+Must hold: a pure function, the same on all ranks; no order of the space is faster; never slower than `sequential`.
+
+The space is what the paper's equation 2 ranges over:
+
+- Sequences: weight gradients move. Each may be issued anywhere from its canonical place on; everything else, the chain,
+  stays in canonical order. Which weight gradients have been issued is part of the state of the dynamic programme, so
+  every sequence is searched and none is listed. At most `PENDING` may wait at a barrier; fewer in blocks so long that
+  the states would be more than `STATES`.
+- Segments: at most `SEGMENT` operators of each strand's chain, whatever weight gradients they make ready (so that one
+  beside the collective after its I makes one operator with it, the paper's "self-overlap"), and at most `MOVED` others.
+- Pairs: a segment of each strand, or of one alone, then a barrier, at which computation waits for communication and the
+  host for nothing. Two segments that both hold a local collective are never paired.
+- Within a pair there is one compute stream, so its computations run in turn: every interleaving is searched. A
+  collective is issued as soon as its strand has come to it, the forward's first.
+- Beside all these, `sequential`.
+
+A strand alone has nothing to pair with: it runs as under `sequential`, which holds the self-overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate, combinations, islice
+from operator import itemgetter
+
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.plan.baselines.in_turn import sequential
+from hf_helix.planning.plan.block_plan import BARRIER, Order, entries
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.window import COMPUTE, STREAMS, Work
+
+SEGMENT = 3
+MOVED = 2
+PENDING = 4
+STATES = 2500
+
+LOCAL = STREAMS.index(Kind.INTRA_NODE)
+NEAR = 1e-9  # two times that differ by a smaller part are equal
+
+Bits = int
+"""A set of movable operators."""
+
+State = tuple[int, int, Bits]
+"""How much of the forward chain and of the backward chain has been issued, and which movable operators."""
+
+Segments = tuple[int, int, int, int, Bits]
+"""What runs between two barriers: chain[i:i + a] forward, chain[j:j + b] backward, as (i, a, j, b, movable)."""
+
+
+def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
+    """The best pairing of segments (paper, section 4.2, equation 2).
+
+    Args:
+        forward: the graph of the forward pass; None where the block has none.
+        backward: the graph of backward, likewise.
+        profile: the times of the operators.
+    """
+    baseline = sequential(forward, backward, profile)
+    if forward is None or backward is None:
+        return baseline
+    block = _Block(forward, backward, profile)
+    groups = _Search(block).run()
+    strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "FB"]
+    alone, paired = (sum(block.seconds_of(group) for group in segments) for segments in (strands, groups))
+    if alone <= paired * (1 + NEAR):
+        return baseline
+    return _with_barriers(block, groups)
+
+
+def _with_barriers(block: _Block, groups: Sequence[Sequence[int]]) -> Order:
+    """The groups in turn, a barrier after each; after one without communication it would do nothing and is left out."""
+    order: list[str] = []
+    for group in groups:
+        order += [block.entries[i] for i in group]
+        if any(block.streams[i] != COMPUTE for i in group):
+            order.append(BARRIER)
+    return tuple(order if order[-1:] == [BARRIER] else [*order, BARRIER])
+
+
+class _Block:
+    """The operators of a block as numbers, each strand in canonical order.
+
+    Attributes:
+        chains: of each strand, the operators that stay in canonical order.
+        movable: the others; bit m of a set stands for `movable[m]`.
+        places: of each movable one, its strand and how much of the chain comes before it.
+        follows: for each operator, the movable ones that must come before it.
+        waits: for each operator, the communication whose results it reads.
+    """
+
+    def __init__(self, forward: Graph, backward: Graph, profile: Profile) -> None:
+        operators = entries(forward, backward)
+        names = [(forward.name if entry[0] == "F" else backward.name, entry) for entry in operators]
+        self.entries = list(operators)
+        self.streams = [STREAMS.index(op.kind) for op in operators.values()]
+        self.seconds = [profile.times[name] for name in names]
+        self._names = names
+        self._slowdown = cache(profile.slowdown) if profile.pairs else None
+        self.chains: tuple[list[int], list[int]] = ([], [])
+        self.movable: list[int] = []
+        self.places: list[tuple[int, int]] = []
+        for i, (entry, op) in enumerate(operators.items()):
+            strand = "FB".index(entry[0])
+            if _moves(op):
+                self.movable.append(i)
+                self.places.append((strand, len(self.chains[strand])))
+            else:
+                self.chains[strand].append(i)
+        self._link(operators)
+
+    def _link(self, operators: dict[str, Operator]) -> None:
+        number = {entry: i for i, entry in enumerate(operators)}
+        writers = {(entry[0], value): number[entry] for entry, op in operators.items() for value in op.writes}
+        bits = {i: 1 << m for m, i in enumerate(self.movable)}
+        self.follows: list[Bits] = []
+        self.waits: list[tuple[int, ...]] = []
+        for entry, op in operators.items():
+            needs = {writers[entry[0], value] for value in op.depends_on if (entry[0], value) in writers}
+            self.waits.append(tuple(i for i in sorted(needs) if self.streams[i] != COMPUTE))
+            needs |= {number[f"{entry[0]}.{name}"] for name in op.ordered_after}
+            self.follows.append(sum(bits.get(i, 0) for i in needs))
+
+    def ready(self, i: int, j: int) -> Bits:
+        """The movable operators whose canonical place has been reached."""
+        return sum(1 << m for m, (strand, place) in enumerate(self.places) if place <= (i, j)[strand])
+
+    def valid(self, state: State) -> bool:
+        """Whether whatever comes before an operator of the state is in it."""
+        i, j, movable = state
+        issued = (*self.chains[0][:i], *self.chains[1][:j], *self.members(movable))
+        return all(not self.follows[n] & ~movable for n in issued)
+
+    def members(self, movable: Bits) -> list[int]:
+        """The operators of a set."""
+        return [i for m, i in enumerate(self.movable) if movable >> m & 1]
+
+    def seconds_of(self, group: Sequence[int]) -> float:
+        """Predicted seconds from one barrier to the next, for operators that are issued in this order."""
+        if self._slowdown is None:
+            return self.bound(group)
+        place = {i: number for number, i in enumerate(group)}
+        work = Work(
+            [self.streams[i] for i in group],
+            [self.seconds[i] for i in group],
+            [[place[need] for need in self.waits[i] if need in place] for i in group],
+            list(range(len(group))),
+            [self._names[i] for i in group],
+        )
+        return simulate(work, self._slowdown).seconds
+
+    def bound(self, group: Sequence[int]) -> float:
+        """Seconds that the operators take at least, issued in this order: what they take if none slows another down.
+
+        Without contention it is what `simulate` says, but for the last digits, which decide between equal orders.
+        """
+        free, ends = [0.0] * len(STREAMS), dict[int, float]()
+        for i in group:
+            self.issue(i, free, ends)
+        return max(free)
+
+    def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
+        """Notes when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
+        by which the search prunes."""
+        stream = self.streams[i]
+        start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it
+        for need in self.waits[i]:
+            start = max(start, ends.get(need, 0.0))  # 0: it ran before the last barrier
+        ends[i] = free[stream] = start + self.seconds[i]
+
+
+def _moves(op: Operator) -> bool:
+    """Whether the search may issue the operator later than in canonical order."""
+    return op.part is Part.W and not op.kind.communicates
+
+
+class _Pairs:
+    """P(i, j) of the paper: the best time of two segments beside each other, found when it is asked for."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+        self.known: dict[Segments, tuple[float, tuple[int, ...]]] = {}
+        self.movable_seconds: dict[Bits, float] = {}
+        self.floors: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+
+    def floor(self, segments: Segments) -> float:
+        """No interleaving is faster: each stream's load, and each strand alone; slowing down only adds."""
+        i, a, j, b, movable = segments
+        if (i, a, j, b) not in self.floors:
+            block = self.block
+            strands = block.chains[0][i : i + a], block.chains[1][j : j + b]
+            loads = [0.0] * len(STREAMS)
+            for n in (*strands[0], *strands[1]):
+                loads[block.streams[n]] += block.seconds[n]
+            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *map(block.bound, strands))
+        compute, rest = self.floors[i, a, j, b]
+        if movable not in self.movable_seconds:
+            self.movable_seconds[movable] = sum(self.block.seconds[n] for n in self.block.members(movable))
+        return max(compute + self.movable_seconds[movable], rest)
+
+    def best(self, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
+        """Time and order of the best interleaving if it takes less than `limit`; otherwise some bound above that."""
+        known = self.known.get(segments)
+        if known is None or (not known[1] and known[0] < limit):
+            known = self.known[segments] = _Interleaving(self.block, segments, limit).best
+        return known
+
+
+class _Interleaving:
+    """Depth first through the interleavings of two segments; `best` is (limit, no order) where none takes less."""
+
+    def __init__(self, block: _Block, segments: Segments, limit: float) -> None:
+        i, a, j, b, self.movable = segments
+        self.block, self.start = block, (i, j)
+        self.strands = block.chains[0][i : i + a], block.chains[1][j : j + b]
+        self.length = a + b + len(block.members(self.movable))
+        self.best: tuple[float, tuple[int, ...]] = (limit, ())
+        self.ends: dict[int, float] = {}  # those left from other ways are written anew before they are read
+        compute = sum(block.seconds[n] for n in (*self.strands[0], *self.strands[1]) if block.streams[n] == COMPUTE)
+        compute += sum(block.seconds[n] for n in block.members(self.movable))
+        self._extend((0, 0), self.movable, [0.0] * len(STREAMS), (), compute)
+
+    def _extend(
+        self, issued: tuple[int, int], movable: Bits, free: list[float], order: tuple[int, ...], compute: float
+    ) -> None:
+        """Go on from an order of which `compute` seconds of computation are left."""
+        block = self.block
+        if len(order) == self.length:
+            seconds = block.seconds_of(order)
+            if seconds < self.best[0] * (1 - NEAR):
+                self.best = seconds, order
+            return
+        for n, next_issued, next_movable in self._choices(issued, movable):
+            then = free.copy()
+            block.issue(n, then, self.ends)
+            left = compute - (block.seconds[n] if block.streams[n] == COMPUTE else 0.0)
+            if max(then[COMPUTE] + left, *then) < self.best[0] * (1 - NEAR):
+                self._extend(next_issued, next_movable, then, (*order, n), left)
+
+    def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
+        """Returns what can be issued next: a collective whose turn has come, or else any computation."""
+        block, choices = self.block, []
+        for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
+            if count < len(segment) and not block.follows[segment[count]] & movable:
+                n = segment[count]
+                choice = n, (issued[0] + (strand == 0), issued[1] + (strand == 1)), movable
+                if block.streams[n] != COMPUTE:
+                    return [choice]
+                choices.append(choice)
+        for m, (strand, place) in enumerate(block.places):
+            if movable >> m & 1 and place <= self.start[strand] + issued[strand]:
+                n = block.movable[m]
+                if not block.follows[n] & movable:
+                    choices.append((n, issued, movable & ~(1 << m)))
+        return choices
+
+
+class _Search:
+    """Equation 2 over all states: the fastest way to each, by way of those before it."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+        self.pairs = _Pairs(block)
+        self.lengths = len(block.chains[0]), len(block.chains[1])
+        self.ready = {(i, j): block.ready(i, j) for i in range(self.lengths[0] + 1) for j in range(self.lengths[1] + 1)}
+        self.local = [[0, *accumulate(block.streams[n] == LOCAL for n in chain)] for chain in block.chains]
+        self.reached: dict[State, tuple[float, State, tuple[int, ...]]] = {(0, 0, 0): (0.0, (0, 0, 0), ())}
+
+    def run(self) -> list[tuple[int, ...]]:
+        """Returns the operators between the barriers of the best order, group by group."""
+        for state in self._states():
+            self._reach(state)
+        groups: list[tuple[int, ...]] = []
+        state = (*self.lengths, self.ready[self.lengths])
+        while any(state):
+            _, state, order = self.reached[state]
+            groups.append(order)
+        return groups[::-1]
+
+    def _states(self) -> list[State]:
+        for pending in range(PENDING, 0, -1):
+            states = list(islice(self._states_with(pending), STATES + 1))
+            if len(states) <= STATES:
+                return states
+        return list(self._states_with(0))
+
+    def _states_with(self, pending: int) -> Iterator[State]:
+        """Every state after the first, each behind those that lead to it."""
+        for (i, j), ready in self.ready.items():
+            for issued in sorted(ready & ~waiting for waiting in _subsets(ready, pending)):
+                if (i or j or issued) and self.block.valid((i, j, issued)):
+                    yield i, j, issued
+
+    def _reach(self, state: State) -> None:
+        best: tuple[float, State, tuple[int, ...]] = (math.inf, state, ())
+        # Single operators first: with a way known, the dearer segments need not be looked into.
+        for _, floor, before, segments in sorted(self._ways(state), key=itemgetter(0, 1)):
+            if floor < best[0] * (1 - NEAR):
+                start = self.reached[before][0]
+                seconds, order = self.pairs.best(segments, best[0] - start)
+                if order and start + seconds < best[0]:
+                    best = start + seconds, before, order
+        if best[2]:
+            self.reached[state] = best
+
+    def _ways(self, state: State) -> Iterator[tuple[bool, float, State, Segments]]:
+        """More than one operator? A time that no way is below, the state a barrier earlier, what leads from there."""
+        i, j, issued = state
+        for a in range(min(SEGMENT, i) + 1):
+            local = self.local[0][i] > self.local[0][i - a]
+            for b in range(min(SEGMENT, j) + 1):
+                if local and self.local[1][j] > self.local[1][j - b]:
+                    continue
+                ready = self.ready[i - a, j - b]
+                new = issued & ~ready  # the segment's own
+                for moved in _subsets(issued & ready, MOVED):
+                    before = (i - a, j - b, issued & ready & ~moved)
+                    if before in self.reached and before != state:
+                        segments = (i - a, a, j - b, b, new | moved)
+                        floor = self.reached[before][0] + self.pairs.floor(segments)
+                        yield a + b + (new | moved).bit_count() > 1, floor, before, segments
+
+
+@cache
+def _subsets(whole: Bits, max_size: int) -> list[Bits]:
+    """Returns the subsets of at most `max_size` elements, the smallest first."""
+    elements = [1 << m for m in range(whole.bit_length()) if whole >> m & 1]
+    return [sum(chosen) for count in range(max_size + 1) for chosen in combinations(elements, count)]

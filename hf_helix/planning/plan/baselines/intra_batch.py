@@ -1,0 +1,338 @@
+"""The paper's intra-batch baseline (after MegaScale): one micro-batch at a time, collectives cut into tiles.
+
+In:   the graphs of the model's units, their profile, and a number of tiles.
+Out:  an `IntraBatchPlan`, and the graphs that it orders: each all-gather in front of a linear, and each reduce-scatter
+      behind one, is a row of tiles between those of the linear, so that even a single strand computes while it
+      communicates; and the profile of these graphs.
+Must hold: values that other operators read keep their names, so the rest of the graph is as before. The tiles of one
+linear add to its weight's gradient in one order. Nothing here is measured: the times of tiles are parts of the whole's.
+
+All that knows of tiles is here, in `hf_helix.operators.tiling` (what tiles do to tensors) and in
+`hf_helix.runtime.tiled_stage` (a stage that runs them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_helix.planning.graph.backward import (
+    GraphPair,
+    advance,
+    backward_graph,
+    backward_parts,
+    place_recomputation,
+    place_weights,
+)
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
+from hf_helix.planning.plan.plan import graphs_digest
+from hf_helix.planning.timing.profile import Name, Pair, Profile, is_of_window, named_operators
+from hf_helix.planning.window.layout import GradientSum, Layout
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+
+@dataclass(frozen=True)
+class IntraBatchPlan(BlockPlan):
+    """A block plan of the graphs whose collectives are cut into tiles.
+
+    Attributes:
+        tiles: how many.
+    """
+
+    KEY: ClassVar[str] = "tiled_blocks"
+
+    tiles: int
+
+    @classmethod
+    def of_tiles(
+        cls,
+        rule: str,
+        order_block: OrderBlock,
+        profile: Profile,
+        *,
+        model: str,
+        mesh: Mapping[str, int],
+        tiles: int,
+    ) -> Self:
+        """The plan of a rule that orders one block at a time. Arguments as of `BlockPlan.of`.
+
+        Args:
+            profile: of the model's own graphs.
+            tiles: how many each collective is cut into.
+        """
+        orders = orders_of(order_block, tile_profile(profile, tiles))
+        return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
+
+    def profile_for(self, profile: Profile) -> Profile:
+        """The times and graphs of the tiles, derived from those of the whole operators."""
+        return tile_profile(profile, self.tiles)
+
+    def data(self) -> Any:
+        """The number of tiles, and the entries of every block."""
+        return {"tiles": self.tiles, "blocks": super().data()}
+
+    @classmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file says of its tiles and blocks."""
+        tiles = data["tiles"]
+        if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
+            raise ValueError(f"tiles must be a whole number of at least 1, got {tiles!r}")
+        orders = orders_from(data["blocks"], tile_pairs(pairs, tiles))
+        return cls(rule, model, dict(mesh), graphs, orders, tiles)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Two operators that are cut together: a gather and the linear that reads it, or a linear and its scatter."""
+
+    first: Operator
+    second: Operator
+
+    @property
+    def operators(self) -> tuple[Operator, Operator]:
+        """Both, in forward order."""
+        return self.first, self.second
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the communication comes first."""
+        return self.second.splits_dgrad_wgrad
+
+    @property
+    def cut(self) -> str:
+        """Name of the operator that cuts what goes in."""
+        return f"{self.first.name}.cut"
+
+    @property
+    def join(self) -> str:
+        """Name of the operator that puts together what comes out."""
+        return f"{self.second.name}.join"
+
+
+def tile_graph(graph: Graph, tiles: int) -> Graph:
+    """The forward graph with every collective that a linear reads or writes alone cut into tiles.
+
+    Args:
+        graph: of whole operators.
+        tiles: how many; with 1, or where nothing can be cut, the graph stays as it is.
+
+    Raises:
+        ValueError: fewer than one tile.
+    """
+    if tiles < 1:
+        raise ValueError(f"tiles={tiles}: a collective is cut into at least one tile; 1 leaves it whole")
+    if tiles == 1:
+        return graph
+    relative_cost = _light(graph, tiles)
+    replaced: dict[str, list[Operator]] = {}
+    cut = sites(graph)
+    if not cut:
+        return graph
+    repeated = {value for op in graph.operators if op.recomputed for value in op.writes}
+    for site in cut:
+        pieces = _pieces(site, tiles, relative_cost, recomputed=site.first.reads[0] in repeated)
+        replaced[site.first.name], replaced[site.second.name] = pieces
+    operators = tuple(piece for op in graph.operators for piece in replaced.get(op.name, [op]))
+    return replace(graph, operators=operators)
+
+
+def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, GraphPair]:
+    """The graphs of all units with their collectives cut into tiles."""
+    return {name: tile_pair(pair, tiles) for name, pair in pairs.items()}
+
+
+def tile_layout(layout: Layout, tiles: int) -> Layout:
+    """The layout with the graphs of all units cut into tiles. Every tile of a linear adds to its weight's gradient;
+    which operators share a gradient is left out."""
+    graphs = tile_pairs(layout.graphs, tiles)
+
+    def adders(unit: int, name: str) -> list[tuple[int, str]]:
+        known = {op.name for op in graphs[layout.units[unit]].backward.operators}
+        rows = [f"{name.removesuffix('.W')}.{tile}.W" for tile in range(tiles)]
+        return [(unit, each) for each in ([name] if name in known else rows)]
+
+    sums = [
+        GradientSum(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
+        for gradient_sum in layout.sums
+    ]
+    return replace(layout, graphs=graphs, shared=(), sums=sums)
+
+
+def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
+    """The forward graph cut into tiles, and its backward: communication of tiles comes as early as it can, and the W's
+    of a row of tiles behind all of the row's I's that communication follows, so that they run beside it."""
+    forward = tile_graph(pair.forward, tiles)
+    if forward is pair.forward:
+        return pair
+    rows = [[f"{op.name}.{tile}" for tile in range(tiles)] for site in sites(pair.forward) for op in site.operators]
+    # Backward takes a row from its last tile to its first.
+    later = {name: tuple(row[tile + 1 :]) for row in rows for tile, name in enumerate(row)}
+    parts = backward_parts(forward)
+    chain = [
+        op if op.splits_dgrad_wgrad else replace(op, ordered_after=(*later.get(op.name, ()), *op.ordered_after))
+        for op in parts.chain
+    ]
+    weights = {
+        name: replace(weight, ordered_after=tuple(f"{tile}.W" for tile in later.get(weight.forward_name, ())))
+        for name, weight in parts.weights.items()
+    }
+    early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.recomputed)}
+
+    def row_goes_on(op: Operator, following: Operator | None, waiting: Sequence[Operator]) -> bool:
+        """Whether the W's stay together, behind the communication of all tiles of their row."""
+        further = weights.get(following.name) if following else None
+        return (
+            op.kind.communicates
+            and further is not None
+            and any(weight.name in further.ordered_after for weight in waiting)
+        )
+
+    operators = place_weights(advance(chain, early), weights, row_goes_on)
+    return GraphPair(forward, backward_graph(forward, place_recomputation(operators, parts.recomputation)))
+
+
+def sites(graph: Graph) -> list[Site]:
+    """Where a graph of whole operators can be tiled. A linear between a gather and a scatter goes with the gather."""
+    readers: dict[str, list[Operator]] = {}
+    for op in graph.operators:
+        for value in op.reads:
+            readers.setdefault(value, []).append(op)
+    taken: set[str] = set()
+    result = []
+    for gathers in (True, False):
+        for first in graph.operators:
+            if len(first.writes) != 1 or first.writes[0] in graph.outputs:
+                continue
+            reading = readers.get(first.writes[0], [])
+            if len(reading) != 1 or {first.name, reading[0].name} & taken:
+                continue
+            site = Site(first, reading[0])
+            if site.gathers is gathers and _fits(site):
+                result.append(site)
+                taken |= {first.name, reading[0].name}
+    return result
+
+
+def tile_profile(profile: Profile, tiles: int) -> Profile:
+    """The profile of the tiled graphs, derived from the whole operators' times.
+
+    A tile takes its part of the whole; cut and join take what the cheapest local operator of their graph takes forward,
+    since they copy a value once in either direction. Operators slow each other down as the whole ones do.
+    """
+    if tiles == 1:
+        return profile
+    old = profile.layout
+    layout = tile_layout(old, tiles)
+    sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
+    times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
+    of_window = [name for name in profile.times if is_of_window(name)]  # also those that a part of the window has not
+    times |= {name: profile.times[name] for name in of_window}
+    spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
+    first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
+    first |= {name: name for name in of_window}
+    like = {name: first[profile.like.get(source, source)] for name, (source, _) in sources.items()}
+    like = {name: other for name, other in like.items() if other != name}
+    pairs = {}
+    for a, b in profile.pairs:
+        beside = profile.slowdown(a, b), profile.slowdown(b, a)
+        pairs[first[a], first[b]] = Pair.of(times[first[a]], times[first[b]], *beside)
+    return Profile({**profile.about, "tiled": "derived, not measured"}, layout, times, spread, pairs, like)
+
+
+def _fits(site: Site) -> bool:
+    linear, collective = (site.second, site.first) if site.gathers else (site.first, site.second)
+    kind = collective.kind
+    moves = kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and collective.backward_kind in (None, kind)
+    moves = moves and not collective.splits_dgrad_wgrad
+    return moves and linear.splits_dgrad_wgrad and all(len(op.reads) == 1 for op in (linear, collective))
+
+
+def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
+    """What stands in the place of the first and of the second operator, in canonical order.
+
+    Args:
+        recomputed: whether backward runs again what comes before.
+    """
+    first, second = site.first, site.second
+    parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
+    cut = Operator(
+        name=site.cut,
+        kind=Kind.COMPUTE,
+        reads=first.reads,
+        writes=parts,
+        recomputed=recomputed,
+        relative_cost=relative_cost,
+    )
+    firsts = _tiles(first, parts)
+    seconds = _tiles(second, [op.writes[0] for op in firsts])
+    results = tuple(value for op in seconds for value in op.writes)
+    join = Operator(
+        name=site.join,
+        kind=Kind.COMPUTE,
+        reads=results,
+        writes=second.writes,
+        recomputed=second.recomputed,
+        relative_cost=relative_cost,
+    )
+    if site.gathers:  # every tile is on its way before the first is computed with
+        return [cut, *firsts], [*seconds, join]
+    return [cut, *(op for pair in zip(firsts, seconds, strict=True) for op in pair)], [join]
+
+
+def _tiles(op: Operator, values: Sequence[str]) -> list[Operator]:
+    """The operator once for each part of its input, in a row."""
+    names = tuple(f"{op.name}.{tile}" for tile in range(len(values)))
+    return [
+        replace(
+            op,
+            name=names[tile],
+            forward_name="",
+            reads=(value,),
+            writes=tuple(f"{written}.{tile}" for written in op.writes),
+            relative_cost=op.relative_cost / len(values),
+        )
+        for tile, value in enumerate(values)
+    ]
+
+
+def _local_operators(graph: Graph) -> Iterator[Operator]:
+    return (op for op in graph.operators if op.kind is Kind.COMPUTE and not op.splits_dgrad_wgrad)
+
+
+def _light(graph: Graph, tiles: int) -> float:
+    """The relative cost of a cut or join: half the lightest local operator's, since backward counts double."""
+    least = min((op.relative_cost for op in graph.operators), default=1.0) / tiles
+    return min((op.relative_cost for op in _local_operators(graph)), default=least) / 2
+
+
+def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
+    """What a tile of an operator is called: X.W becomes X.0.W."""
+    unit, entry = name
+    return unit, f"{entry[0]}.{op.forward_name}.{tile}{op.name.removeprefix(op.forward_name)}"
+
+
+def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
+    """Returns the operator that the time of a tiled graph's operator is taken from, and into how many parts.
+
+    Args:
+        name: of the operator of the tiled graph.
+        op: the operator itself.
+        profile: of the whole operators.
+        tiles: how many.
+    """
+    if name in profile.times:
+        return name, 1
+    unit, entry = name
+    base, _, last = op.forward_name.rpartition(".")
+    if last.isdecimal():
+        return (unit, f"{entry[0]}.{base}{op.name.removeprefix(op.forward_name)}"), tiles
+    whole = profile.layout.graphs[unit].forward
+    local = list(_local_operators(whole))
+    cheapest = min(((unit, f"F.{other.name}") for other in local or whole.operators), key=profile.times.__getitem__)
+    return cheapest, 1 if local else tiles

@@ -1,0 +1,271 @@
+"""Block plans: an order of operators for every pair of units that can meet.
+
+In:   a rule that orders one block (the forward graph of a unit beside the backward graph of another), and a profile.
+Out:  a `BlockPlan`: for every block a list of entries such as `F.attn.gather` and `B.mlp.down.W`.
+Must hold: an order holds every operator of its block once, each after what it reads. `validate_order` checks this and
+knows nothing of the rules that make orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_helix.planning.graph.backward import RECEIVE, SEND, GraphPair
+from hf_helix.planning.graph.operator import Graph, Operator
+from hf_helix.planning.plan.plan import Plan, check_known, graphs_digest
+from hf_helix.planning.schedule.actions import Schedule, Slot, SyncPoints
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import Place, blocks_of, transfers_of
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.passes import Issued
+from hf_helix.planning.window.window import ABSENT, Window
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+BARRIER = "barrier"
+
+Order = tuple[str, ...]
+"""Entries of one block: the strand's letter, a dot, the operator's name; or `barrier`."""
+
+OrderBlock = Callable[[Graph | None, Graph | None, Profile], Order]
+"""Makes the order of a block from its forward and its backward graph (None: that strand is absent)."""
+
+
+@dataclass(frozen=True, order=True)
+class Block:
+    """Which units meet: the name of the forward graph and of the backward graph; None where a strand is absent."""
+
+    forward: str | None
+    backward: str | None
+
+    def __str__(self) -> str:
+        return " | ".join(
+            f"{letter}.{name}" for letter, name in (("F", self.forward), ("B", self.backward)) if name is not None
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Block:
+        """The block of its text form. Raises ValueError."""
+        parts = [part.strip().partition(".") for part in text.split("|")]
+        sides = {letter: name for letter, _, name in parts if name}
+        if len(sides) != len(parts) or not sides.keys() <= {"F", "B"}:
+            raise ValueError(f"not a block: {text!r}; one looks like 'F.layer | B.layer'")
+        return cls(sides.get("F"), sides.get("B"))
+
+    def graphs(self, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
+        """The forward graph and the backward graph of the units that meet."""
+        forward = pairs[self.forward].forward if self.forward else None
+        backward = pairs[self.backward].backward if self.backward else None
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class BlockPlan(Plan):
+    """The order of every block that a schedule can ask for.
+
+    Attributes:
+        orders: of every block.
+    """
+
+    KEY: ClassVar[str] = "blocks"
+
+    orders: Mapping[Block, Order]
+
+    @classmethod
+    def of(cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Self:
+        """The plan of a rule that orders one block at a time.
+
+        Args:
+            rule: its name.
+            order_block: applied to every block that units of the profile can form; each order is checked.
+            profile: the graphs and the times of their operators.
+            model: the model's class, for plan files.
+            mesh: the sizes of the mesh, for plan files.
+        """
+        pairs = profile.layout.graphs
+        orders = orders_of(order_block, profile)
+        return cls(rule, model, dict(mesh), graphs_digest(pairs), orders)
+
+    def order(self, forward: str | None, backward: str | None) -> Order:
+        """The order of the block in which these two units meet."""
+        return self.orders[Block(forward, backward)]
+
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        sync_points: SyncPoints = (),
+    ) -> Issued:
+        """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
+        sends leaves at its end. A rank's order does not depend on the other ranks."""
+        asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
+        window = Window(asked, layout)
+        blocks = _Blocks(self, window)
+        return Issued(window, [_order(slots, window, blocks, slots_ahead) for slots in asked])
+
+    def data(self) -> Any:
+        """The entries of every block."""
+        return {str(block): list(order) for block, order in self.orders.items()}
+
+    @classmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file says of its blocks."""
+        return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
+
+
+def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
+    """The order of a rank, see `Issued`."""
+    order: list[int] = []
+    issued = 0
+    for number, slot in enumerate(slots):
+        for coming in slots[issued : number + 1 + slots_ahead]:
+            order += _transfers(coming, window, receives=True)
+        issued = number + 1 + slots_ahead
+        for forward, backward in blocks_of(slot, window.layout):
+            order += blocks.order(slot, forward, backward)
+        order += _transfers(slot, window, receives=False)
+    return order
+
+
+def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
+    """What a slot receives from other ranks, or sends to them."""
+    return [
+        window.at[microbatch][call]
+        for (microbatch, unit), action in transfers_of(slot, window.layout, receives)
+        for call in window.pattern.of(unit, action.computation_type)
+    ]
+
+
+class _Blocks:
+    """The orders of blocks as places in a window.
+
+    Args:
+        plan: what orders them.
+        window: of the ranks.
+    """
+
+    def __init__(self, plan: BlockPlan, window: Window) -> None:
+        self._plan, self._window = plan, window
+        self._known: dict[tuple[int | None, int | None, str], list[tuple[bool, int]]] = {}
+
+    def order(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[int]:
+        """The order of a block of a slot."""
+        at, unit = self._window.at, (forward or backward or (0, -1))[1]
+        sides = [at[place[0]] if place else [] for place in (backward, forward)]
+        return [
+            ~unit if call == ABSENT else sides[is_forward][call]
+            for is_forward, call in self._calls(slot, forward, backward)
+        ]
+
+    def _calls(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
+        """The calls of a block in order, each with whether it is of forward; `ABSENT` stands for a barrier."""
+        halves = slot.backward.computation_type if slot.backward else ""
+        key = forward[1] if forward else None, backward[1] if backward else None, halves
+        if key not in self._known:
+            pattern, made = self._window.pattern, {BARRIER: [(False, ABSENT)]}
+            for letter, place, kind in (("F", forward, "F"), ("B", backward, halves)):
+                for call in pattern.of(place[1], kind) if place else ():
+                    made.setdefault(pattern.names[call][1], []).append((letter == "F", call))
+            units = self._window.layout.units
+            names = (units[place[1]] if place else None for place in (forward, backward))
+            order = self._plan.order(*names)
+            # What is issued ahead for the next unit may have no entry in this one: it comes first. Where the schedule
+            # halves a backward, only one half is there.
+            unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
+            self._known[key] = [call for entry in (*unnamed, *order) for call in made.get(entry, ())]
+        return self._known[key]
+
+
+def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:
+    """The order that a rule makes for every block of a profile's units, each one checked."""
+    pairs, orders = profile.layout.graphs, {}
+    for block in all_blocks(pairs):
+        forward, backward = block.graphs(pairs)
+        orders[block] = order_block(forward, backward, profile)
+        validate_order(orders[block], forward, backward, block=block)
+    return orders
+
+
+def orders_from(data: Any, pairs: Mapping[str, GraphPair]) -> dict[Block, Order]:
+    """The orders of a file, each one checked. Raises as `Plan.from_data`."""
+    orders = {Block.parse(name): tuple(order) for name, order in data.items()}
+    wanted = {str(block): block for block in all_blocks(pairs)}
+    check_known(map(str, orders), wanted, "block")
+    for name, block in wanted.items():
+        if block not in orders:
+            raise ValueError(f"block {name!r} is missing")
+        validate_order(orders[block], *block.graphs(pairs), block=block)
+    return orders
+
+
+def all_blocks(units: Iterable[str]) -> list[Block]:
+    """Every block that units of these names can form: each alone, and each forward beside each backward."""
+    names = [name for name in units if name not in (SEND, RECEIVE)]
+    alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
+    return alone + [Block(forward, backward) for forward in names for backward in names]
+
+
+def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator]:
+    """Every operator of a block by its entry in a plan, each strand in canonical order."""
+    return {
+        f"{letter}.{operator.name}": operator
+        for letter, graph in (("F", forward), ("B", backward))
+        for operator in (graph.operators if graph else ())
+    }
+
+
+def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
+    """Checks that `order` is a permutation of the block's operators in which each comes after what it reads.
+
+    Args:
+        order: the entries; barriers may stand anywhere.
+        forward: the graph of the forward strand; None where it is absent.
+        backward: the graph of the backward strand; None where it is absent.
+        block: the block's name, for the error.
+
+    Raises:
+        ValueError: with the whole order printed and an arrow at the first entry that is wrong.
+    """
+    order = list(order)
+    operators = entries(forward, backward)
+    written = {
+        (letter, v)
+        for letter, graph in (("F", forward), ("B", backward))
+        if graph
+        for v in graph.inputs + graph.saved_values
+    }
+    seen: set[str] = set()
+    for place, entry in enumerate(order):
+        if entry == BARRIER:
+            continue
+        problem = _problem(entry, operators, seen, written)
+        if problem:
+            lines = [f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(order)]
+            raise ValueError(f"block {block}: {entry!r} {problem}:\n" + "\n".join(lines))
+        seen.add(entry)
+        written.update((entry[0], value) for value in operators[entry].writes)
+    left = [entry for entry in operators if entry not in seen]
+    if left:
+        raise ValueError(f"block {block}: the order lacks {', '.join(left)}:\n    " + "\n    ".join(order))
+
+
+def _problem(
+    entry: str, operators: Mapping[str, Operator], seen: set[str], written: set[tuple[str, str]]
+) -> str | None:
+    """What is wrong with an entry behind those that were seen; None if nothing is."""
+    if entry not in operators:
+        return "is not an operator of this block"
+    if entry in seen:
+        return "comes a second time"
+    missing = [value for value in operators[entry].depends_on if (entry[0], value) not in written]
+    if missing:
+        return f"comes before the operator that writes {', '.join(missing)}"
+    early = [name for name in operators[entry].ordered_after if f"{entry[0]}.{name}" not in seen]
+    return f"comes before {', '.join(early)}" if early else None

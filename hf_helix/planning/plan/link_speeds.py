@@ -1,0 +1,118 @@
+"""Predictions for slower and faster links, from one measured profile.
+
+In:   a profile that knows the bytes of its collectives, and the speeds of links.
+Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
+Must hold: a collective takes what it takes without a link, or latency + bytes / rate, whichever is more. That is how
+the emulation works (`operators.communication.emulated_link`), so nothing is assumed about the collectives themselves.
+What they and computations cost each other is their real work on the machine, which no link changes: the same seconds a
+collective, however long it is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_helix.config import LinkSpeed, parse_link
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.list_scheduler import PriorityPlan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
+from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.profile import EMULATED_LINK, Name, Pair, Profile, seconds_of_window
+from hf_helix.planning.window.window import Window
+
+NO_LINK = LinkSpeed(None)
+"""No link: collectives as fast as they were measured, or would have been without the emulation."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicted times of a window on a link.
+
+    Attributes:
+        speed: of the link; `NO_LINK` for none.
+        computation: seconds of computation alone.
+        communication: seconds of communication alone.
+        plans: by rule, seconds of a window under the plan that the rule makes for this link.
+    """
+
+    speed: LinkSpeed
+    computation: float
+    communication: float
+    plans: Mapping[str, float]
+
+    def gain(self, rule: str, over: str) -> float:
+        """Returns how many times as fast the plan of one rule is as that of another."""
+        return self.plans[over] / self.plans[rule]
+
+
+def link_of(profile: Profile) -> LinkSpeed:
+    """The emulated link that a profile was measured on; `NO_LINK` for none."""
+    text = profile.about.get(EMULATED_LINK)
+    return parse_link(text) if text else NO_LINK
+
+
+def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
+    """The profile as it would be measured on another link.
+
+    Raises:
+        ValueError: it does not say how many bytes its collectives move.
+    """
+    moving = [name for name, seconds in profile.times.items() if profile.kind(name).communicates and seconds]
+    if not profile.bytes and moving:
+        raise ValueError(
+            "the profile does not say how many bytes its collectives move, so there is no telling what they would take "
+            "on another link; measure anew with `hf-helix profile`"
+        )
+    times = dict(profile.times)
+    for name, count in profile.bytes.items():
+        times[name] = max(profile.bare.get(name, times[name]), speed.seconds(count))
+    pairs = {names: _pair(profile, times, names) for names in profile.pairs}
+    about = {**profile.about, EMULATED_LINK: speed.text if speed.rate else ""}
+    return replace(profile, about={key: value for key, value in about.items() if value}, times=times, pairs=pairs)
+
+
+def _pair(profile: Profile, times: Mapping[Name, float], names: tuple[Name, Name]) -> Pair:
+    """Returns the times of two operators beside each other, on a link where collectives take other times."""
+    a, b = names
+    stretched = 1.0
+    for name in names:
+        stretched *= times[name] / profile.times[name]
+    slow = [1 + (profile.slowdown(*pair) - 1) / stretched for pair in ((a, b), (b, a))]
+    if all(profile.kind(name).communicates for name in names):  # they share the link, whatever its speed
+        slow = [profile.slowdown(a, b), profile.slowdown(b, a)]
+    return Pair.of(times[a], times[b], *slow)
+
+
+def predict_speeds(
+    profile: Profile, schedule: Schedule, speeds: Sequence[LinkSpeed], plans: Mapping[str, Plan]
+) -> list[Predicted]:
+    """Returns the predicted times of a window on each link, under plans of these rules.
+
+    Rules that need no search make their plans anew for each link. A searched plan is judged as it is, beside the plan
+    that `greedy` makes for that link, and the better of the two counts: a search there could only find better ones.
+
+    Args:
+        profile: with the bytes of its collectives.
+        schedule: of the window.
+        speeds: of the links.
+        plans: by rule.
+    """
+    return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
+
+
+def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) -> Predicted:
+    """Returns the predicted times of a window on the link of a profile."""
+    seconds = {}
+    for rule, plan in plans.items():
+        searched = isinstance(plan, PriorityPlan)
+        anew = make_plan("greedy" if searched else rule, profile, model=plan.model, mesh=plan.mesh)
+        candidates = [anew, plan] if searched else [anew]
+        seconds[rule] = min(predict_seconds(each, profile, schedule) for each in candidates)
+    layout = profile.layout
+    loads = Window(without_microbatches(schedule, 1), layout).work(profile.times).loads()
+    computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
+    sums = max(seconds_of_window(profile, rank) for rank in range(layout.num_ranks))
+    return Predicted(link_of(profile), count * computing, count * sum(loads.values()) + sums, seconds)

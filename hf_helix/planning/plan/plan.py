@@ -1,0 +1,138 @@
+"""Plans: the static order in which every rank issues operators.
+
+In:   what a plan is for (a model, a mesh, its graphs) and how it was made.
+Out:  `Plan`, the base of every kind of plan: `BlockPlan` lists orders, `PriorityPlan` computes them from priorities.
+Must hold: what an order means is the same on every device. Compute operators run in this order on one stream; a
+communication operator starts once everything issued before it on the compute stream is done and its own stream is free;
+a compute operator waits for the communication whose result it reads. At a barrier the compute stream waits for all
+communication but what is issued ahead. That is issued where the plan has it, or earlier, see
+`hf_helix.planning.window.passes`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import digest
+from hf_helix.planning.schedule.actions import Schedule, SyncPoints
+from hf_helix.planning.text import format_json
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.passes import Issued
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+FORMAT = "hf_helix.plan/1"
+
+
+@dataclass(frozen=True)
+class Plan(ABC):
+    """A plan of some kind.
+
+    Attributes:
+        rule: the name of the rule that made it, see `hf_helix.planning.plan.registry`.
+        model: the class of the model that it is for.
+        mesh: the sizes of the mesh that it is for.
+        graphs: a digest of the model's graphs, see `graphs_digest`.
+        KEY: what a plan file calls the part that only this kind of plan has.
+        BY_TIMES: whether the order depends on when all ranks are done with what.
+    """
+
+    KEY: ClassVar[str]
+    BY_TIMES: ClassVar[bool] = False
+
+    rule: str
+    model: str
+    mesh: Mapping[str, int]
+    graphs: str
+
+    @abstractmethod
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        sync_points: SyncPoints = (),
+    ) -> Issued:
+        """A window in the order of issue.
+
+        Args:
+            schedule: the window.
+            layout: what the ranks hold, with the graphs of the operators that the plan orders, see `profile_for`.
+            slots_ahead: how many slots before the one that reads it a receive is issued, where the plan does not say.
+            rank: the only one whose order is asked for; None for all.
+            sync_points: see `SyncPoints`; a plan that orders slot by slot needs none.
+        """
+
+    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
+        """The instructions of a window in the order of issue, rank by rank.
+
+        Args:
+            schedule: the slots of every rank.
+            layout: what the ranks hold.
+            slots_ahead: see `issue`.
+        """
+        issued = self.issue(schedule, layout, slots_ahead)
+        return [issued.program(rank) for rank in range(len(schedule))]
+
+    @abstractmethod
+    def data(self) -> Any:
+        """What a plan file holds under `KEY`."""
+
+    @classmethod
+    @abstractmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file holds under `KEY`, checked against the model's graphs.
+
+        Args:
+            data: what the file holds under `KEY`.
+            pairs: the graphs of the model's units.
+            rule: the name of the rule that made the plan.
+            model: the model's class.
+            mesh: the sizes of the mesh, by the names of their options.
+            graphs: the fingerprint of `pairs`, see `graphs_digest`.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: the data is damaged.
+        """
+
+    def profile_for(self, profile: Profile) -> Profile:
+        """The times of the operators that the plan orders, with their graphs, from those of the model's own graphs."""
+        return profile
+
+    def to_json(self) -> str:
+        """The text form that is kept in files: JSON, one operator a line."""
+        data = {"format": FORMAT, "rule": self.rule, "model": self.model, "mesh": dict(self.mesh)}
+        return format_json({**data, "graphs": self.graphs, self.KEY: self.data()}) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a file that `HelixConfig(plan=path)` takes."""
+        Path(path).write_text(self.to_json())
+
+
+def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
+    """The fingerprint of every graph of a model."""
+    return digest(graph for pair in pairs.values() for graph in (pair.forward, pair.backward))
+
+
+def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises ValueError for the first name that a model does not have.
+
+    Args:
+        names: what a file names.
+        known: what there is.
+        what: the sort of thing, for the error.
+    """
+    strange = sorted(set(names) - set(known))
+    if strange:
+        raise ValueError(f"this model has no {what} {strange[0]!r}")

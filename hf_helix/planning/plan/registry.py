@@ -1,0 +1,143 @@
+"""The rules that make plans, by the names that `HelixConfig(plan=...)` takes.
+
+In:   a rule's name and a profile.
+Out:  a plan.
+Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is. The names are
+those of `hf_helix.config.RULES`, in that order: options are checked where planning may not be imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hf_helix import config
+from hf_helix.planning.plan.baselines.dhelix import dhelix
+from hf_helix.planning.plan.baselines.in_turn import round_robin, sequential
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock
+from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
+from hf_helix.planning.plan.plan import Plan, graphs_digest
+from hf_helix.planning.plan.search import Progress, greedy, hold_weights, search, usual_schedule
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.planning.window.layout import Layout
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made from; see `make_plan`."""
+
+    rule: str
+    profile: Profile
+    model: str
+    mesh: Mapping[str, int]
+    schedule: Schedule | None = None
+    progress: Progress | None = None
+    searching: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to make plans.
+
+    Attributes:
+        name: what `HelixConfig(plan=...)` and `hf-helix plan --rule` call it.
+        make: makes the plan.
+        needs_profile: whether it is of use with measured times only. The others serve before anything is measured, too.
+        runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single one.
+    """
+
+    name: str
+    make: Callable[[Request], Plan]
+    needs_profile: bool = False
+    runs_one_strand: bool = False
+
+
+def _by_blocks(order_block: OrderBlock) -> Callable[[Request], Plan]:
+    return lambda request: BlockPlan.of(
+        request.rule, order_block, request.profile, model=request.model, mesh=request.mesh
+    )
+
+
+def _by_priorities(find: Callable[[Request], Priorities]) -> Callable[[Request], Plan]:
+    def make(request: Request) -> Plan:
+        graphs = graphs_digest(request.profile.layout.graphs)
+        return PriorityPlan(request.rule, request.model, dict(request.mesh), graphs, find(request))
+
+    return make
+
+
+def _greedy(request: Request) -> Priorities:
+    profile = request.profile
+    return hold_weights(greedy(profile), profile, request.schedule or usual_schedule(profile.layout))
+
+
+def _search(request: Request) -> Priorities:
+    return search(request.profile, request.schedule, progress=request.progress, effort=request.searching)
+
+
+def _in_tiles(request: Request) -> Plan:
+    """One tile for each rank that a collective moves data between."""
+    return IntraBatchPlan.of_tiles(
+        request.rule, sequential, request.profile, model=request.model, mesh=request.mesh, tiles=request.mesh["tp_size"]
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("sequential", _by_blocks(sequential), runs_one_strand=True),
+        Rule("intra_batch", _in_tiles, runs_one_strand=True),
+        Rule("round_robin", _by_blocks(round_robin)),
+        Rule("dhelix", _by_blocks(dhelix), needs_profile=True),
+        Rule("greedy", _by_priorities(_greedy)),
+        Rule("search", _by_priorities(_search), needs_profile=True),
+    )
+}
+assert tuple(RULES) == config.RULES, (
+    f"a rule needs its name in hf_helix.config.RULES, too, in the same order: {tuple(RULES)} here, {config.RULES} there"
+)
+
+
+def runs_one_strand(name: str) -> bool:
+    """Whether the plans of this name run one micro-batch at a time; not where it is no rule's name."""
+    return name in RULES and RULES[name].runs_one_strand
+
+
+def make_plan(
+    rule: str,
+    profile: Profile,
+    *,
+    model: str,
+    mesh: Mapping[str, int],
+    schedule: Schedule | None = None,
+    progress: Progress | None = None,
+    searching: float = 1.0,
+) -> Plan:
+    """The plan of a rule.
+
+    Args:
+        rule: its name.
+        profile: the times of the operators.
+        model: the model's class, for plan files.
+        mesh: the sizes of the mesh, for plan files.
+        schedule: of the window that a searched plan is made for.
+        progress: told how much of the work is done.
+        searching: the length of a search, in parts of the usual one.
+
+    Raises:
+        KeyError: no rule has this name.
+    """
+    return RULES[rule].make(Request(rule, profile, model, mesh, schedule, progress, searching))
+
+
+def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """The plan `sequential`: one strand at a time, which every rank makes alike and without a measurement.
+
+    Args:
+        layout: what the ranks hold, with its graphs.
+        model: as of `make_plan`.
+        mesh: as of `make_plan`.
+    """
+    return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)

@@ -1,0 +1,410 @@
+"""The schedule `auto`: the fastest on the fold for given costs.
+
+In:   the number of ranks P and micro-batches M, what the virtual stages cost, and how many activations a rank may hold.
+Out:  the fastest schedule found: a named one, or one that list scheduling has made and local search has improved.
+Must hold: it is on the fold, so it never moves layers between ranks; it is never slower than `folded_1f1b` and
+`dualpipe_v` where their activations fit; the same input gives the same schedule, so all ranks agree.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from hf_helix.planning.annealing import anneal, threshold
+from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.schedule.clock import ClockRun, Costs, Row, Simulated, SlotClock, TimedSlot, simulate_schedule
+from hf_helix.planning.schedule.named import FOLDED, build_schedule
+from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
+from hf_helix.planning.schedule.validate import validate
+
+SEARCHED = "searched"
+"""The label of a schedule that is none of the named ones."""
+FINALISTS, STARTS = 4, 2
+
+
+def choose_schedule(
+    num_ranks: int, num_microbatches: int, costs: Costs, max_live: int | None = None, search: bool = True
+) -> tuple[str, Schedule]:
+    """Returns the fastest schedule found on the fold, and its label: a name, or `SEARCHED`.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_microbatches: of the window.
+        costs: of each of the 2P virtual stages.
+        max_live: activations, each of one stage and micro-batch, that may live at once on a rank; None for as many as
+            the hungrier of `folded_1f1b` and `dualpipe_v` holds.
+        search: also try many policies and improve the best schedules, which takes seconds in long windows. Off, the
+            choice is among the named schedules and two that list scheduling makes.
+
+    Raises:
+        ValueError: `max_live` is less than 2.
+    """
+    if max_live is not None and max_live < 2:
+        raise ValueError(f"max_live={max_live} is too few: a micro-batch leaves 2 activations on a rank; use 2 or more")
+    ranks = stage_ranks(FOLD, num_ranks)
+    clock = SlotClock(ranks, costs, num_microbatches)
+
+    def run(label: str, schedule: Schedule) -> tuple[str, Simulated]:
+        return label, simulate_schedule(schedule, ranks, costs)
+
+    candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
+    if max_live is None:
+        max_live = max(max(simulated.live) for _, simulated in candidates)
+    candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
+    policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
+    candidates.append(run(SEARCHED, _listed(clock, policies)))
+    for _, start in sorted(candidates, key=_merit)[: STARTS if search else 0]:
+        candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
+    label, best = min(candidates, key=_merit)
+    validate(best.schedule, num_microbatches, ranks)
+    return label, best.schedule
+
+
+def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
+    """Returns the schedules that list scheduling makes where nothing is searched. They put weight gradients off until a
+    rank would wait, as searched ones do.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_microbatches: of the window.
+        costs: of each of the 2P virtual stages.
+    """
+    ranks = stage_ranks(FOLD, num_ranks)
+    clock = SlotClock(ranks, costs, num_microbatches)
+    named = [simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in FOLDED]
+    max_live = max(max(simulated.live) for simulated in named)
+    policies = _usual_policies(num_ranks, num_microbatches, costs, max_live)
+    return [list_schedule(clock, policy)[0] for policy in policies]
+
+
+def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
+    """Returns time, then memory."""
+    return candidate[1].seconds, max(candidate[1].live)
+
+
+def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
+    """Returns the best schedule of list scheduling: the best policies of a short window compete on the whole one."""
+    rounds, short = [(clock, 1)], 2 * (max(clock.ranks) + 1)
+    if short < clock.num_microbatches:
+        rounds.insert(0, (SlotClock(clock.ranks, clock.costs, short), FINALISTS))
+    for each, keep in rounds:
+        made = [(list_schedule(each, policy), policy) for policy in policies]
+        made.sort(key=lambda one: one[0][1])
+        policies = [policy for _, policy in made[:keep]]
+    return made[0][0][0]
+
+
+def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
+    """Yields the policies of a search."""
+    pairs = (True, False) if costs.gain > 1 else (False,)
+    most = 2 * num_microbatches  # backwards that a rank has
+    aparts = dict.fromkeys(min(apart, most) for apart in (num_ranks, 2 * num_ranks, most))
+    for pair, early, apart, forward, backward, delay in product(
+        pairs, (False, True), aparts, (1, 2), (0, 1, 2), (0.5, 1.0)
+    ):
+        yield Policy(max_live, pair, early, apart, forward, backward, delay)
+
+
+def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
+    """Yields two policies, one of which is as good as the best where stages cost the same and windows are short."""
+    for early in (True, False):
+        yield Policy(max_live, costs.gain > 1, early, 2 * num_microbatches, backward=int(early), delay=0.5)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a rank prefers.
+
+    Attributes:
+        max_live: activations, each of one stage and micro-batch, that may live at once on a rank; at least 2.
+        pair: whether F and B that can both start run as one slot.
+        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone, so that gradients
+            travel on sooner.
+        apart: how many of a rank's last backwards run as I, with W where nothing else can start.
+        forward: which chunk's F goes first: 0 or 1, or 2 for the chunk that did not run last.
+        backward: which chunk's B goes first, in the same numbers.
+        delay: which part of a W may run on after something else could start; 1 fills every gap.
+    """
+
+    max_live: int
+    pair: bool = True
+    early: bool = False
+    apart: int = 0
+    forward: int = 1
+    backward: int = 1
+    delay: float = 1.0
+
+
+def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
+    """Returns the schedule of a window that runs under a policy, and the seconds it takes.
+
+    Args:
+        clock: of the fold, with the costs of its stages.
+        policy: what every rank prefers.
+    """
+    num_ranks = max(clock.ranks) + 1
+    state = _State(clock, policy)
+    schedule: Schedule = [[] for _ in range(num_ranks)]
+    free = [0.0] * num_ranks
+    wakes = [(0.0, rank) for rank in range(num_ranks)]
+    while wakes:
+        now, rank = heapq.heappop(wakes)
+        if now < free[rank]:
+            continue
+        slot = state.choose(rank, now)
+        if slot is not None:
+            schedule[rank].append(slot)
+            free[rank] = now + clock.timed(slot).seconds
+            for wake in state.run(slot, rank, free[rank]):
+                heapq.heappush(wakes, wake)
+    return schedule, max(free)
+
+
+class _State:
+    """What has run, and when its results exist. Every stage takes micro-batches in order, so counts say the rest."""
+
+    def __init__(self, clock: SlotClock, policy: Policy) -> None:
+        self.clock = clock
+        self.policy = policy
+        self.num_microbatches = clock.num_microbatches
+        self.chunks = [stages_of_rank(rank, clock.ranks) for rank in range(max(clock.ranks) + 1)]
+        self.results = clock.no_results()
+        self.done = {part: [0] * len(clock.ranks) for part in "FIW"}  # of each stage, how many have run
+        self.last_chunk = {"F": [1] * len(self.chunks), "B": [0] * len(self.chunks)}
+
+    # -- what can start ----------------------------------------------------------------------------------------------
+
+    def _forward_time(self, stage: int) -> float:
+        """Returns when the next F of a stage can start; infinity if none is left, has room, or is on its way."""
+        following = self.done["F"][stage]
+        if following == self.num_microbatches or not self._has_room(stage):
+            return math.inf
+        return self.clock.arrival(self.clock.number("F", stage, following), self.results)
+
+    def _backward_time(self, stage: int) -> float:
+        """Returns when the next B or I of a stage can start; infinity if none is left or on its way."""
+        following = self.done["I"][stage]
+        if following == self.num_microbatches:
+            return math.inf
+        return self.clock.arrival(self.clock.number("I", stage, following), self.results)
+
+    def _has_room(self, stage: int) -> bool:
+        down, up = self.chunks[self.clock.ranks[stage]]
+        ran, freed = self.done["F"], self.done["W"]
+        live_up = ran[up] - freed[up]
+        live = ran[down] - freed[down] + live_up
+        return live < self.policy.max_live - (stage == down and live_up == 0)
+
+    def _preferred(self, rank: int, part: str) -> Sequence[int]:
+        """Returns the stages of a rank, the preferred one first."""
+        preferred = self.policy.forward if part == "F" else self.policy.backward
+        if preferred == 2:
+            preferred = 1 - self.last_chunk[part][rank]
+        return self.chunks[rank][::-1] if preferred else self.chunks[rank]
+
+    # -- what to run -------------------------------------------------------------------------------------------------
+
+    def choose(self, rank: int, now: float) -> Slot | None:
+        """Returns the slot that a free rank starts now; None to wait for a result that is on its way."""
+        backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
+        forward = None
+        if backward is None or self.policy.pair:
+            forward = next((stage for stage in self._preferred(rank, "F") if self._forward_time(stage) <= now), None)
+        if backward is not None:
+            return self._backward_slot(rank, forward, backward)
+        if forward is not None:
+            return Slot(self._next(forward, "F"))
+        return self._fill(rank, now)
+
+    def _backward_slot(self, rank: int, forward: int | None, backward: int) -> Slot:
+        done, (_, up) = self.done["I"][backward], self.chunks[rank]
+        early = self.policy.early and backward == up and done < len(self.chunks) - 1 - rank
+        left = sum(self.num_microbatches - self.done["I"][stage] for stage in self.chunks[rank])
+        if early or (forward is None and left <= self.policy.apart):
+            return Slot(backward=self._next(backward, "I"))
+        kind = "W" if self.done["W"][backward] < done else "B"  # weight gradients add up in order
+        return Slot(None if forward is None else self._next(forward, "F"), self._next(backward, kind))
+
+    def _fill(self, rank: int, now: float) -> Slot | None:
+        """Returns the W that has waited longest, if it fits before something else can start."""
+        waiting = [stage for stage in self.chunks[rank] if self.done["W"][stage] < self.done["I"][stage]]
+        if not waiting:
+            return None
+        stage = min(waiting, key=lambda stage: self.results[self.clock.number("I", stage, self.done["W"][stage])])
+        until = min(time(each) for time in (self._forward_time, self._backward_time) for each in self.chunks[rank])
+        fits = now + self.clock.costs.weight[stage] * (1 - self.policy.delay) <= until
+        return Slot(backward=self._next(stage, "W")) if fits else None
+
+    def _next(self, stage: int, computation_type: str) -> Action:
+        part = "I" if computation_type == "B" else computation_type
+        return Action(stage, computation_type, self.done[part][stage])
+
+    # -- what has run ------------------------------------------------------------------------------------------------
+
+    def run(self, slot: Slot, rank: int, end: float) -> list[tuple[float, int]]:
+        """Counts a slot; returns when which ranks may go on.
+
+        Args:
+            slot: that runs.
+            rank: that runs it.
+            end: when it ends.
+        """
+        wakes = [(end, rank)]
+        for action in slot.actions:
+            stage = action.stage
+            for part in PARTS[action.computation_type]:
+                self.done[part][stage] += 1
+                if part != "W":
+                    self.results[self.clock.number(part, stage, action.microbatch)] = end
+                    self.last_chunk["F" if part == "F" else "B"][rank] = self.chunks[rank].index(stage)
+                    other = stage + 1 if part == "F" else stage - 1
+                    if 0 <= other < len(self.clock.ranks):
+                        wakes.append((end + self.clock.hop(stage, other), self.clock.ranks[other]))
+        return wakes
+
+
+TRIALS = 10_000
+EFFORT = 3_000_000  # slots that are run in all; about a second
+HEAT = 0.2  # of the time of an average F: how much worse a change may make a schedule at first
+MEAN = 0.01  # weight of the ranks' mean end beside the last one's, so that many small steps can make one that counts
+ON_PATH = 0.8  # the part of the changes that are on the critical path
+STEPS = (-4, -3, -2, -1, 1, 2, 3, 4)
+LATER = 8  # places by which a W may move away from its I
+
+
+@dataclass
+class _Candidate:
+    """A schedule that can run."""
+
+    rows: list[Row]
+    run: ClockRun
+
+    @cached_property
+    def value(self) -> float:
+        """Returns what becomes small: the time, and a little of the mean time of the ranks."""
+        return max(self.run.ends) + MEAN * sum(self.run.ends) / len(self.run.ends)
+
+    @cached_property
+    def path(self) -> list[tuple[int, int]]:
+        """Returns the critical path."""
+        return self.run.critical_path()
+
+
+def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, seed: int = 0) -> Schedule:
+    """Returns the fastest schedule of a walk of small changes; at first the walk may go uphill a little.
+
+    Args:
+        schedule: where the walk starts.
+        clock: of its stages and micro-batches.
+        max_live: activations, each of one stage and micro-batch, that may live at once on a rank.
+        seed: of the random changes.
+    """
+    rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
+    run = clock.run(rows)
+    assert run is not None, "only schedules that can run are improved"
+
+    def propose(current: _Candidate, rng: random.Random) -> _Candidate | None:
+        rank, place = rng.choice(current.path) if rng.random() < ON_PATH else _anywhere(current.rows, rng)
+        row = list(current.rows[rank])
+        rng.choice(CHANGES)(row, place, rng, clock.timed)
+        if row == current.rows[rank] or not _is_valid(row, len(clock.ranks), max_live):
+            return None
+        changed = [*current.rows[:rank], row, *current.rows[rank + 1 :]]
+        run = clock.run(changed)
+        return None if run is None else _Candidate(changed, run)
+
+    heat = HEAT * sum(clock.costs.forward) / len(clock.costs.forward)
+    best = anneal(
+        _Candidate(rows, run),
+        propose,
+        steps=min(TRIALS, EFFORT // sum(map(len, rows))),
+        rng=random.Random(seed),
+        temperature=lambda _: heat,
+        accept=threshold,
+        merit=lambda candidate: (max(candidate.run.ends), candidate.value),
+    )
+    return [[timed.slot for timed in row] for row in best.rows]
+
+
+def _anywhere(rows: Sequence[Row], rng: random.Random) -> tuple[int, int]:
+    rank = rng.randrange(len(rows))
+    return rank, rng.randrange(len(rows[rank]))
+
+
+def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
+    """Returns whether a rank takes the micro-batches in order and holds no more than it may.
+
+    That a W comes behind its I is left to the clock, on which it would wait for ever otherwise.
+    """
+    following = [0] * (3 * num_stages)  # by part: the micro-batch that comes next
+    live = 0
+    for slot, _, _, _, parts in row:
+        for part, microbatch in parts:
+            if following[part] != microbatch:
+                return False
+            following[part] = microbatch + 1
+        live += slot.forward is not None
+        if live > max_live:
+            return False
+        live -= slot.backward is not None and slot.backward.computation_type != "I"
+    return True
+
+
+# -- changes ---------------------------------------------------------------------------------------------------------
+#
+# Each function changes a row in place, at a place; where the change does not apply, it leaves the row as it is.
+
+Make = Callable[[Slot], TimedSlot]
+
+
+def _shift(row: Row, place: int, rng: random.Random, make: Make) -> None:
+    """Moves a slot by a few places."""
+    item = row.pop(place)
+    row.insert(max(0, place + rng.choice(STEPS)), item)
+
+
+def _fuse(row: Row, place: int, rng: random.Random, make: Make) -> None:
+    """Runs a forward and a backward slot near it side by side."""
+    other = place + rng.choice(STEPS)
+    if 0 <= other < len(row):
+        slots = row[place].slot, row[other].slot
+        forward = [slot.forward for slot in slots if slot.forward]
+        backward = [slot.backward for slot in slots if slot.backward]
+        if len(forward) == len(backward) == 1 and not slots[0].fused and not slots[1].fused:
+            row[place] = make(Slot(forward[0], backward[0]))
+            del row[other]
+
+
+def _unfuse(row: Row, place: int, rng: random.Random, make: Make) -> None:
+    """Runs the two actions of a fused slot one after the other."""
+    alone = [make(Slot.alone(action)) for action in row[place].slot.actions]
+    row[place : place + 1] = alone if rng.random() < 0.5 else alone[::-1]
+
+
+def _split(row: Row, place: int, rng: random.Random, make: Make) -> None:
+    """Splits a B into I and W, and runs the W later."""
+    forward, backward = row[place].slot.forward, row[place].slot.backward
+    if backward and backward.computation_type == "B":
+        stage, microbatch = backward.stage, backward.microbatch
+        row[place] = make(Slot(forward, Action(stage, "I", microbatch)))
+        row.insert(place + 1 + rng.randrange(LATER), make(Slot.alone(Action(stage, "W", microbatch))))
+
+
+def _join(row: Row, place: int, rng: random.Random, make: Make) -> None:
+    """Joins a W with its I to a B."""
+    forward, backward = row[place].slot.forward, row[place].slot.backward
+    if backward and backward.computation_type == "W":
+        stage, microbatch = backward.stage, backward.microbatch
+        apart = Action(stage, "I", microbatch)
+        first = next(number for number, item in enumerate(row) if item.slot.backward == apart)
+        row[first] = make(Slot(row[first].slot.forward, Action(stage, "B", microbatch)))
+        row[place : place + 1] = [make(Slot(forward))] if forward else []
+
+
+CHANGES = (_shift, _shift, _fuse, _unfuse, _split, _join)

@@ -1,0 +1,388 @@
+"""What the virtual stages of a pipeline cost: seconds of F, I and W, of transfers, and what fusing two slots gains.
+
+In:   seconds, or a profile.
+Out:  `Costs`.
+Must hold: every virtual stage has a time for each part, and the times are possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_helix.planning.graph.backward import SEND
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, num_microbatches_of
+from hf_helix.planning.timing.profile import Profile
+
+USUAL_GAIN = 1.2  # of forward beside backward, where nothing is measured
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The seconds that the parts of each virtual stage take alone.
+
+    Attributes:
+        forward: seconds of F, of each virtual stage.
+        input: seconds of I, of each virtual stage.
+        weight: seconds of W, of each virtual stage; a B takes I and W.
+        transfer: seconds from the end of an action to its arrival on another rank.
+        gain: a fused slot takes the sum of its two actions divided by this, but no less than the longer of them.
+    """
+
+    forward: Sequence[float]
+    input: Sequence[float]
+    weight: Sequence[float]
+    transfer: float = 0.0
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        parts = (self.forward, self.input, self.weight)
+        numbers = [self.transfer, *(seconds for part in parts for seconds in part)]
+        if len({len(part) for part in parts}) != 1:
+            raise ValueError(f"costs need a number for each virtual stage in every part; got {[len(p) for p in parts]}")
+        if not all(0 <= seconds < math.inf for seconds in numbers) or sum(self.forward) <= 0:
+            raise ValueError("costs need times of at least 0, and a forward that takes more; such as 1, 1 and 1")
+        if not 0 < self.gain < math.inf:
+            raise ValueError(f"gain={self.gain} must be more than 0, such as gain=1.0 where nothing is gained")
+
+    @classmethod
+    def of_layers(
+        cls,
+        counts: Sequence[int],
+        forward: float = 1.0,
+        input: float = 1.0,
+        weight: float = 1.0,
+        transfer: float = 0.0,
+        gain: float = 1.0,
+    ) -> Costs:
+        """Returns the costs of stages that hold equal layers.
+
+        Args:
+            counts: layers of each virtual stage.
+            forward: seconds of a layer's F.
+            input: seconds of a layer's I.
+            weight: seconds of a layer's W.
+            transfer: see `Costs`.
+            gain: see `Costs`.
+        """
+        forwards, inputs, weights = ([count * seconds for count in counts] for seconds in (forward, input, weight))
+        return cls(forwards, inputs, weights, transfer, gain)
+
+    @classmethod
+    def even(cls, num_stages: int) -> Costs:
+        """Returns what is assumed where nothing is measured: all parts of all stages take equally long."""
+        return cls.of_layers([1] * num_stages, gain=USUAL_GAIN)
+
+    def seconds(self, action: Action) -> float:
+        """Returns the seconds of an action alone."""
+        if action.computation_type == "F":
+            return self.forward[action.stage]
+        inputs = self.input[action.stage] if action.computation_type in "BI" else 0.0
+        return inputs + (self.weight[action.stage] if action.computation_type in "BW" else 0.0)
+
+    def slot_seconds(self, slot: Slot) -> float:
+        """Returns the seconds that a slot takes."""
+        alone = [self.seconds(action) for action in slot.actions]
+        return max(sum(alone) / self.gain, *alone) if slot.fused else sum(alone)
+
+
+def part_of(op: Operator) -> str:
+    """Returns the part of a stage's work that an operator belongs to: "F", "I" or "W"."""
+    return "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
+
+
+def stage_costs(profile: Profile) -> Costs:
+    """Returns the costs of the virtual stages of a profile's layout: its operators' times, one after the other.
+
+    The gain is what two strands could gain at most: the time of all operators over that of the busiest kind.
+    """
+    layout = profile.layout
+    totals: dict[tuple[int, str], float] = {}
+    loads = dict.fromkeys(Kind, 0.0)
+    for stage, chunk in layout.chunks.items():
+        for unit in chunk:
+            if layout.transfers(unit):
+                continue
+            name = layout.units[unit]
+            for entry, op in layout.graphs[name].entries():
+                part, seconds = part_of(op), profile.times[name, entry]
+                totals[stage, part] = totals.get((stage, part), 0.0) + seconds
+                loads[op.kind] += seconds
+    forward, inputs, weights = ([totals.get((stage, part), 0.0) for stage in layout.chunks] for part in "FIW")
+    transfer = profile.times.get((SEND, "F.transfer"), 0.0)
+    return Costs(forward, inputs, weights, transfer, sum(loads.values()) / max(loads.values()))
+
+
+class TimedSlot(NamedTuple):
+    """A slot as the clock sees it.
+
+    Attributes:
+        slot: the slot.
+        seconds: that it takes.
+        needs: the results that must have arrived, each with the seconds of its transfer.
+        gives: the results that exist when it ends.
+        parts: the parts of its actions: each one's number among all stages' parts, and its micro-batch.
+    """
+
+    slot: Slot
+    seconds: float
+    needs: tuple[tuple[int, float], ...]
+    gives: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
+
+
+Row = list[TimedSlot]
+"""The slots of a rank, in order."""
+
+
+class SlotClock:
+    """Tells when slots run.
+
+    Results have numbers: the F's by stage and micro-batch, then the I's in the same order. `results` lists hold when
+    each result exists, in seconds from the start of the window; infinity as long as that is not known.
+
+    Args:
+        ranks: the rank of every virtual stage.
+        costs: of every virtual stage.
+        num_microbatches: of the window.
+
+    Attributes:
+        needs: of every result, the results that it needs, each with the seconds of its transfer.
+    """
+
+    def __init__(self, ranks: Sequence[int], costs: Costs, num_microbatches: int) -> None:
+        self.ranks = tuple(ranks)
+        self.costs = costs
+        self.num_microbatches = num_microbatches
+        self.needs = [
+            tuple(self._needs(part, stage, microbatch))
+            for part in "FI"
+            for stage in range(len(ranks))
+            for microbatch in range(num_microbatches)
+        ]
+        self._timed: dict[Slot, TimedSlot] = {}
+
+    def number(self, part: str, stage: int, microbatch: int) -> int:
+        """Returns the number of the result of an F or an I.
+
+        Args:
+            part: "F" or "I".
+            stage: a virtual stage.
+            microbatch: of the window.
+        """
+        return ((part == "I") * len(self.ranks) + stage) * self.num_microbatches + microbatch
+
+    def hop(self, stage: int, other: int) -> float:
+        """Returns the seconds of a transfer from one stage to another."""
+        return self.costs.transfer if self.ranks[stage] != self.ranks[other] else 0.0
+
+    def _needs(self, part: str, stage: int, microbatch: int) -> list[tuple[int, float]]:
+        own = [(self.number("F", stage, microbatch), 0.0)] if part == "I" else []
+        other = stage - 1 if part == "F" else stage + 1
+        if not 0 <= other < len(self.ranks):
+            return own
+        return [*own, (self.number(part, other, microbatch), self.hop(other, stage))]
+
+    def timed(self, slot: Slot) -> TimedSlot:
+        """Returns a slot with what it needs, gives, runs and takes."""
+        timed = self._timed.get(slot)
+        if timed is None:
+            needs: list[tuple[int, float]] = []
+            gives: list[int] = []
+            parts: list[tuple[int, int]] = []
+            for action in slot.actions:
+                for part in PARTS[action.computation_type]:
+                    parts.append((3 * action.stage + "FIW".index(part), action.microbatch))
+                    number = self.number("F" if part == "F" else "I", action.stage, action.microbatch)
+                    if part != "W":
+                        needs += self.needs[number]
+                        gives.append(number)
+                    elif number not in gives:
+                        needs.append((number, 0.0))
+            timed = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
+            self._timed[slot] = timed
+        return timed
+
+    def no_results(self) -> list[float]:
+        """Returns the list of results before anything has run."""
+        return [math.inf] * len(self.needs)
+
+    def arrival(self, number: int, results: Sequence[float]) -> float:
+        """Returns when everything that a result needs has arrived; infinity as long as that is not known."""
+        latest = 0.0
+        for need, hop in self.needs[number]:
+            if results[need] + hop > latest:
+                latest = results[need] + hop
+        return latest
+
+    def run(self, rows: Sequence[Row]) -> ClockRun | None:
+        """Runs every slot as soon as it can; None if that never ends."""
+        results = self.no_results()
+        starts: list[list[float]] = [[] for _ in rows]
+        free = [0.0] * len(rows)
+        left = sum(map(len, rows))
+        progress = True
+        while progress and left:
+            progress = False
+            for rank, row in enumerate(rows):
+                done, now = starts[rank], free[rank]
+                for place in range(len(done), len(row)):
+                    _, seconds, needs, gives, _ = row[place]
+                    start = now
+                    for number, hop in needs:
+                        arrival = results[number] + hop
+                        if arrival > start:
+                            start = arrival
+                    if start == math.inf:
+                        break
+                    now = start + seconds
+                    for number in gives:
+                        results[number] = now
+                    done.append(start)
+                    left -= 1
+                    progress = True
+                free[rank] = now
+        return None if left else ClockRun(rows, starts, free, results)
+
+
+class ClockRun(NamedTuple):
+    """A schedule that has run on the clock.
+
+    Attributes:
+        rows: of each rank, its slots.
+        starts: of each rank and slot, when it starts.
+        ends: of each rank, when it is done.
+        results: when each result exists.
+    """
+
+    rows: Sequence[Row]
+    starts: list[list[float]]
+    ends: list[float]
+    results: list[float]
+
+    def critical_path(self) -> list[tuple[int, int]]:
+        """Returns the slots, as rank and place, that the last end waits for, from the end to the start."""
+        makers = {
+            number: (rank, place)
+            for rank, row in enumerate(self.rows)
+            for place, timed in enumerate(row)
+            for number in timed.gives
+        }
+        rank = max(range(len(self.ends)), key=lambda rank: self.ends[rank])
+        place = len(self.rows[rank]) - 1
+        path = []
+        while place >= 0:
+            path.append((rank, place))
+            waited = self._waited_for(rank, place)
+            rank, place = (rank, place - 1) if waited is None else makers[waited]
+        return path
+
+    def _waited_for(self, rank: int, place: int) -> int | None:
+        """Returns the number of the result that a slot waited for; None where it waited for the slot before it."""
+        start = self.starts[rank][place - 1] + self.rows[rank][place - 1].seconds if place else 0.0
+        waited = None
+        for number, hop in self.rows[rank][place].needs:
+            if self.results[number] + hop > start:
+                start, waited = self.results[number] + hop, number
+        return waited
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """When each slot runs, and what each rank holds at most.
+
+    Attributes:
+        schedule: what was run.
+        ranks: the rank of every virtual stage.
+        starts: when each slot of each rank starts, in seconds from the start of the window.
+        ends: when each slot of each rank ends.
+        live: of each rank, how many activations, each of one stage and micro-batch, live at once at most.
+        shares: the same by size, which goes with the F of a stage; 1 is what a micro-batch leaves on an average rank.
+    """
+
+    schedule: Schedule
+    ranks: tuple[int, ...]
+    starts: list[list[float]]
+    ends: list[list[float]]
+    live: list[int]
+    shares: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of the whole window."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Returns the number of micro-batches of the window."""
+        return len({action.microbatch for slots in self.schedule for slot in slots for action in slot.actions})
+
+    @property
+    def busy(self) -> list[float]:
+        """Returns the seconds in which each rank runs something."""
+        return [
+            sum(end - start for start, end in zip(*times, strict=True))
+            for times in zip(self.starts, self.ends, strict=True)
+        ]
+
+    @property
+    def idle(self) -> list[float]:
+        """Returns the seconds in which each rank waits: the bubble."""
+        return [self.seconds - busy for busy in self.busy]
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Returns the part of the window in which each rank waits."""
+        return [idle / self.seconds for idle in self.idle]
+
+    @property
+    def bubble(self) -> float:
+        """Returns the part of all ranks' time that is waiting."""
+        return sum(self.bubbles) / len(self.bubbles)
+
+    @property
+    def fused(self) -> list[int]:
+        """Returns the number of fused slots of each rank."""
+        return [sum(slot.fused for slot in slots) for slots in self.schedule]
+
+
+def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> Simulated:
+    """Runs a schedule on the slot clock.
+
+    Args:
+        schedule: of every rank.
+        ranks: the rank of every virtual stage.
+        costs: of every virtual stage.
+
+    Raises:
+        ValueError: it can never end (`planning.schedule.validate` says why), or costs are of other stages.
+    """
+    if len(costs.forward) != len(ranks):
+        raise ValueError(f"costs are of {len(costs.forward)} virtual stages and the placement has {len(ranks)}")
+    clock = SlotClock(ranks, costs, num_microbatches_of(schedule))
+    rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
+    run = clock.run(rows)
+    if run is None:
+        raise ValueError("the schedule cannot run to its end")
+    ends = [
+        [start + timed.seconds for start, timed in zip(starts, row, strict=True)]
+        for starts, row in zip(run.starts, rows, strict=True)
+    ]
+    held = [_peaks(slots, costs, max(ranks) + 1) for slots in schedule]
+    return Simulated(schedule, tuple(ranks), run.starts, ends, [live for live, _ in held], [share for _, share in held])
+
+
+def _peaks(slots: Sequence[Slot], costs: Costs, num_ranks: int) -> tuple[int, float]:
+    """Returns the most activations that live at once on a rank, counted and by size."""
+    size = [seconds * num_ranks / sum(costs.forward) for seconds in costs.forward]
+    live, share, max_live, max_share = 0, 0.0, 0, 0.0
+    for slot in slots:
+        if slot.forward:
+            live, share = live + 1, share + size[slot.forward.stage]
+            max_live, max_share = max(max_live, live), max(max_share, share)
+        if slot.backward and slot.backward.computation_type != "I":
+            live, share = live - 1, share - size[slot.backward.stage]
+    return max_live, max_share

@@ -1,0 +1,190 @@
+"""Schedulers: from what the user calls the schedule to the schedule of a window of any length.
+
+In:   a name, `auto` or the path of an action file; the number of pipeline ranks; for `auto`, what the stages cost.
+Out:  a schedule.
+Must hold: a pure function of its inputs, the same on every rank; the placement does not depend on the window or the
+costs, so layers stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hf_helix.config import AUTO, SCHEDULES
+from hf_helix.planning.schedule.actions import (
+    Schedule,
+    format_schedule,
+    num_microbatches_of,
+    parse_schedule,
+    without_microbatches,
+)
+from hf_helix.planning.schedule.auto import choose_schedule
+from hf_helix.planning.schedule.clock import Costs, Simulated, simulate_schedule, stage_costs
+from hf_helix.planning.schedule.named import FOLDED, PLACEMENT_OF, build_schedule
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
+from hf_helix.planning.schedule.validate import validate
+from hf_helix.planning.timing.profile import Profile
+
+ON_ONE_RANK = "folded_1f1b"  # one rank has no bubble, so `auto` has nothing to choose
+
+
+class Scheduler:
+    """Makes the schedule of a window.
+
+    Without costs, `auto` takes the best of a few schedules, as if all stages cost the same: nothing is searched before
+    something is measured, and a choice takes a fraction of a second in long windows, too.
+
+    Args:
+        name: of a schedule, `auto`, or the path of an action file.
+        num_ranks: of the pipeline.
+        costs: of every virtual stage; None where nothing is measured.
+
+    Attributes:
+        placement: of the virtual stages; of `auto`, the fold.
+        max_microbatches: of a window; None where there is no limit. An action file has only so many.
+
+    Raises:
+        ValueError: no such schedule, or an action file that is damaged or for another number of ranks.
+        OSError: the action file cannot be read.
+    """
+
+    def __init__(self, name: str, num_ranks: int, costs: Costs | None = None) -> None:
+        self.name = name
+        self.num_ranks = num_ranks
+        self._costs = None if costs is None else lambda ranks: costs
+        self._made: dict[int, Schedule] = {}
+        self.max_microbatches: int | None = None
+        if self.name in SCHEDULES:
+            self.placement = PLACEMENT_OF.get(self.name, FOLD)
+        else:
+            _, schedule = find_schedule(name, num_ranks, None)
+            self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
+
+    def __call__(self, num_microbatches: int) -> Schedule:
+        """Returns the schedule of a window of so many micro-batches."""
+        if num_microbatches not in self._made:
+            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs)
+            self._made[num_microbatches] = schedule
+        return self._made[num_microbatches]
+
+
+def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
+    """Returns the names of the schedules that a run under `name` may choose from."""
+    return (*FOLDED, AUTO) if name == AUTO and num_ranks > 1 else (name,)
+
+
+def candidates(name: str, profile: Profile) -> list[Scheduler]:
+    """Returns the schedulers that a run may choose from once its operators are measured, all of one placement."""
+    num_ranks = profile.layout.num_ranks
+    names = schedule_names(name, num_ranks)
+    return [
+        Scheduler(each, num_ranks, stage_costs(profile) if len(names) > 1 and each == AUTO else None) for each in names
+    ]
+
+
+def find_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int | None,
+    costs: Callable[[Sequence[int]], Costs] | None = None,
+) -> tuple[str, Schedule]:
+    """Returns the schedule that a user asks for, and its label.
+
+    Args:
+        name: of a schedule, `auto` for the best found, or the path of an action file.
+        num_ranks: pipeline ranks.
+        num_microbatches: of the window; None for all of an action file, or else three for each rank.
+        costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
+
+    Raises:
+        ValueError: as `choose_schedule`, `build_schedule` and `load_schedule`; or it is none of these.
+        OSError: as `load_schedule`.
+    """
+    count = 3 * num_ranks if num_microbatches is None else num_microbatches
+    if name == AUTO and num_ranks == 1:
+        name = ON_ONE_RANK
+    if name in PLACEMENT_OF:
+        return name, build_schedule(name, num_ranks, count)
+    if name == AUTO:
+        ranks = stage_ranks(FOLD, num_ranks)
+        return choose_schedule(num_ranks, count, costs(ranks) if costs else Costs.even(len(ranks)), search=bool(costs))
+    check_schedule(name)
+    return name, load_schedule(name, num_ranks, num_microbatches)
+
+
+def check_schedule(name: str) -> None:
+    """Raises ValueError where a text is neither the name of a schedule nor the path of a file."""
+    if name not in SCHEDULES and not Path(name).is_file():
+        raise ValueError(
+            f"schedule={name!r} is neither the name of a schedule nor an existing file; "
+            f"use one of {', '.join(SCHEDULES)}, or the path of an action file"
+        )
+
+
+def simulate_layers(
+    name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
+) -> tuple[str, Simulated]:
+    """Simulates a schedule with equal layers; returns its label and what comes out.
+
+    Args:
+        name: as of `find_schedule`.
+        num_ranks: as of `find_schedule`.
+        num_microbatches: as of `find_schedule`.
+        num_layers: of the model; None for two for each rank.
+        times: of a layer, as of `Costs.of_layers`.
+    """
+
+    def costs(ranks: Sequence[int]) -> Costs:
+        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, ranks)
+        return Costs.of_layers([len(stage) for stage in layers], **times)
+
+    label, schedule = find_schedule(name, num_ranks, num_microbatches, costs)
+    ranks = stage_ranks(placement_of(schedule), num_ranks)
+    return label, simulate_schedule(schedule, ranks, costs(ranks))
+
+
+def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None = None) -> Schedule:
+    """Returns the schedule of an action file, validated.
+
+    Args:
+        path: of a text as `parse_schedule` reads it.
+        num_ranks: of the pipeline.
+        num_microbatches: of the window; what the file has beyond them is left out. None for all of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no schedule, cannot run, or is for fewer micro-batches.
+    """
+    try:
+        schedule = parse_schedule(Path(path).read_text(), num_ranks)
+        written_for = num_microbatches_of(schedule)
+        validate(schedule, written_for, stage_ranks(placement_of(schedule), num_ranks))
+    except ValueError as error:
+        raise ValueError(f"schedule file {path}: {error}") from error
+    if num_microbatches is None:
+        return schedule
+    if written_for < num_microbatches:
+        raise ValueError(
+            f"schedule file {path} is for {written_for} micro-batches and the window has {num_microbatches}; take at "
+            f"most {written_for} micro-batches a step, write the file for {num_microbatches}, or use schedule='auto', "
+            "which goes with any number"
+        )
+    return without_microbatches(schedule, num_microbatches)
+
+
+def placement_of(schedule: Schedule) -> str:
+    """Returns the placement that a schedule is for, by its number of virtual stages.
+
+    Raises:
+        ValueError: they are neither one nor two for each rank.
+    """
+    num_ranks = len(schedule)
+    num_stages = 1 + max((action.stage for slots in schedule for slot in slots for action in slot.actions), default=-1)
+    for placement in (LINEAR, FOLD):
+        if num_stages == len(stage_ranks(placement, num_ranks)):
+            return placement
+    raise ValueError(
+        f"the schedule has {num_stages} virtual stages on {num_ranks} ranks; it needs {num_ranks} (one for each rank) "
+        f"or {2 * num_ranks} (folded, two for each):\n{format_schedule(schedule)}"
+    )

@@ -1,0 +1,1 @@
+"""Times: profiles of operators, the clock that simulates windows, and predictions."""

@@ -1,0 +1,226 @@
+"""Profiles as JSON files.
+
+In:   a `Profile`, or the path of a file.
+Out:  JSON that people can read, or the `Profile`.
+Must hold: a file that is damaged, of another version or for something else is an error that says which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.text import first_difference, format_json, round_ms
+from hf_helix.planning.timing.profile import Name, Pair, Profile, join_name
+from hf_helix.planning.window.layout import GradientSum, Layout, WeightGather
+
+FORMAT = "hf_helix.profile/1"
+
+
+def load_profile(
+    path: str | Path,
+    *,
+    about: Mapping[str, str] | None = None,
+    layout: Layout | None = None,
+) -> Profile:
+    """Reads a profile file.
+
+    Args:
+        about: what it must be for: every entry given here must be equal.
+        layout: what it is used for, whose graphs it must hold; None for its own.
+
+    Raises:
+        ValueError: damaged, impossible, incomplete or for something else; says what, and how to make it anew.
+    """
+    try:
+        return _load(path, about or {}, layout)
+    except ValueError as error:
+        raise ValueError(
+            f"profile file {path} {error}; measure anew with "
+            f"`hf-helix profile --model FOLDER --tp_size N --output {path}`, or leave `profile` out"
+        ) from error
+
+
+def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None) -> Profile:
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}") from error
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r}")
+    try:
+        profile = _profile_from(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"is damaged: {f'it lacks {error}' if isinstance(error, KeyError) else error}") from error
+    for key, value in about.items():
+        if profile.about.get(key) != value:
+            raise ValueError(f"is for {key} {profile.about.get(key)!r}, this run has {value!r}")
+    return profile if layout is None else _for_layout(profile, layout)
+
+
+def _for_layout(profile: Profile, layout: Layout) -> Profile:
+    """The profile with another rank's layout of the same graphs."""
+    known, wanted = ("\n".join(_described(each)) for each in (profile.layout, layout))
+    if known != wanted:
+        raise ValueError(f"is for other operators: {first_difference(known, wanted)}")
+    return replace(profile, layout=layout)
+
+
+def _described(layout: Layout) -> list[str]:
+    return [graph.describe() for _, pair in sorted(layout.graphs.items()) for graph in (pair.forward, pair.backward)]
+
+
+def _profile_from(data: Mapping[str, Any]) -> Profile:
+    graphs = {name: GraphPair.of(graph_from(name, graph)) for name, graph in data["graphs"].items()}
+    units = data["layout"]["units"]
+    chunks = {int(stage): list(unit_names) for stage, unit_names in data["layout"]["chunks"].items()}
+    if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
+        raise ValueError("its layout names units that it does not hold")
+    shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
+    sums = [
+        GradientSum(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
+        for row in data["layout"].get("sums", ())
+    ]
+    gathers = [
+        WeightGather(tuple(map(int, row["units"])), str(row["name"]), int(row["bytes"]))
+        for row in data["layout"].get("gathers", ())
+    ]
+    ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
+    if ranks and len(ranks) != len(chunks):
+        raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
+    times, spread, like, moved, bare = {}, {}, {}, {}, {}
+    for unit, operators in data["operators"].items():
+        for entry, figures in operators.items():
+            if "ms" not in figures:
+                raise ValueError(f"operator {unit}/{entry} lacks 'ms'")
+            times[unit, entry] = float(figures["ms"]) / 1e3
+            spread[unit, entry] = float(figures.get("spread", 0.0))
+            if "like" in figures:
+                like[unit, entry] = _split(figures["like"])
+            if "bytes" in figures:
+                moved[unit, entry] = int(figures["bytes"])
+            if "bare_ms" in figures:
+                bare[unit, entry] = float(figures["bare_ms"]) / 1e3
+    pairs = {}
+    for row in data["pairs"]:
+        seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
+        pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
+    about = {str(key): str(value) for key, value in data["about"].items()}
+    layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers)
+    return Profile(about, layout, times, spread, pairs, like, moved, bare)
+
+
+def _split(text: str) -> Name:
+    unit, _, entry = text.partition("/")
+    return unit, entry
+
+
+def profile_json(profile: Profile) -> str:
+    """The text form that is kept in files."""
+    operators: dict[str, dict[str, Any]] = {}
+    for name, seconds in profile.times.items():
+        figures: dict[str, Any] = {"ms": round_ms(seconds), "spread": round(profile.spread.get(name, 0.0), 3)}
+        if name in profile.like:
+            figures["like"] = join_name(profile.like[name])
+        if name in profile.bytes:
+            figures["bytes"] = profile.bytes[name]
+        if name in profile.bare:
+            figures["bare_ms"] = round_ms(profile.bare[name])
+        operators.setdefault(name[0], {})[name[1]] = figures
+    data = {
+        "format": FORMAT,
+        "about": dict(profile.about),
+        "operators": operators,
+        "pairs": [
+            {
+                "first": join_name(a),
+                "second": join_name(b),
+                "together_ms": round_ms(pair.together),
+                "first_ms": round_ms(pair.first),
+                "second_ms": round_ms(pair.second),
+                "oef": round(profile.overlap_efficiency(a, b), 3),
+            }
+            for (a, b), pair in profile.pairs.items()
+        ],
+        "layout": {
+            "units": list(profile.layout.units),
+            "chunks": {str(stage): list(units) for stage, units in profile.layout.chunks.items()},
+            "shared": [[list(each) for each in row] for row in profile.layout.shared],
+            "ranks": list(profile.layout.ranks),
+            **_window_data(profile.layout),
+        },
+        "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},
+    }
+    return format_json(data) + "\n"
+
+
+def _window_data(layout: Layout) -> dict[str, Any]:
+    """What a file says of sums of gradients and of gathers of weights; nothing where there are none."""
+    sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.sums]
+    gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
+    return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Writes a profile to a file that `HelixConfig(profile=path)` and `hf-helix` take."""
+    Path(path).write_text(profile_json(profile))
+
+
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "str": (str, str),
+    "bool": (bool, bool),
+    "int": (int, int),
+    "float": (float, float),
+    "tuple[str, ...]": (" ".join, lambda text: tuple(text.split())),
+    "Kind": (lambda kind: kind.value, Kind),
+    "Kind | None": (lambda kind: kind and kind.value, lambda text: Kind(text) if text else None),
+}
+"""For the type of a field, how its value is written and how it is read."""
+
+
+def graph_data(graph: Graph) -> dict[str, Any]:
+    """Returns what a file holds of a graph."""
+    return {
+        "inputs": " ".join(graph.inputs),
+        "outputs": " ".join(graph.outputs),
+        "repeats": graph.repeats,
+        "operators": [_operator_data(operator) for operator in graph.operators],
+    }
+
+
+def graph_from(name: str, data: Mapping[str, Any]) -> Graph:
+    """Returns the graph of a name.
+
+    Raises:
+        KeyError, TypeError, ValueError: the data lacks something or is of another sort.
+    """
+    operators = tuple(_operator_from(operator) for operator in data["operators"])
+    if not isinstance(data["repeats"], bool):
+        raise ValueError(f"graph {name!r}: repeats must be true or false, got {data['repeats']!r}")
+    return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
+
+
+def _operator_data(operator: Operator) -> dict[str, Any]:
+    plain = Operator(name=operator.name, kind=operator.kind, reads=operator.reads, writes=operator.writes)
+    written = {}
+    for field in fields(Operator):
+        value = getattr(operator, field.name)
+        if field.default is MISSING or value != getattr(plain, field.name):
+            write, _ = FORMS[str(field.type)]
+            written[field.name] = write(value)
+    return written
+
+
+def _operator_from(data: Mapping[str, Any]) -> Operator:
+    known = {field.name: FORMS[str(field.type)][1] for field in fields(Operator) if field.name in data}
+    if unknown := data.keys() - known.keys():
+        raise ValueError(f"operator {data.get('name')!r} has {', '.join(sorted(unknown))}, which this version lacks")
+    return Operator(**{name: read(data[name]) for name, read in known.items()})

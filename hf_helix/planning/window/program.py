@@ -1,0 +1,253 @@
+"""Programs: everything one rank issues for a window, in one flat list.
+
+In:   a schedule, the units of every virtual stage, and a plan.
+Out:  the instructions of a rank in the order of issue, with what may be freed after each.
+Must hold: every operator of every micro-batch once, each after what it reads; a value is freed with its last reader,
+so what is alive follows from the program alone; what is sent over one way between two ranks arrives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_helix.planning.collection import without_collection
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.repetition import order_window
+
+COPIES = (2, 6, 14)  # of a stretch, among which one is looked for that frees what all later ones free
+
+
+@dataclass(frozen=True, eq=False)
+class Program(Sequence[Instruction]):
+    """What one rank issues for a window; of a long window the steady state is there once.
+
+    Attributes:
+        once: the instructions of a window in which nothing is left out.
+        period: the part of it, from one place to another, that a longer window runs again right after it.
+        repeats: how many more times.
+        shift: micro-batches of a period; every time they are so many later, and so are those of what comes after.
+        slots: of the window `once`.
+    """
+
+    once: list[Instruction]
+    period: tuple[int, int] = (0, 0)
+    repeats: int = 0
+    shift: int = 0
+    slots: Sequence[Slot] = ()
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yields parts of `once` in the order of issue: begin, end, and by how many micro-batches they are later."""
+        yield 0, self.period[1], 0
+        for number in range(1, self.repeats + 1):
+            yield *self.period, number * self.shift
+        yield self.period[1], len(self.once), self.repeats * self.shift
+
+    def __len__(self) -> int:
+        return len(self.once) + self.repeats * (self.period[1] - self.period[0])
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for begin, end, later in self.parts():
+            for place in range(begin, end):
+                instruction = self.once[place]
+                yield instruction.of(instruction.microbatch + later) if later and instruction.operator else instruction
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+@without_collection
+def build_program(
+    schedule: Schedule, layout: Layout, plan: Plan, rank: int, keep: Collection[Key] = (), slots_ahead: int = 1
+) -> Program:
+    """What a rank issues for a window. The steady state of a long window is ordered once and repeated.
+
+    Args:
+        schedule: the window.
+        layout: what the ranks hold, with the graphs that the plan orders.
+        plan: the order of issue.
+        rank: of the pipeline.
+        keep: values that are never freed.
+        slots_ahead: see `Plan.issue`.
+    """
+    ordered = order_window(plan, schedule, layout, slots_ahead, rank)
+    front = len(layout.gathers_of(rank))  # what comes before all that is ordered
+    for copies in (*COPIES, ordered.repeats):
+        made = ordered.lengthened(min(copies, ordered.repeats), rank)
+        once = _free(made.issued.program(rank), keep)
+        if not made.repeats:
+            break
+        begin, end = (front + place for place in made.stretches[rank])
+        if _repeats(once, begin, end, made.shift):
+            return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
+    return Program(once, slots=made.schedule[rank])
+
+
+def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -> bool:
+    """Whether the stretch behind one issues, frees and ends the same, `shift` micro-batches later."""
+
+    def key(instruction: Instruction, later: int) -> object:
+        microbatch = instruction.microbatch - (later if instruction.operator else 0)
+        return microbatch, instruction.unit, instruction.operator, instruction.frees, instruction.ends
+
+    return all(
+        key(one, 0) == key(other, shift)
+        for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)
+    )
+
+
+def build_programs(
+    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
+) -> list[list[Instruction]]:
+    """The instructions of a window, rank by rank, each of them ordered.
+
+    Args:
+        schedule: the slots of every rank.
+        layout: what the ranks hold.
+        plan: the order in which operators are issued.
+        keep: values that are never freed.
+        slots_ahead: see `Plan.issue`.
+    """
+    return [_free(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
+
+
+def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction]:
+    """The program with, on each instruction, the values that nothing after it uses."""
+    freed: list[Instruction] = []
+    used: dict[int, set[Key]] = {}
+    for instruction in reversed(program):
+        if instruction.operator is not None and not instruction.is_of_window:
+            ends = instruction.microbatch not in used
+            known = used.setdefault(instruction.microbatch, set(keep))
+            keys = dict.fromkeys((*instruction.writes, *instruction.needs))
+            frees = tuple([key for key in keys if key not in known])
+            known.update(frees)
+            if frees or ends:
+                instruction = replace(instruction, frees=frees, ends=ends)
+        freed.append(instruction)
+    return freed[::-1]
+
+
+def validate_program(
+    program: Sequence[Instruction],
+    sources: Collection[Key],
+    layout: Layout | None = None,
+    slots: Sequence[Slot] = (),
+) -> None:
+    """Checks a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
+    gradients add up, and transfers follow each other, in the order of the micro-batches, gradients are summed over
+    ranks once nothing more is added to them, and weights are gathered before a unit computes.
+
+    Args:
+        program: of one rank.
+        sources: values that exist from the start, such as the gradient of the loss.
+        layout: says which operators share a gradient, which gradients are summed together, and which weights are
+            gathered; None where none are.
+        slots: of the rank; gradients that operators share add up in their order.
+
+    Raises:
+        ValueError: names the first instruction that is wrong.
+    """
+    checks = (_Values(sources), _Order(slots, layout), _OfWindow(layout))
+    for place, instruction in enumerate(program):
+        op = instruction.operator
+        if op is None:
+            continue
+        for check in checks:
+            if problem := check(instruction, op):
+                what = (
+                    f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
+                )
+                raise ValueError(f"{what} {problem}")
+
+
+class _Values:
+    """Says of an instruction that it reads what is not there, or has run already."""
+
+    def __init__(self, sources: Collection[Key]) -> None:
+        self._sources = sources
+        self._alive: dict[int, set[Key]] = {}
+        self._seen: set[tuple[int, int, str, bool]] = set()
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        if instruction.is_of_window:
+            return None
+        values = self._alive.setdefault(instruction.microbatch, set(self._sources))
+        missing = [key for key in instruction.needs if key not in values]
+        if missing:
+            return f"reads {missing}, which is not there"
+        name = (instruction.microbatch, instruction.unit, op.name, op.part is Part.F)
+        if name in self._seen:
+            return "runs a second time"
+        self._seen.add(name)
+        values.update(instruction.writes)
+        values.difference_update(instruction.frees)
+        return None
+
+
+class _Order:
+    """Says of an instruction that gradients add up, or transfers follow each other, in another order than they must."""
+
+    def __init__(self, slots: Sequence[Slot], layout: Layout | None) -> None:
+        self._latest: dict[tuple[int, str, bool], int] = {}
+        self._turns = _turns(slots, layout) if layout and layout.shared and slots else {}
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        forward = op.part is Part.F
+        if instruction.is_of_window or (forward and op.kind is not Kind.PIPELINE):
+            return None
+        key = (instruction.unit, op.name, forward)
+        if self._latest.get(key, -1) > instruction.microbatch:
+            return "comes after a later micro-batch, so gradients would add up in another order"
+        self._latest[key] = instruction.microbatch
+        turns = None if forward else self._turns.get((instruction.unit, op.name))
+        if turns is not None and turns.pop(0) != (instruction.microbatch, instruction.unit, op.name):
+            return "adds to a shared gradient out of turn"
+        return None
+
+
+class _OfWindow:
+    """Says of an instruction that it adds to gradients after their sum over ranks, or computes before its weights are
+    gathered.
+    """
+
+    def __init__(self, layout: Layout | None) -> None:
+        self._summed: set[int] = set()
+        self._gathered: set[int] = set()
+        self._adds_to: dict[tuple[int, str], set[int]] = {}
+        self._awaited: dict[int, set[int]] = {}
+        for number, gradient_sum in enumerate(layout.sums if layout else ()):
+            for adder in gradient_sum.adders:
+                self._adds_to.setdefault(adder, set()).add(number)
+        for number, each in enumerate(layout.gathers if layout else ()):
+            for unit in each.units:
+                self._awaited.setdefault(unit, set()).add(number)
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        if instruction.gradient_sum >= 0:
+            self._summed.add(instruction.gradient_sum)
+        elif instruction.gather >= 0:
+            self._gathered.add(instruction.gather)
+        elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
+            return "comes before its weights are gathered"
+        elif op.part is not Part.F and self._adds_to.get((instruction.unit, op.name), set()) & self._summed:
+            return "adds to gradients that have been summed over ranks"
+        return None
+
+
+def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
+    """For every operator that shares a gradient, the turns in which operators add to it; one list for one gradient."""
+    rows: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
+    for row in layout.shared:
+        turns: list[tuple[int, int, str]] = []
+        rows.update(dict.fromkeys(row, turns))
+    for instruction in window_instructions([list(slots)], layout):
+        op = instruction.operator
+        if op is not None and op.part is not Part.F and (instruction.unit, op.name) in rows:
+            rows[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))
+    return rows

@@ -1,0 +1,299 @@
+"""The paper's search: optimal over its space by brute force, valid, never slower than one strand after the other."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.plan.baselines import dhelix as dhelix_module
+from hf_helix.planning.plan.baselines.dhelix import dhelix
+from hf_helix.planning.plan.baselines.in_turn import sequential
+from hf_helix.planning.plan.block_plan import BARRIER, Order, all_blocks, entries, validate_order
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Pair, Profile, named_operators, rough_profile
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import work_of
+
+L, X = Kind.INTRA_NODE, Kind.INTER_NODE
+
+
+def operator(name: str, reads: str, kind: Kind = Kind.COMPUTE, *, split: bool = False, effort: float = 1.0) -> Operator:
+    return Operator(
+        name=name, kind=kind, reads=tuple(reads.split()), writes=(name,), splits_dgrad_wgrad=split, relative_cost=effort
+    )
+
+
+def unit(name: str, *operators: Operator, inputs: tuple[str, ...] = ("x",)) -> GraphPair:
+    return GraphPair.of(Graph(name, operators, inputs, operators[-1].writes))
+
+
+def llama(transfer: float = 6.0) -> dict[str, GraphPair]:
+    """An embedding, a layer of 14 operators forward and 18 backward, and a head."""
+    layer = unit(
+        "layer",
+        operator("attn.norm", "x", effort=0.3),
+        operator("attn.gather", "attn.norm", L, effort=transfer),
+        operator("qkv", "attn.gather", split=True, effort=5),
+        operator("attention", "qkv", effort=4),
+        operator("out", "attention", split=True, effort=3),
+        operator("attn.scatter", "out", L, effort=transfer),
+        operator("attn.add", "x attn.scatter", effort=0.2),
+        operator("mlp.norm", "attn.add", effort=0.3),
+        operator("mlp.gather", "mlp.norm", L, effort=transfer),
+        operator("up", "mlp.gather", split=True, effort=12),
+        operator("act", "up"),
+        operator("down", "act", split=True, effort=6),
+        operator("mlp.scatter", "down", L, effort=transfer),
+        operator("mlp.add", "attn.add mlp.scatter", effort=0.2),
+    )
+    lookup, scatter = operator("lookup", ""), operator("scatter", "lookup", L, effort=transfer)
+    gather, logits = operator("gather", "x", L, effort=transfer), operator("logits", "gather", split=True, effort=20)
+    return {
+        "embedding": unit("embedding", lookup, scatter, inputs=()),
+        "layer": layer,
+        "head": unit("head", gather, logits),
+    }
+
+
+def profile_of(units: dict[str, GraphPair], dice: random.Random | None = None) -> Profile:
+    """With dice, operators of different kinds slow each other down."""
+    profile = rough_profile(Layout(list(units), {0: list(range(len(units)))}, units))
+    kinds = {name: op.kind for name, op in named_operators(profile.layout)}
+    pairs = {}
+    for a, b in itertools.combinations(kinds, 2) if dice else ():
+        if kinds[a] is not kinds[b]:
+            assert dice is not None
+            alone, other = profile.times[a], profile.times[b]
+            slower = [1 + 0.6 * dice.random() for _ in range(2)]
+            first, second = alone * slower[0], other * slower[1]
+            if first > second:
+                first = second + alone - second / slower[0]
+            else:
+                second = first + other - first / slower[1]
+            pairs[a, b] = Pair(max(first, second), first, second)
+    return Profile(profile.about, profile.layout, profile.times, {}, pairs)
+
+
+def seconds(order: Order, forward: Graph | None, backward: Graph | None, profile: Profile) -> float:
+    """What the cost function says of a block."""
+    return seconds_of(forward, backward, profile)(order)
+
+
+def seconds_of(forward: Graph | None, backward: Graph | None, profile: Profile) -> Callable[[Order], float]:
+    """What the cost function says of every order of a block."""
+    layout = profile.layout
+    made = {BARRIER: BARRIER_INSTRUCTION}
+    for letter, graph in (("F", forward), ("B", backward)):
+        if graph is not None:
+            place = (int(letter == "F"), layout.units.index(graph.name))
+            for instruction in unit_instructions(layout, place, letter == "F"):
+                assert instruction.operator is not None
+                made[f"{letter}.{instruction.operator.name}"] = instruction
+    slowdown = profile.slowdown if profile.pairs else None
+    return lambda order: simulate(work_of([made[entry] for entry in order], layout, profile.times), slowdown).seconds
+
+
+def groups_of(order: Order) -> Iterator[list[str]]:
+    """What lies between the barriers."""
+    group: list[str] = []
+    for entry in order:
+        if entry == BARRIER:
+            yield group
+            group = []
+        else:
+            group.append(entry)
+    assert not group, "a block ends with a barrier"
+
+
+# Brute force, from the description of the space
+
+
+class Space:
+    """Every order of the space, one by one."""
+
+    def __init__(self, forward: Graph, backward: Graph) -> None:
+        self.operators = entries(forward, backward)
+        moving = [entry for entry, op in self.operators.items() if op.part is Part.W]
+        self.chains = {s: [e for e in self.operators if e[0] == s and e not in moving] for s in "FB"}
+        names = list(self.operators)
+        self.behind = {w: [e for e in self.chains["B"] if names.index(e) < names.index(w)] for w in moving}
+
+    def orders(self, issued: frozenset[str] = frozenset()) -> Iterator[Order]:
+        left = {s: [e for e in chain if e not in issued] for s, chain in self.chains.items()}
+        if len(issued) == len(self.operators):
+            yield ()
+        for a, b in itertools.product(range(dhelix_module.SEGMENT + 1), repeat=2):
+            if a > len(left["F"]) or b > len(left["B"]):
+                continue
+            segments = left["F"][:a], left["B"][:b]
+            if all(any(self.operators[e].kind is L for e in segment) for segment in segments):
+                continue
+            chained = issued.union(*segments)
+            ready = [w for w in self.behind.keys() - issued if chained.issuperset(self.behind[w])]
+            late = {w for w in ready if issued.issuperset(self.behind[w])}
+            for chosen in powerset(ready):
+                waiting = len(ready) - len(chosen)
+                if (
+                    len(late.intersection(chosen)) <= dhelix_module.MOVED
+                    and waiting <= dhelix_module.PENDING
+                    and (a or b or chosen)
+                ):
+                    for group in self.merges(segments, chosen, issued):
+                        for rest in self.orders(issued | set(group)):
+                            yield (*group, BARRIER, *rest)
+
+    def merges(
+        self, segments: tuple[list[str], list[str]], chosen: tuple[str, ...], issued: frozenset[str]
+    ) -> list[Order]:
+        members = [*segments[0], *segments[1], *chosen]
+        return [order for order in itertools.permutations(members) if self.allowed(order, segments, issued)]
+
+    def allowed(self, order: Order, segments: tuple[list[str], list[str]], issued: frozenset[str]) -> bool:
+        done = set(issued)
+        for entry in order:
+            following = [next((e for e in segment if e not in done), None) for segment in segments]
+            collectives = [e for e in following if e is not None and self.operators[e].kind.communicates]
+            if collectives and entry != collectives[0]:
+                return False
+            if entry not in following and not (entry in self.behind and done.issuperset(self.behind[entry])):
+                return False
+            done.add(entry)
+        return True
+
+
+def powerset(items: list[str]) -> Iterator[tuple[str, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(sorted(items), n) for n in range(len(items) + 1))
+
+
+def small_unit(name: str, dice: random.Random, size: int) -> GraphPair:
+    """A chain with a residual add now and then."""
+    operators: list[Operator] = []
+    before = "x"
+    for number in range(size):
+        kind = dice.choice([Kind.COMPUTE, Kind.COMPUTE, L, X])
+        split = kind is Kind.COMPUTE and dice.random() < 0.6
+        effort = dice.choice([0.5, 1.0, 2.0, 3.0, 5.0])
+        reads = before
+        if kind is Kind.COMPUTE and not split and number == size - 1 and not operators[0].kind.communicates:
+            reads = f"x {before}"
+        operators.append(operator(f"op{number}", reads, kind, split=split, effort=effort))
+        before = f"op{number}"
+    return unit(name, *operators)
+
+
+@pytest.mark.parametrize("slowed", [False, True])
+@pytest.mark.parametrize("limits", [(2, 1, 4), (2, 2, 1), (3, 1, 0), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))])
+def test_no_order_of_the_space_is_faster(
+    seed: int, limits: tuple[int, int, int], slowed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in zip(("SEGMENT", "MOVED", "PENDING"), limits, strict=True):
+        monkeypatch.setattr(dhelix_module, name, value)
+    dice = random.Random(seed)
+    units = {"f": small_unit("f", dice, 3), "b": small_unit("b", dice, 3)}
+    forward, backward = units["f"].forward, units["b"].backward
+    profile = profile_of(units, dice if slowed else None)
+    orders = [*Space(forward, backward).orders(), sequential(forward, backward, profile)]
+    timed = seconds_of(forward, backward, profile)
+    assert timed(dhelix(forward, backward, profile)) == pytest.approx(min(map(timed, orders)), rel=1e-7)
+
+
+# The layer of a model
+
+
+@pytest.mark.parametrize(
+    ("transfer", "slowed"),
+    [(2.0, False), (8.0, False), *(pytest.param(each, True, marks=pytest.mark.slow) for each in (2.0, 8.0))],
+)
+def test_every_block_gets_a_valid_order_that_is_never_slower_than_sequential(transfer: float, slowed: bool):
+    units = llama(transfer)
+    profile = profile_of(units, random.Random(0) if slowed else None)
+    for block in all_blocks(units):
+        forward = units[block.forward].forward if block.forward else None
+        backward = units[block.backward].backward if block.backward else None
+        order = dhelix(forward, backward, profile)
+        validate_order(order, forward, backward, block=block)
+        plain = seconds(sequential(forward, backward, profile), forward, backward, profile)
+        assert seconds(order, forward, backward, profile) <= plain * (1 + 1e-9)
+        for group in groups_of(order):
+            local = {entry[0] for entry in group if entries(forward, backward)[entry].kind is L}
+            # `sequential` itself has one strand between two barriers.
+            assert len(local) < 2, f"two local collectives beside each other: {group}"
+
+
+def test_a_layer_gains_and_is_the_same_every_time():
+    layer = llama()["layer"]
+    profile = profile_of(llama())
+    order = dhelix(layer.forward, layer.backward, profile)
+    assert order == dhelix(layer.forward, layer.backward, profile)
+    plain = seconds(sequential(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
+    assert seconds(order, layer.forward, layer.backward, profile) < 0.8 * plain
+
+
+def test_a_strand_alone_runs_as_it_does_under_sequential():
+    layer, profile = llama()["layer"], profile_of(llama())
+    assert dhelix(layer.forward, None, profile) == (*entries(layer.forward, None), BARRIER)
+    assert dhelix(None, layer.backward, profile) == (*entries(None, layer.backward), BARRIER)
+
+
+def test_a_weight_gradient_moves_beside_a_collective_when_that_pays():
+    """In canonical order B.down.W comes before B.norm; nothing else is long enough to hide B.gather."""
+    forward = unit("f", operator("norm", "x", effort=0.5))
+    gather, norm = operator("gather", "x", L, effort=4), operator("norm", "gather", effort=0.1)
+    backward = unit("b", gather, norm, operator("down", "norm", split=True, effort=4))
+    profile = profile_of({"f": forward, "b": backward})
+    order = dhelix(forward.forward, backward.backward, profile)
+    assert order.index("B.down.I") < order.index("B.norm") < order.index("B.gather") < order.index("B.down.W")
+    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.7e-3)
+
+
+def test_a_self_overlapping_weight_gradient_stays_with_its_collective():
+    """Nothing of the forward strand is worth hiding, so the reduce-scatter hides behind its own weight gradient."""
+    backward = unit("b", operator("gather", "x", L, effort=3), operator("up", "gather", split=True, effort=4))
+    forward = unit("f", operator("norm", "x", effort=0.1))
+    profile = profile_of({"f": forward, "b": backward})
+    order = dhelix(forward.forward, backward.backward, profile)
+    assert any({"B.gather", "B.up.W"} <= set(group) for group in groups_of(order))
+    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.1e-3)
+
+
+@pytest.mark.parametrize("slowed", [False, True])
+def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
+    """On random orders of a whole block, for which nothing is searched."""
+    rng = random.Random(0)
+    units = llama()
+    profile = profile_of(units, rng if slowed else None)
+    free = replace(profile, pairs={})
+    forward, backward = units["layer"].forward, units["layer"].backward
+    block = dhelix_module._Block(forward, backward, profile)
+    for _ in range(30):
+        strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "BF"]
+        order = []
+        while strands[0] or strands[1]:
+            strand = rng.choice([strand for strand in strands if strand])
+            order.append(strand.pop(0))
+        entered = tuple(block.entries[i] for i in order)
+        assert block.bound(order) == pytest.approx(seconds(entered, forward, backward, free))
+        assert block.seconds_of(order) == pytest.approx(seconds(entered, forward, backward, profile))
+        assert block.seconds_of(order) >= block.bound(order) * (1 - 1e-9)
+
+
+def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.MonkeyPatch):
+    layer, profile = llama()["layer"], profile_of(llama())
+    free = seconds(dhelix(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
+    monkeypatch.setattr(dhelix_module, "STATES", 1)
+    order = dhelix(layer.forward, layer.backward, profile)
+    validate_order(order, layer.forward, layer.backward)
+    assert seconds(order, layer.forward, layer.backward, profile) >= free
+    slowed = profile_of(llama(), random.Random(0))
+    order = dhelix(layer.forward, layer.backward, slowed)
+    validate_order(order, layer.forward, layer.backward)
+    plain = seconds(sequential(layer.forward, layer.backward, slowed), layer.forward, layer.backward, slowed)
+    assert seconds(order, layer.forward, layer.backward, slowed) <= plain * (1 + 1e-9)

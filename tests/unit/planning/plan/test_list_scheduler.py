@@ -1,0 +1,198 @@
+"""List scheduling: valid orders for any graph, times and priorities, within their memory, the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import (
+    LLAMA,
+    SMALL,
+    check_whole_and_in_order,
+    collective,
+    compute,
+    layers,
+    layout_of,
+    linear,
+    list_scheduled,
+    loss_gradient,
+    most_layers_alive,
+    pair,
+    priority_plan,
+    profile_of,
+    random_priority,
+    random_times,
+    schedule_of,
+)
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.plan.list_scheduler import Priorities
+from hf_helix.planning.plan.search import greedy
+from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.program import build_programs, validate_program
+
+
+def flow_of(layout: Layout, seed: int, extra_live_layers: int = 1) -> Priorities:
+    return Priorities(random_times(layout, seed), random_priority(layout, seed + 1), extra_live_layers)
+
+
+def ordered(flow: Priorities, layout: Layout, schedule: Schedule) -> tuple[list[Instruction], list[Instruction]]:
+    """A window of one rank under a flow, and the window before it was ordered."""
+    (program,) = list_scheduled(schedule, layout, flow)
+    return program, window_instructions(schedule, layout)
+
+
+def names(program: list[Instruction]) -> list[str]:
+    return [instruction.operator.name for instruction in program]
+
+
+@given(layers(), st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.integers(0, 2))
+def test_any_window_is_valid_and_within_its_memory(
+    layer: GraphPair, num_layers: int, num_microbatches: int, seed: int, extra_live_layers: int
+):
+    layout = layout_of({**LLAMA, "layer": layer}, num_layers)
+    flow = flow_of(layout, seed, extra_live_layers)
+    program, made = ordered(flow, layout, schedule_of(num_microbatches))
+    check_whole_and_in_order(program, made)
+    # In the W schedule, layer by layer: every layer of one micro-batch, and one more where the chunks are not equal.
+    in_turns = num_layers + (num_layers % 2 if num_microbatches > 1 else 0)
+    assert most_layers_alive(program, layout) <= in_turns + extra_live_layers + 1e-3
+
+    (built,) = build_programs(schedule_of(num_microbatches), layout, priority_plan(flow, layout))
+    validate_program(built, [loss_gradient(layout)])
+    assert names(built) == names(program)
+
+
+def test_memory_that_is_allowed_is_used_up_and_no_more():
+    """Where weight gradients, which give memory back, are the least urgent, only the limit stops the forward strand."""
+    layout = layout_of(LLAMA, 4)
+    bias = {name: 1.0 if name[1].endswith(".W") else 0.0 for name in random_times(layout, 0)}
+    for extra in range(3):
+        program, _ = ordered(Priorities(random_times(layout, 0), bias, extra), layout, schedule_of(5))
+        assert 4 + extra - 0.5 < most_layers_alive(program, layout) <= 4 + extra
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 999))
+def test_a_strand_enters_a_unit_once_it_has_left_the_last_but_one(num_layers: int, num_microbatches: int, seed: int):
+    layout = layout_of(LLAMA, num_layers)
+    program, _ = ordered(flow_of(layout, seed), layout, schedule_of(num_microbatches))
+    for forward in (True, False):
+        strand = [i for i in program if (i.operator.part is Part.F) == forward and i.operator.part is not Part.W]
+        visits = [(i.microbatch, i.unit) for i in strand]
+        way = sorted(set(visits), key=lambda visit: (visit[0], visit[1] if forward else -visit[1]))
+        for earlier, later in zip(way, way[2:], strict=False):
+            left = max(place for place, visit in enumerate(visits) if visit == earlier)
+            assert left < visits.index(later)
+
+
+@pytest.mark.parametrize("graphs", [LLAMA, SMALL], ids=["llama", "small"])
+def test_forward_only_windows_are_ordered(graphs: dict[str, GraphPair]):
+    layout = layout_of(graphs, 3)
+    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(3) for stage in (0, 1)]]
+    for flow in (flow_of(layout, 3, extra_live_layers=0), greedy(profile_of(layout))):
+        program, made = ordered(flow, layout, schedule)
+        check_whole_and_in_order(program, made)
+        assert {i.operator.part for i in program} == {Part.F}
+
+
+def test_backward_only_windows_are_ordered():
+    layout = layout_of(SMALL, 3)
+    schedule = [[Slot(backward=Action(stage, "B", k)) for k in range(3) for stage in (1, 0)]]
+    check_whole_and_in_order(*ordered(flow_of(layout, 3, extra_live_layers=0), layout, schedule))
+
+
+@pytest.mark.parametrize(("transfer", "waits"), [(2.9, True), (3.1, False)])
+def test_a_computation_that_is_more_urgent_is_waited_for(transfer: float, waits: bool):
+    """By hand: `urgent` (bias 2 ms) can start `transfer` ms later than `other` (bias 5 ms)."""
+    layer = pair(
+        "layer",
+        compute("enter", "x", "a b"),
+        collective("gather", "a"),
+        compute("urgent", "gather"),
+        compute("other", "b"),
+        compute("leave", "urgent other"),
+    )
+    layout = Layout(["layer"], {0: [0], 1: []}, {"layer": layer})
+    times = dict.fromkeys(random_times(layout, 0), 1e-3) | {("layer", "F.gather"): transfer * 1e-3}
+    flow = Priorities(times, {("layer", "F.urgent"): 2e-3, ("layer", "F.other"): 5e-3})
+    program, _ = ordered(flow, layout, [[Slot(forward=Action(0, "F", 0))]])
+    middle = ["urgent", "other"] if waits else ["other", "urgent"]
+    assert names(program) == ["enter", "gather", *middle, "leave"]
+
+
+def test_communication_is_issued_as_soon_as_its_input_is():
+    """Directly after the computation that writes it, but for other communication."""
+    layout = layout_of(LLAMA, 3)
+    program, _ = ordered(flow_of(layout, 5), layout, schedule_of(3))
+    writers = {(i.microbatch, key): place for place, i in enumerate(program) for key in i.writes}
+    for place, i in enumerate(program):
+        if i.operator.kind.communicates:
+            written = max(writers[i.microbatch, key] for key in i.reads)
+            assert all(between.operator.kind.communicates for between in program[written + 1 : place])
+
+
+def test_what_is_declared_to_come_after_stays_after():
+    """However urgent it is, and although nothing of what comes first is read."""
+    layer = pair(
+        "layer",
+        compute("split", "x", "a b"),
+        collective("gather.0", "a"),
+        linear("up.0", "gather.0"),
+        collective("gather.1", "b"),
+        linear("up.1", "gather.1", ordered_after=("up.0",)),
+        compute("join", "up.0 up.1"),
+        repeats=True,
+    )
+    layout = layout_of({**SMALL, "layer": layer}, 2)
+    for seed in range(20):
+        check_whole_and_in_order(*ordered(flow_of(layout, seed), layout, schedule_of(3)))
+
+
+def test_a_layer_may_hold_an_operator_that_reads_nothing():
+    """Only a unit's first operator waits for the strand, so one that reads nothing takes the memory of later units."""
+    layer = pair("layer", compute("enter", "x"), compute("table"), compute("leave", "enter table"), repeats=True)
+    layout = layout_of({**SMALL, "layer": layer}, 2)
+    flow = Priorities(random_times(layout, 0), {("layer", "F.table"): -1.0}, extra_live_layers=0)
+    check_whole_and_in_order(*ordered(flow, layout, schedule_of(3)))
+
+
+def test_a_rank_may_hold_nothing_but_layers():
+    """A rank in the middle of a pipeline: without embedding and head between them, two micro-batches share the forward
+    strand, and both may stop half way at the limit."""
+    layout = Layout(["layer"] * 2, {0: [0], 1: [1]}, {"layer": LLAMA["layer"]})
+    for seed in range(20):
+        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(3)))
+
+
+def test_what_only_weight_gradients_read_runs_again_in_time():
+    """Backward reaches the other end of this layer without anything that runs again."""
+    layer = Graph(
+        "layer",
+        (compute("enter", "x", recomputed=True), linear("up", "enter", "up.a up.b"), compute("leave", "up.a up.b")),
+        inputs=("x",),
+        outputs=("leave",),
+        repeats=True,
+    )
+    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 2)
+    for seed in range(40):
+        program, made = ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(4))
+        check_whole_and_in_order(program, made)
+        waiting = most = 0
+        for i in program:
+            if layout.units[i.unit] == "layer" and i.operator.forward_name == "up":
+                waiting += {Part.F: 0, Part.I: 1, Part.W: -1}[i.operator.part]
+                most = max(most, waiting)
+        assert most <= 4, "two strands in a layer each, and what ran again for two layers more"
+
+
+def test_gradients_may_fill_the_room_of_what_their_weights_read():
+    """Eight linears read one value that runs again; each of their gradients takes more room than it."""
+    linears = [linear(f"up.{n}", "enter", f"up.{n}.a up.{n}.b up.{n}.c") for n in range(8)]
+    leave = compute("leave", " ".join(value for op in linears for value in op.writes))
+    layer = Graph("layer", (compute("enter", "x", recomputed=True), *linears, leave), ("x",), ("leave",), repeats=True)
+    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 3)
+    for seed in range(20):
+        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(4)))

@@ -1,0 +1,293 @@
+"""The search: hardly ever behind list scheduling, within the memory, above the bound, the same every time, soon."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import (
+    LLAMA,
+    SMALL,
+    SMALL_LAYER,
+    UNTILED,
+    collective,
+    compute,
+    layers,
+    layers_only,
+    layout_of,
+    linear,
+    list_scheduled,
+    pair,
+    profile_of,
+    random_priority,
+    random_times,
+    schedule_of,
+    segment,
+)
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan import search as searching
+from hf_helix.planning.plan.bounds import bound, critical_path, lower_bound
+from hf_helix.planning.plan.list_scheduler import ListScheduler, Priorities
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.search import CLOSE, greedy, predict, search, shorten
+from hf_helix.planning.schedule.actions import Action, Slot
+from hf_helix.planning.timing.clock import Timeline, simulate
+from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.window.program import build_programs
+from hf_helix.planning.window.window import Work, work_of
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "MAX_STEPS", 60)
+
+
+@pytest.fixture
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what holds after any number of them."""
+    monkeypatch.setattr(searching, "MAX_STEPS", 20)
+
+
+def llama_profile(num_layers: int, seed: int, interference: bool = False) -> Profile:
+    layout = layout_of(LLAMA, num_layers)
+    times = random_times(layout, seed)
+    up, gather = ("layer", "F.mlp.up"), ("layer", "F.mlp.gather")
+    beside = Pair(1.4 * max(times[up], times[gather]), 1.3 * times[up], 1.2 * times[gather])
+    return profile_of(layout, times, pairs={(up, gather): beside} if interference else {})
+
+
+# Greedy
+
+
+def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
+    """By hand: both weight gradients wait for the last transfer; once it has arrived, norm goes before the second."""
+    layout = layers_only(SMALL_LAYER, 1)
+    profile = profile_of(layout)
+    result = greedy(profile)
+    order = sorted(result.priority, key=result.priority.__getitem__)
+    weights = {("layer", "B.up.W"), ("layer", "B.down.W")}
+    assert set(order[-2:]) == weights
+    assert max(result.priority.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
+    (program,) = list_scheduled(schedule_of(1), layout, result)
+    names = [made.operator.name for made in program][6:]
+    assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "norm", "up.W"]
+
+
+@given(layers(), st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
+def test_greedy_is_between_the_bound_and_everything_in_a_row(
+    layer: GraphPair, num_layers: int, num_microbatches: int, seed: int
+):
+    layout = layout_of({**LLAMA, "layer": layer}, num_layers)
+    profile = profile_of(layout, random_times(layout, seed))
+    timeline = predict(greedy(profile), profile, schedule_of(num_microbatches))
+    assert bound(timeline.work, layout) <= timeline.seconds + 1e-9
+    assert timeline.seconds <= sum(timeline.work.loads().values()) + 1e-9
+
+
+# Search
+
+
+@pytest.mark.parametrize("interference", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("extra_live_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interference: bool, extra_live_layers: int):
+    """On the window it is judged by: at most three layers a chunk."""
+    profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
+    flow = search(profile, schedule, extra_live_layers)
+    assert flow.extra_live_layers == extra_live_layers
+    longest = CLOSE * predict(greedy(profile, extra_live_layers), profile, schedule).seconds
+    assert predict(flow, profile, schedule).seconds <= longest
+
+
+@pytest.mark.slow
+def test_longer_windows_gain_nearly_as_much(few_steps: None):
+    """Not judged by, so it may be a little longer there."""
+    for seed in range(4):
+        profile, schedule = llama_profile(9, seed), schedule_of(8)
+        ratio = (
+            predict(search(profile), profile, schedule).seconds / predict(greedy(profile), profile, schedule).seconds
+        )
+        assert ratio <= 1.003
+
+
+def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
+    profile, schedule = llama_profile(8, 29), schedule_of(8)
+    longest = CLOSE * predict(greedy(profile), profile, schedule).seconds
+    assert predict(search(profile), profile, schedule).seconds <= longest
+
+
+def ring_profile(slower: float) -> Profile:
+    """A layer that sends keys around, as much communication as computation; computation may take longer."""
+    layer = pair(
+        "layer",
+        linear("qkv", "x", "q kv", relative_cost=3),
+        collective("ring", "kv", kind=Kind.INTER_NODE),
+        segment("local", "q"),
+        segment("remote", "q ring local"),
+        linear("out", "remote"),
+        linear("up", "out", relative_cost=6),
+        linear("down", "up", relative_cost=3),
+        compute("add", "x down"),
+        repeats=True,
+    )
+    layout = layout_of({**SMALL, "layer": layer}, 2)
+    times = {
+        name: 15e-3 if op.kind is Kind.INTER_NODE else slower * op.relative_cost * 1e-3
+        for name, op in named_operators(layout)
+    }
+    return profile_of(layout, times)
+
+
+@pytest.mark.slow
+def test_communication_is_early_even_where_computation_takes_longest(monkeypatch: pytest.MonkeyPatch):
+    """Planned with computations 1.4 times as long as they are then, most orders leave communication for late."""
+    monkeypatch.setattr(searching, "MAX_STEPS", 300)
+    slow, then, schedule = ring_profile(1.4), ring_profile(1.0), schedule_of(8)
+    limit = lower_bound(then, schedule)
+    assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
+    assert predict(search(slow, schedule), then, schedule).seconds < 1.05 * limit
+    monkeypatch.setattr(searching, "COMPUTE_TIME_FACTORS", (1.0,))
+    assert predict(search(slow, schedule), then, schedule).seconds > 1.05 * limit
+
+
+@pytest.mark.slow
+def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
+    """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
+    monkeypatch.setattr(searching, "MAX_STEPS", 100)
+    monkeypatch.setattr(searching, "COMPUTE_TIME_FACTORS", (1.0,))
+    profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
+    blind = profile_of(profile.layout, profile.times)
+    assert (
+        predict(search(profile, schedule), profile, schedule).seconds
+        < predict(search(blind, schedule), profile, schedule).seconds
+    )
+
+
+def test_the_search_is_the_same_every_time(fewer_steps: None):
+    profile = llama_profile(3, 0, interference=True)
+    state = random.getstate()
+    first = search(profile)
+    assert random.getstate() == state
+    random.seed(5)
+    assert search(profile) == first
+    assert first != greedy(profile)
+
+
+def test_a_search_that_has_reached_the_bound_stops():
+    """Without communication there is nothing to find."""
+    layer = pair("layer", compute("norm", "x"), linear("up", "norm"), repeats=True)
+    layout = layout_of(
+        {"embedding": pair("embedding", compute("e"), inputs=""), "layer": layer, "head": SMALL["head"]}, 2
+    )
+    profile = profile_of(layout)
+    told: list[float] = []
+    assert search(profile, progress=told.append) == greedy(profile)
+    assert told == [0.0, 1 / 3, 2 / 3]  # the start of each annealing
+
+
+def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(searching, "MAX_STEPS", 120)
+    told: list[float] = []
+    search(llama_profile(2, 0), schedule_of(2), progress=told.append)
+    assert told[0] == 0.0
+    assert told == sorted(told)
+    assert 0.9 < told[-1] < 1
+
+
+@pytest.mark.parametrize("interference", [False, True])
+@pytest.mark.slow
+def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPatch):
+    """Three annealings and their outcomes on a whole window: so many instructions simulated, a million a second."""
+    simulated = 0
+
+    def counting(work: Work, *rest: Any) -> Timeline:
+        nonlocal simulated
+        simulated += len(work)
+        return simulate(work, *rest)
+
+    monkeypatch.setattr(searching, "simulate", counting)
+    search(llama_profile(32, 0, interference))
+    assert 0 < simulated < 3.2 * searching.EFFORT, simulated
+
+
+def test_a_long_layout_is_shortened_for_the_search():
+    short = shorten(layout_of(LLAMA, 9))
+    assert list(short.units) == ["embedding", *["layer"] * 6, "head"]
+    assert short.chunks == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    few = layout_of(LLAMA, 3)
+    assert shorten(few) == few
+
+
+# The bound
+
+
+def test_the_bound_by_hand():
+    """Two layers of norm 1, gather 4, up 2 | I 2, W 2, gather 4, norm 2, with two micro-batches; lookup and loss 1."""
+    layer = SMALL_LAYER
+    layout = layers_only(layer, 2)
+    times = dict.fromkeys(random_times(layout, 0), 1.0)
+    way = 4  # of 6 forward operators all are on the way; backward all but the two W
+
+    def of(changes: dict[Name, float]) -> float:
+        result = {**times, **changes}
+        made = window_instructions(schedule_of(1), layout)
+        return bound(work_of(made, layout, result), layout)
+
+    # 2 layers: 4 computations forward, 6 backward each; ways of 6 each.
+    assert of({}) == 2 * (4 + 6)
+    assert of({("layer", "B.gather"): 20.0}) == max(2 * (1 + 20), 2 * (5 + 20))
+    assert of({("layer", "F.scatter"): 3.0, ("layer", "F.gather"): 20.0}) == 2 * (way + 3 + 20)
+    assert critical_path(layer.forward, {op.name: 1.0 for op in layer.forward.operators}) == 6
+
+
+@given(layers(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 9999))
+def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_microbatches: int, seed: int):
+    """Any order that keeps the flow's rules but for urgency: values, strands and gradients."""
+    layout = layout_of({**LLAMA, "layer": layer}, num_layers)
+    times, draw = random_times(layout, seed), random.Random(seed)
+    window = ListScheduler(schedule_of(num_microbatches), layout, times, extra_live_layers=9)
+    waiting = {place: set(needs) for place, needs in enumerate(window.needs)}
+    order: list[int] = []
+    while waiting:
+        order.append(draw.choice([place for place, needs in waiting.items() if not needs]))
+        del waiting[order[-1]]
+        for needs in waiting.values():
+            needs.discard(order[-1])
+    limit = bound(window.work, layout)
+    assert simulate(window.work, order=order).seconds >= limit - 1e-9
+    assert simulate(window.work, lambda a, b: 1.5).seconds >= limit - 1e-9
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
+def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
+    profile = llama_profile(num_layers, seed)
+    timeline = predict(
+        Priorities(profile.times, random_priority(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
+    )
+    assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
+@pytest.mark.parametrize("rule", UNTILED)
+def test_no_rule_beats_the_bound(fewer_steps: None, rule: str, seed: int):
+    profile = llama_profile(3, seed)
+    plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
+    (program,) = build_programs(schedule_of(4), profile.layout, plan)
+    work = work_of(program, profile.layout, profile.times)
+    assert simulate(work).seconds >= bound(work, profile.layout) - 1e-9
+
+
+def test_the_bound_holds_where_a_rank_has_nothing_but_layers():
+    """A rank in the middle of a pipeline: the next micro-batch may enter beside the last layer of the one before."""
+    layout = layers_only(SMALL_LAYER, 2)
+    slow = {("layer", "F.gather"): 10e-3, ("layer", "F.scatter"): 10e-3}
+    profile = profile_of(layout, {**dict.fromkeys(random_times(layout, 0), 1e-3), **slow})
+    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(4) for stage in (0, 1)]]
+    timeline = predict(greedy(profile), profile, schedule)
+    assert timeline.seconds >= bound(timeline.work, layout) - 1e-9

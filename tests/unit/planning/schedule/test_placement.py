@@ -1,0 +1,188 @@
+"""Placements: stages cover the layers once and in order, no split is better, and ranks hold what the paper says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks, stages_of_rank
+
+PLACEMENTS = [FOLD, LINEAR]
+SIZES = [(layers, ranks) for ranks in range(1, 6) for layers in range(1, 24) if ranks == 1 or layers >= 2 * ranks]
+
+
+def held(stages: Sequence[range], ranks: Sequence[int]) -> list[tuple[list[int], ...]]:
+    """The layers of each rank's stages."""
+    return [tuple(list(stages[s]) for s in stages_of_rank(rank, ranks)) for rank in range(max(ranks) + 1)]
+
+
+def sizes(stages: Sequence[range]) -> list[int]:
+    return [len(stage) for stage in stages]
+
+
+# Placements
+
+
+def test_the_stages_of_the_paper_and_of_megatron():
+    assert stage_ranks(FOLD, 4) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert stage_ranks(FOLD, 1) == (0, 0)
+    assert stage_ranks(LINEAR, 4) == (0, 1, 2, 3)
+    assert stage_ranks(LINEAR, 1) == (0,)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 6))
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_stage_is_on_one_rank(placement: str, num_ranks: int):
+    ranks = stage_ranks(placement, num_ranks)
+    stages = [stage for rank in range(num_ranks) for stage in stages_of_rank(rank, ranks)]
+    assert sorted(stages) == list(range(len(ranks)))
+    assert len(ranks) == num_ranks * (2 if placement == FOLD else 1)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 6))
+def test_rank_0_holds_embedding_and_head_of_the_fold(num_ranks: int):
+    assert stages_of_rank(0, stage_ranks(FOLD, num_ranks)) == (0, 2 * num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 6))
+def test_neighbouring_stages_are_on_neighbouring_ranks(num_ranks: int):
+    ranks = stage_ranks(FOLD, num_ranks)
+    steps = [abs(ranks[stage + 1] - ranks[stage]) for stage in range(2 * num_ranks - 1)]
+    assert steps == [1] * (num_ranks - 1) + [0] + [1] * (num_ranks - 1)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("num_layers", "num_ranks"), SIZES)
+def test_stages_cover_every_layer_once_in_order_and_evenly(num_layers: int, num_ranks: int, placement: str):
+    ranks = stage_ranks(placement, num_ranks)
+    stages = split_layers(num_layers, ranks)
+    assert len(stages) == len(ranks)
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    assert max(sizes(stages)) - min(sizes(stages)) <= 1
+    assert num_ranks == 1 or min(sizes(stages)) >= 1
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_one_rank_is_split_in_the_middle_whatever_things_cost(num_layers: int):
+    half = (num_layers + 1) // 2
+    for costs in ({}, {"embedding_cost": 3.5, "head_cost": 0.2}, {"head_cost": 100.0}):
+        assert split_layers(num_layers, (0, 0), **costs) == [range(half), range(half, num_layers)]
+        assert split_layers(num_layers, (0,), **costs) == [range(num_layers)]
+
+
+def test_the_paper_example_of_32_layers_on_4_ranks():
+    ranks = stage_ranks(FOLD, 4)
+    assert held(split_layers(32, ranks), ranks) == [
+        ([0, 1, 2, 3], [28, 29, 30, 31]),
+        ([4, 5, 6, 7], [24, 25, 26, 27]),
+        ([8, 9, 10, 11], [20, 21, 22, 23]),
+        ([12, 13, 14, 15], [16, 17, 18, 19]),
+    ]
+
+
+def test_a_head_as_heavy_as_layers_takes_their_place():
+    """A 128k vocabulary: rank 0 gets two layers fewer than the others, both from the end that holds the head."""
+    assert sizes(split_layers(30, stage_ranks(FOLD, 4), head_cost=2.0)) == [4, 4, 4, 4, 4, 4, 4, 2]
+    assert sizes(split_layers(14, stage_ranks(LINEAR, 4), head_cost=2.0)) == [4, 4, 4, 2]
+    assert sizes(split_layers(15, stage_ranks(LINEAR, 4), embedding_cost=1.0)) == [3, 4, 4, 4]
+    assert sizes(split_layers(8, stage_ranks(FOLD, 2), head_cost=100.0)) == [1, 3, 3, 1], "one layer a stage at least"
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as so many counts of at least one."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        yield from ((first, *rest) for rest in compositions(total - first, parts - 1))
+
+
+def loads(counts: Sequence[int], ranks: Sequence[int], embedding: float, head: float) -> tuple[float, list[float]]:
+    """The heaviest rank's, and those of every rank's heaviest stage."""
+    stages = [float(count) for count in counts]
+    stages[0] += embedding
+    stages[-1] += head
+    of_ranks = [[stages[s] for s in stages_of_rank(rank, ranks)] for rank in range(max(ranks) + 1)]
+    return max(map(sum, of_ranks)), [max(result) for result in of_ranks]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_split_is_better(seed: int):
+    """Against every other one: no lighter heaviest rank; no more even stages of a rank with as many layers."""
+    dice = random.Random(seed)
+    placement = dice.choice(PLACEMENTS)
+    num_ranks = dice.randint(2, 3 if placement == FOLD else 5)
+    ranks = stage_ranks(placement, num_ranks)
+    num_layers = len(ranks) + dice.randint(0, 7)
+    embedding, head = (dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)]) for _ in range(2))
+    result = split_layers(num_layers, ranks, embedding_cost=embedding, head_cost=head)
+    heaviest, stages = loads(sizes(result), ranks, embedding, head)
+    of_ranks = [sum(map(len, chunks)) for chunks in held(result, ranks)]
+    for counts in compositions(num_layers, len(ranks)):
+        other_heaviest, other_stages = loads(counts, ranks, embedding, head)
+        assert heaviest <= other_heaviest + 1e-9, counts
+        for rank in range(num_ranks):
+            if sum(counts[s] for s in stages_of_rank(rank, ranks)) == of_ranks[rank]:
+                assert stages[rank] <= other_stages[rank] + 1e-9, counts
+
+
+# What the user asks for
+
+
+def test_layers_per_stage_is_followed():
+    counts = [1, 4, 2, 3]
+    assert sizes(split_layers(10, (0, 1, 1, 0), layers_per_stage=counts, head_cost=9.0)) == counts
+    assert split_layers(3, (0, 0), layers_per_stage=(1, 2)) == [range(1), range(1, 3)]
+    assert split_layers(3, (0,), layers_per_stage=[3]) == [range(3)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ([5, 5], r"has 2 counts that add up to 10; it needs 4"),
+        ([], r"has 0 counts that add up to 0; it needs 4"),
+        ([1, 2, 3, 3], r"has 4 counts that add up to 9; it needs 4, .* up to the model's 10 layers"),
+        ([0, 4, 3, 3], r"each at least 1"),
+        ([-1, 4, 4, 3], r"each at least 1"),
+    ],
+)
+def test_layers_per_stage_that_do_not_fit_are_refused_with_some_that_do(counts: list[int], said: str):
+    with pytest.raises(ValueError, match=said) as error:
+        split_layers(10, (0, 1, 1, 0), layers_per_stage=counts)
+    works = str(error.value).rpartition("layers_per_stage=")[2]
+    assert f"layers_per_stage={counts}" in str(error.value)
+    assert sizes(split_layers(10, (0, 1, 1, 0), layers_per_stage=[int(n) for n in works.strip("[]").split(",")]))
+
+
+def test_layers_per_stage_of_the_linear_placement():
+    with pytest.raises(ValueError, match="has 4 counts that add up to 5; it needs 2"):
+        split_layers(5, stage_ranks(LINEAR, 2), layers_per_stage=[1, 1, 2, 1])
+
+
+def test_one_layer_has_no_layers_per_stage_of_two():
+    with pytest.raises(ValueError, match="such as layers_per_stage=None"):
+        split_layers(1, (0, 0), layers_per_stage=[1, 0])
+
+
+@pytest.mark.parametrize(("num_layers", "num_ranks", "fits"), [(3, 2, 1), (7, 4, 3), (1, 2, 1)])
+def test_too_few_layers_are_refused_with_a_size_that_fits(num_layers: int, num_ranks: int, fits: int):
+    message = rf"{num_layers} layers and pp_size={num_ranks} needs at least {2 * num_ranks}; .* that fits is {fits}$"
+    with pytest.raises(ValueError, match=message):
+        split_layers(num_layers, stage_ranks(FOLD, num_ranks))
+    assert len(split_layers(num_layers, stage_ranks(FOLD, fits))) == 2 * fits
+
+
+def test_too_few_layers_for_the_linear_placement():
+    with pytest.raises(ValueError, match=r"3 layers and pp_size=4 needs at least 4; .* that fits is 3$"):
+        split_layers(3, stage_ranks(LINEAR, 4))
+    assert sizes(split_layers(3, stage_ranks(LINEAR, 3))) == [1, 1, 1]
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ValueError, match="has 0 layers"):
+        split_layers(0, (0, 0))

@@ -1,0 +1,122 @@
+"""Schedulers: a window's schedule by name, by search or from a file, always the same, on a placement known before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
+
+from hf_helix.config import AUTO
+from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.clock import Costs, stage_costs
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler, candidates
+from hf_helix.planning.schedule.validate import validate
+from hf_helix.planning.timing.profile import Profile
+
+
+def profile_on(num_ranks: int, placement: str = FOLD) -> Profile:
+    """Two layers on each virtual stage, everything taking its effort."""
+    ranks = stage_ranks(placement, num_ranks)
+    return profile_of(pipeline_of(SMALL, [2] * len(ranks), ranks))
+
+
+def written(path: Path, name: str, num_ranks: int, num_microbatches: int) -> str:
+    path.write_text(format_schedule(build_schedule(name, num_ranks, num_microbatches)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PLACEMENT_OF)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_name_gives_its_schedule_for_any_window(name: str, num_ranks: int):
+    scheduler = Scheduler(name, num_ranks)
+    assert scheduler.placement == PLACEMENT_OF[name]
+    for count in (1, 4, 7):
+        assert scheduler(count) == build_schedule(name, num_ranks, count)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 4])
+def test_auto_is_a_schedule_on_the_fold_for_any_window(num_ranks: int, count: int):
+    scheduler = Scheduler(AUTO, num_ranks)
+    assert scheduler.placement == FOLD
+    validate(scheduler(count), count, stage_ranks(FOLD, num_ranks))
+    assert scheduler(count) == Scheduler(AUTO, num_ranks)(count), "on every rank"
+
+
+def test_auto_goes_by_the_costs():
+    """Where weight gradients take nothing, nothing is gained by keeping them apart."""
+    even = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4)
+    uneven = Costs([1.0, 5.0, 1.0, 1.0], [1.0] * 4, [4.0] * 4, gain=1.5)
+    assert Scheduler(AUTO, 2, even)(6) != Scheduler(AUTO, 2, uneven)(6)
+
+
+@pytest.mark.parametrize(("name", "placement"), [("folded_1f1b", FOLD), ("1f1b", LINEAR)])
+def test_a_file_says_where_its_stages_are(name: str, placement: str, tmp_path: Path):
+    scheduler = Scheduler(written(tmp_path / "actions.txt", name, 2, 6), 2)
+    assert scheduler.placement == placement
+    assert scheduler(6) == build_schedule(name, 2, 6)
+
+
+def test_a_file_serves_shorter_windows_and_says_which_are_too_long(tmp_path: Path):
+    scheduler = Scheduler(written(tmp_path / "actions.txt", "folded_1f1b", 2, 3), 2)
+    validate(scheduler(2), 2, stage_ranks(FOLD, 2))
+    with pytest.raises(ValueError, match=r"actions.txt is for 3 micro-batches and the window has 4"):
+        scheduler(4)
+
+
+def test_a_file_is_checked_when_the_scheduler_is_made(tmp_path: Path):
+    path = written(tmp_path / "actions.txt", "folded_1f1b", 2, 3)
+    with pytest.raises(ValueError, match=r"actions.txt"):
+        Scheduler(path, 3)
+    Path(path).write_text("0F0 0B0 0F0\n")
+    with pytest.raises(ValueError, match=r"actions.txt"):
+        Scheduler(path, 2)
+    with pytest.raises(ValueError, match=r"absent.txt.* is neither the name of a schedule nor an existing file"):
+        Scheduler(str(tmp_path / "absent.txt"), 2)
+
+
+# What a run may choose from
+
+
+@pytest.mark.parametrize("name", PLACEMENT_OF)
+def test_a_schedule_that_is_named_is_the_only_candidate(name: str):
+    (result,) = candidates(name, profile_on(2, PLACEMENT_OF[name]))
+    assert (result.name, result.num_ranks) == (name, 2)
+
+
+def test_one_rank_has_nothing_to_choose():
+    (result,) = candidates(AUTO, profile_of(layout_of(SMALL, 3)))
+    assert (result.name, result.num_ranks) == (AUTO, 1)
+
+
+def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs():
+    result = candidates(AUTO, profile_on(2))
+    assert {each.name for each in result} == {"folded_1f1b", "dualpipe_v", AUTO}
+    assert all(each.placement == FOLD for each in result)
+    (searched,) = [each for each in result if each.name == AUTO]
+    assert searched(6) == Scheduler(AUTO, 2, stage_costs(profile_on(2)))(6)
+
+
+def test_costs_of_stages_are_the_sums_of_their_operators():
+    """By hand, in units of a millisecond: SMALL's operators take their efforts."""
+    layout = pipeline_of(SMALL, [1, 1, 2, 1], stage_ranks(FOLD, 2))
+    times = {**efforts(layout), ("send", "F.transfer"): 7e-3}
+    costs = stage_costs(profile_of(layout, times))
+    forward = 1 + 4 + 4 + 4 + 4 + 1  # norm, gather, up, down, scatter, add
+    backward = 2 + 4 + 4 + 4 + 4 + 2  # the same; up and down have a W apart, norm and add take twice as long
+    weight = 4 + 4
+    assert [1e3 * seconds for seconds in costs.forward] == pytest.approx(
+        [2 + forward, forward, 2 * forward, forward + 2]  # embedding and head: lookup and scatter; logits and loss
+    )
+    assert [1e3 * seconds for seconds in costs.input] == pytest.approx(
+        [2 + 1 + backward, backward, 2 * backward, backward + 1 + 2]
+    )
+    assert [1e3 * seconds for seconds in costs.weight] == pytest.approx([weight, weight, 2 * weight, weight + 1])
+    assert costs.transfer == 7e-3
+    total = sum((*costs.forward, *costs.input, *costs.weight))
+    layers = 5
+    computing = layers * (1 + 4 + 4 + 1 + 2 + 4 + 4 + 4 + 4 + 2) + (1 + 1 + 1) + (2 + 1 + 1 + 2)
+    assert costs.gain == pytest.approx(total / (computing / 1e3))

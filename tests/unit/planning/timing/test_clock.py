@@ -1,0 +1,252 @@
+"""The cost function: small programs by hand, random ones against other ways to find the same times."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import networkx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.clock import Slowdown, Timeline, simulate
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions, window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import STREAMS, Work, entry_of, work_of
+
+COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE
+
+
+def work(*rows: tuple[Kind, float, list[int]]) -> Work:
+    """Instructions as (stream, seconds, needs); each runs an operator of its own, named by its place."""
+    return Work(
+        streams=[STREAMS.index(kind) for kind, _, _ in rows],
+        seconds=[seconds for _, seconds, _ in rows],
+        needs=[list(needs) for _, _, needs in rows],
+        entries=list(range(len(rows))),
+        names=[("unit", str(place)) for place in range(len(rows))],
+    )
+
+
+def spans(timeline: Timeline) -> list[tuple[float, float]]:
+    return [(round(a, 9), round(b, 9)) for a, b in zip(timeline.starts, timeline.ends, strict=True)]
+
+
+# By hand
+
+
+def test_one_strand_runs_one_after_the_other():
+    timeline = simulate(work((COMPUTE, 1, []), (LOCAL, 4, [0]), (COMPUTE, 2, [1])))
+    assert spans(timeline) == [(0, 1), (1, 5), (5, 7)]
+    assert timeline.seconds == 7
+
+
+def test_a_second_strand_computes_while_the_first_communicates():
+    timeline = simulate(work((COMPUTE, 1, []), (LOCAL, 4, [0]), (COMPUTE, 3, []), (COMPUTE, 2, [1])))
+    assert spans(timeline) == [(0, 1), (1, 5), (1, 4), (5, 7)]
+
+
+def test_communication_waits_for_everything_issued_before_it_on_the_compute_stream():
+    """Even where it reads nothing of it: an event after the last computation is what it waits for."""
+    late = work((COMPUTE, 1, []), (COMPUTE, 3, []), (LOCAL, 4, [0]), (COMPUTE, 2, [2]))
+    assert spans(simulate(late)) == [(0, 1), (1, 4), (4, 8), (8, 10)]
+    assert spans(simulate(late, order=[0, 2, 1, 3])) == [(0, 1), (1, 4), (1, 5), (5, 7)]
+
+
+def test_a_stream_runs_in_the_order_of_issue():
+    """The second transfer could start at 1 and waits for the first, which waits for a long computation."""
+    held = work((COMPUTE, 1, []), (COMPUTE, 5, []), (LOCAL, 1, [1]), (LOCAL, 1, [0]), (COMPUTE, 1, [3]))
+    assert spans(simulate(held)) == [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]
+    assert simulate(held, order=[0, 3, 1, 2, 4]).seconds == 7
+
+
+def test_nothing_is_issued_before_the_host_knows_the_sizes():
+    """The second transfer is as long as the first says, so the computation behind it is issued late."""
+    rows = work((COMPUTE, 1, []), (LOCAL, 4, [0]), (LOCAL, 2, [1]), (COMPUTE, 3, []))
+    assert spans(simulate(rows)) == [(0, 1), (1, 5), (5, 7), (1, 4)]
+    known = dataclasses.replace(rows, size_sources=[-1, -1, 1, -1])
+    assert spans(simulate(known)) == [(0, 1), (1, 5), (5, 7), (5, 8)]
+    assert spans(simulate(known, order=[0, 1, 3, 2])) == [(0, 1), (1, 5), (5, 7), (1, 4)]
+
+
+def test_three_streams_run_beside_each_other():
+    rows = [(COMPUTE, 1, []), (LOCAL, 5, [0]), (CROSS, 3, [0]), (COMPUTE, 2, []), (COMPUTE, 1, [1, 2])]
+    assert spans(simulate(work(*rows))) == [(0, 1), (1, 6), (1, 4), (1, 3), (6, 7)]
+
+
+def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
+    operators = compute("norm", "x", "n m"), collective("gather", "n"), compute("act", "m")
+    layer = pair("layer", *operators, outputs="gather act")
+    layout = Layout(["layer"], {0: [0]}, {"layer": layer})
+    times = {("layer", "F.norm"): 1.0, ("layer", "F.gather"): 4.0, ("layer", "F.act"): 2.0}
+    norm, gather, act = unit_instructions(layout, (0, 0), True)
+    assert simulate(work_of([norm, gather, act], layout, times)).seconds == 5
+    barred = simulate(work_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
+    assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
+    shown = [("compute", "F.norm", 0), ("intra_node", "F.gather", 1), ("compute", "F.act", 3)]
+    assert [row[:3] for row in barred.spans()] == shown
+
+
+def factors(table: dict[tuple[int, int], float]) -> Slowdown:
+    """By places of instructions."""
+    return lambda a, b: table.get((int(a[1]), int(b[1])), 1.0)
+
+
+def test_operators_beside_each_other_go_on_at_their_slowed_rates_until_one_ends():
+    """A computation of 6 s slowed 1.5 times beside a transfer of 2 s slowed 2.0 times: the transfer ends after 4 s,
+    in which 4 / 1.5 s of the computation are done; the rest runs alone."""
+    timeline = simulate(work((COMPUTE, 6, []), (LOCAL, 2, [])), factors({(0, 1): 1.5, (1, 0): 2.0}), order=[1, 0])
+    assert spans(timeline) == [(0, round(4 + 6 - 4 / 1.5, 9)), (0, 4)]
+
+
+def test_a_transfer_is_slowed_by_each_computation_beside_it_in_turn():
+    """A transfer of 4 s: 2 s beside the first computation (factor 2: 1 s done), 3 s alone."""
+    timeline = simulate(work((LOCAL, 4, []), (COMPUTE, 2, [])), factors({(0, 1): 2.0}))
+    assert spans(timeline) == [(0, 5), (0, 2)]
+    timeline = simulate(work((LOCAL, 4, []), (COMPUTE, 2, []), (COMPUTE, 2, [])), factors({(0, 1): 2.0, (0, 2): 4.0}))
+    assert spans(timeline) == [(0, 6.5), (0, 2), (2, 4)]  # 1 s and 0.5 s done in 4 s, 2.5 s alone
+
+
+def test_slowdowns_of_three_at_once_multiply():
+    table = {(0, 1): 1.5, (0, 2): 2.0}
+    timeline = simulate(work((COMPUTE, 2, []), (LOCAL, 9, []), (CROSS, 9, [])), factors(table), order=[1, 2, 0])
+    assert spans(timeline) == [(0, 6), (0, 9), (0, 9)]
+
+
+def test_loads_are_sums_by_stream():
+    rows = work((COMPUTE, 1, []), (LOCAL, 4, []), (CROSS, 8, []), (COMPUTE, 2, []), (LOCAL, 16, []))
+    assert rows.loads() == {COMPUTE: 3, LOCAL: 20, CROSS: 8, Kind.PIPELINE: 0, Kind.GRADIENTS: 0}
+    layout = layout_of(LLAMA, 3)
+    times = random_times(layout, 0)
+    made = window_instructions(schedule_of(2), layout)
+    loads = work_of(made, layout, times).loads()
+    assert sum(loads.values()) == pytest.approx(sum(times[entry_of(i, layout)] for i in made))
+
+
+def test_nothing_takes_no_time():
+    assert simulate(work()).seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        ([(COMPUTE, 1, [1]), (COMPUTE, 1, [])], 2),
+        ([(COMPUTE, 1, []), (LOCAL, 1, [2]), (LOCAL, 1, [])], 2),
+        ([(COMPUTE, 1, [1]), (LOCAL, 1, [])], 2),  # the transfer is issued after what waits for it
+    ],
+)
+def test_an_order_that_cannot_run_is_an_error(rows: list[tuple[Kind, float, list[int]]], left: int):
+    with pytest.raises(ValueError, match=f"cannot run: {left} instructions wait for later ones"):
+        simulate(work(*rows))
+
+
+# Works from programs
+
+
+def test_backward_needs_what_forward_kept_and_what_is_read():
+    layer = pair("layer", compute("norm", "x"), linear("up", "norm"), repeats=True)
+    layout = Layout(["layer"] * 2, {0: [0, 1]}, {"layer": layer})
+    program = [i for unit in (0, 1) for i in unit_instructions(layout, (0, unit), True)]
+    program += [i for unit in (1, 0) for i in unit_instructions(layout, (0, unit), False)]
+    result = work_of(program, layout, random_times(layout, 0))
+    text = [f"{entry_of(i, layout)[1]}{i.unit}" for i in program]
+    needs = {name: {text[need] for need in result.needs[place]} for place, name in enumerate(text)}
+    assert needs == {
+        "F.norm0": set(),
+        "F.up0": {"F.norm0"},
+        "F.norm1": {"F.up0"},
+        "F.up1": {"F.norm1"},
+        "B.up.I1": {"F.up1"},
+        "B.up.W1": {"F.up1", "F.norm1"},
+        "B.norm1": {"B.up.I1", "F.norm1"},
+        "B.up.I0": {"B.norm1", "F.up0"},
+        "B.up.W0": {"B.norm1", "F.up0", "F.norm0"},
+        "B.norm0": {"B.up.I0", "F.norm0"},
+    }
+
+
+def test_micro_batches_do_not_need_each_other():
+    layout = layout_of(LLAMA, 2)
+    program = window_instructions(schedule_of(3), layout)
+    needs = work_of(program, layout, random_times(layout, 0)).needs
+    for instruction, result in zip(program, needs, strict=True):
+        assert all(program[need].microbatch == instruction.microbatch for need in result)
+
+
+def test_times_that_lack_an_operator_are_an_error():
+    layout = layout_of(LLAMA, 2)
+    times = random_times(layout, 0)
+    del times["layer", "B.mlp.up.W"]
+    with pytest.raises(KeyError, match=r"B\.mlp\.up\.W"):
+        work_of(window_instructions(schedule_of(2), layout), layout, times)
+
+
+# Random ones
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    """Anything that can run: instructions that need some of the earlier ones."""
+    rows = []
+    for place in range(draw(st.integers(1, 25))):
+        kind = draw(st.sampled_from([COMPUTE, COMPUTE, LOCAL, CROSS]))
+        needs = draw(st.lists(st.integers(0, place - 1), unique=True, max_size=3)) if place else []
+        rows.append((kind, draw(st.integers(0, 40)) / 8, needs))
+    return work(*rows)
+
+
+def prerequisites(work: Work) -> list[list[int]]:
+    """What must be done before each: its needs, the one before it on its stream, and for communication the computation
+    issued last before it."""
+    result = []
+    for place, stream in enumerate(work.streams):
+        same = [i for i in range(place) if work.streams[i] == stream][-1:]
+        computed = [i for i in range(place) if STREAMS[work.streams[i]] is COMPUTE][-1:]
+        result.append([*work.needs[place], *same, *computed])
+    return result
+
+
+@given(works())
+def test_without_slowdown_it_is_the_longest_path(work: Work):
+    graph = networkx.DiGraph()
+    for place, (seconds, before) in enumerate(zip(work.seconds, prerequisites(work), strict=True)):
+        graph.add_edge(("start", place), ("end", place), weight=seconds)
+        graph.add_edges_from([(("end", other), ("start", place)) for other in before], weight=0)
+    timeline = simulate(work)
+    assert timeline.seconds == pytest.approx(networkx.dag_longest_path_length(graph, "weight"))
+    for place in range(len(work)):
+        upstream = graph.subgraph(networkx.ancestors(graph, ("end", place)) | {("end", place)})
+        assert timeline.ends[place] == pytest.approx(networkx.dag_longest_path_length(upstream, "weight"))
+
+
+@given(works(), st.integers(0, 999))
+def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(work: Work, seed: int):
+    """Only one timeline starts everything at once when it may, and does exactly its work at these rates."""
+    draw = random.Random(seed)
+    table = {(a, b): draw.choice([1.0, 1.25, 2.0]) for a in range(len(work)) for b in range(len(work))}
+    timeline = simulate(work, factors(table))
+    starts, ends = timeline.starts, timeline.ends
+    moments = sorted({*starts, *ends})
+    for place, before in enumerate(prerequisites(work)):
+        assert starts[place] == max((ends[i] for i in before), default=0.0)
+        done = 0.0
+        for a, b in pairwise(moments):
+            if starts[place] <= a and b <= ends[place]:
+                rate = 1.0
+                for other in range(len(work)):
+                    if other != place and starts[other] <= a and b <= ends[other]:
+                        rate *= table[place, other]
+                done += (b - a) / rate
+        assert done == pytest.approx(work.seconds[place], abs=1e-9)
+
+
+@given(works(), st.integers(0, 999))
+def test_slowdown_never_shortens_an_operator(work: Work, seed: int):
+    timeline = simulate(work, lambda a, b: 1.0 + random.Random(f"{seed}{a}{b}").random())
+    assert all(b - a >= s - 1e-9 for a, b, s in zip(timeline.starts, timeline.ends, work.seconds, strict=True))
+    alone = simulate(work)
+    assert timeline.seconds >= alone.seconds - 1e-9

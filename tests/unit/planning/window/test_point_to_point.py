@@ -1,0 +1,195 @@
+"""Under the rules of NCCL, ranks of a pipeline never wait for each other for ever, whatever the schedule and plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from support.graphs import (
+    ORDER_BLOCK,
+    SMALL,
+    pipeline_of,
+    priority_plan,
+    profile_of,
+    random_priority,
+    random_times,
+)
+from support.point_to_point import BUILT, FIRST_USE, FOUR_GROUPS, Deadlock, Pipeline
+
+from hf_helix.planning.plan.list_scheduler import Priorities
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.search import greedy, search
+from hf_helix.planning.schedule import auto
+from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.schedule.auto import choose_schedule
+from hf_helix.planning.schedule.clock import Costs
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
+from hf_helix.planning.schedule.placement import FOLD, stage_ranks
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.window.instructions import Instruction, slot_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.program import build_programs
+from hf_helix.planning.window.window import work_of
+from hf_helix.runtime.streams import CudaStreams
+
+BLOCKS = tuple(ORDER_BLOCK)
+FLOWS = ["greedy", "at random", "at random again", "searched"]
+SCHEDULES = [*PLACEMENT_OF, "auto"]
+IDLING = replace(BUILT, idles=True)
+
+
+def pipeline(schedule: str, num_ranks: int, num_microbatches: int) -> tuple[Layout, Schedule]:
+    """Stages of one or two layers."""
+    ranks = stage_ranks(PLACEMENT_OF.get(schedule, FOLD), num_ranks)
+    layout = pipeline_of(SMALL, [1 + stage % 2 for stage in range(len(ranks))], ranks)
+    return layout, scheduled(schedule, num_ranks, num_microbatches)
+
+
+@functools.cache
+def scheduled(schedule: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    if schedule != "auto":
+        return build_schedule(schedule, num_ranks, num_microbatches)
+    uneven = [1.0 + 0.3 * (stage % 3) for stage in range(2 * num_ranks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "TRIALS", 500)  # it need not be good
+        return choose_schedule(num_ranks, num_microbatches, Costs(uneven, uneven, uneven, 0.2, 1.3))[1]
+
+
+def planned(plan: str, layout: Layout, schedule: Schedule) -> Plan:
+    if plan in BLOCKS:
+        return make_plan(plan, profile_of(layout), model="m", mesh={"tp_size": 2})
+    if plan.startswith("at random"):
+        seed = len(plan)
+        return priority_plan(Priorities(random_times(layout, seed), random_priority(layout, seed), seed % 3), layout)
+    profile = profile_of(layout, random_times(layout, 2))
+    return priority_plan(greedy(profile) if plan == "greedy" else search(profile, schedule, effort=0.002), layout)
+
+
+def check(schedule: str, num_ranks: int, num_microbatches: int, plan: str) -> None:
+    layout, made = pipeline(schedule, num_ranks, num_microbatches)
+    programs = build_programs(made, layout, planned(plan, layout, made), slots_ahead=CudaStreams.slots_ahead)
+    for rules in (BUILT, FIRST_USE):
+        Pipeline(programs, layout, rules).run()
+
+
+@pytest.mark.parametrize("plan", [*BLOCKS, *FLOWS])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_and_three_ranks(schedule: str, plan: str) -> None:
+    for num_ranks, num_microbatches in ((2, 1), (2, 5), (3, 4)):
+        check(schedule, num_ranks, num_microbatches, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8, 13])
+@pytest.mark.parametrize("plan", [*BLOCKS, *FLOWS])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_ranks(schedule: str, plan: str, num_microbatches: int) -> None:
+    for num_ranks in (2, 3, 4, 6):
+        check(schedule, num_ranks, num_microbatches, plan)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("plan", BLOCKS)
+def test_when_a_receive_is_issued_changes_no_prediction(schedule: str, plan: str) -> None:
+    """It is over when the other rank has sent, but not before what was issued before it; readers come after both."""
+    layout, made = pipeline(schedule, 2, 5)
+    chosen, times = planned(plan, layout, made), random_times(layout, 1)
+    late, early = (
+        simulate(work_of([each for program in result for each in program], layout, times)).seconds
+        for result in (build_programs(made, layout, chosen, slots_ahead=ahead) for ahead in (0, 1))
+    )
+    assert late == pytest.approx(early)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_late_receives_begin_the_slot_that_reads_them(schedule: str) -> None:
+    """Everything that the slots before it compute and send comes before; early ones do not change what is computed."""
+    layout, made = pipeline(schedule, 3, 5)
+    plan = planned("sequential", layout, made)
+    programs = (build_programs(made, layout, plan, slots_ahead=ahead) for ahead in (0, 1))
+    for late, early, slots in zip(*programs, made, strict=True):
+        assert without_receives(late) == without_receives(early)
+        assert {len(late)} == {len(early), len(without_receives(late)) + len(received(late))}
+        for place, each in received(late):
+            before = slots[: slot_of(each, slots, layout)]
+            count = sum(len(slot_instructions(slot, layout)) for slot in before)
+            others = [other for other in late[:place] if other.operator is not None]
+            assert count <= len(others) < count + 4
+
+
+def received(program: Sequence[Instruction]) -> list[tuple[int, Instruction]]:
+    return [(at, each) for at, each in enumerate(program) if each.operator is not None and each.operator.receives]
+
+
+def without_receives(program: Sequence[Instruction]) -> list[Instruction]:
+    """What ends with an instruction left out: another may be the last that touches something."""
+    left = [each for each in program if each.operator is None or not each.operator.receives]
+    return [replace(each, frees=(), ends=False) for each in left]
+
+
+def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:
+    """The first slot that the instruction belongs to."""
+    result = (
+        number
+        for number, slot in enumerate(slots)
+        if each.operator
+        in (
+            made.operator
+            for made in slot_instructions(slot, layout)
+            if (made.microbatch, made.unit) == (each.microbatch, each.unit)
+        )
+    )
+    return next(result)
+
+
+# -- what could hang, and is seen --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_early_receives_could_hang_where_the_host_waits_for_the_device(schedule: str) -> None:
+    """To load a kernel, or to free memory: a receive that waits keeps the device busy.
+
+    With late ones, `folded_1f1b` and `1f1b` go on even so. In the others it may be a send that waits, which is why
+    pipelines load all kernels at start (`hf_helix.runtime.environment`).
+    """
+    layout, made = pipeline(schedule, 2, 5)
+    plan = planned("sequential", layout, made)
+    late, early = (build_programs(made, layout, plan, slots_ahead=ahead) for ahead in (0, 1))
+    with pytest.raises(Deadlock):
+        Pipeline(early, layout, IDLING).run()
+    if schedule in ("folded_1f1b", "1f1b"):
+        Pipeline(late, layout, IDLING).run()
+    else:
+        with pytest.raises(Deadlock, match=r"rank 0: the host is at .*first in their queues: transfer"):
+            Pipeline(late, layout, IDLING).run()
+
+
+def test_early_receives_could_hang_where_their_use_makes_a_communicator() -> None:
+    """Both ranks would begin with what they receive."""
+    layout, made = pipeline("folded_1f1b", 2, 1)
+    early = build_programs(made, layout, planned("sequential", layout, made), slots_ahead=1)
+    with pytest.raises(Deadlock):
+        Pipeline(early, layout, FIRST_USE).run()
+
+
+def test_ways_that_wait_for_each_other_could_hang() -> None:
+    """Why each way has a group of its own: a send to one neighbour would wait behind a receive from the other."""
+    layout, made = pipeline("auto", 4, 6)
+    plan = planned("sequential", layout, made)
+    programs = build_programs(made, layout, plan, slots_ahead=CudaStreams.slots_ahead)
+    with pytest.raises(Deadlock):
+        Pipeline(programs, layout, FOUR_GROUPS).run()
+    Pipeline(programs, layout, BUILT).run()
+
+
+def test_a_way_in_another_order_at_its_ends_is_seen() -> None:
+    layout, made = pipeline("1f1b", 2, 2)
+    programs = build_programs(made, layout, planned("sequential", layout, made))
+    sends = [place for place, each in enumerate(programs[0]) if each.operator is not None and each.operator.sends]
+    first, second = sends[:2]
+    programs[0].insert(second + 1, programs[0].pop(first))
+    with pytest.raises(Deadlock):
+        Pipeline(programs, layout, BUILT).run()

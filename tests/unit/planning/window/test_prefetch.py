@@ -1,0 +1,261 @@
+"""Operators that are issued ahead: where they stand in a window, and what backward makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from support.graphs import compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of, segment
+
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.graph.recompute import recomputed
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
+from hf_helix.planning.schedule.placement import stage_ranks
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.timing.profile_file import graph_data, graph_from
+from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions, window_instructions
+from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.repetition import order_window
+from hf_helix.planning.window.window import COMPUTE, Window, work_of
+
+READ = {"weights": ("weights",), "dgrad_weights": ("weights",)}
+
+
+def gather(again: bool, ahead: int = 2) -> Operator:
+    return Operator(
+        name="weights",
+        kind=Kind.INTER_NODE,
+        reads=(),
+        writes=("weights",),
+        non_differentiable=("weights",),
+        recomputed=again,
+        ahead=ahead,
+    )
+
+
+def layer(ahead: int = 2) -> GraphPair:
+    operators = segment("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up")
+    return pair("layer", gather(True, ahead), *operators, repeats=True)
+
+
+def layout_of(layers: int, ahead: int) -> Layout:
+    """On one rank, in two virtual stages."""
+    lookup = compute("lookup", "", weights=("weights",))
+    pairs = {
+        "embedding": pair("embedding", gather(False, ahead), lookup, inputs=""),
+        "layer": layer(ahead),
+        "head": pair("head", gather(False, ahead), linear("logits", "x", **READ), compute("loss", "logits")),
+    }
+    half, count = 1 + layers // 2, layers + 2
+    units = ["embedding", *["layer"] * layers, "head"]
+    return Layout(units, {0: range(half), 1: range(half, count)}, pairs)
+
+
+LAYOUT = layout_of(2, ahead=2)
+LAYER, PAIRS = LAYOUT.graphs["layer"], LAYOUT.graphs
+
+
+def places(made: list[Instruction]) -> list[tuple[int, str]]:
+    return [(each.unit, each.operator.name) for each in made if each.operator]
+
+
+def test_weights_come_with_the_unit_before():
+    assert places(pass_instructions(LAYOUT, (0, 0), True)) == [(0, "weights"), (1, "weights"), (0, "lookup")]
+    layer = pass_instructions(LAYOUT, (0, 1), True)
+    assert places(layer) == [(2, "weights"), (1, "norm"), (1, "up"), (1, "add")]
+    assert places(pass_instructions(LAYOUT, (0, 3), True)) == [(3, "logits"), (3, "loss")]
+
+
+def test_in_backward_they_come_with_the_unit_behind():
+    head = pass_instructions(LAYOUT, (0, 3), False)
+    assert places(head)[0] == (2, "weights.again")
+    assert (0, "weights.again") not in places(pass_instructions(LAYOUT, (0, 1), False)), "a lookup needs none"
+
+
+def test_backward_reads_them_anew_and_weight_gradients_do_not_read_them():
+    backward = {op.name: op for op in LAYER.backward.operators}
+    assert backward["weights.again"].part is Part.R
+    assert backward["weights.again"].writes == ("r.weights",)
+    assert backward["up.I"].weights == backward["norm"].weights == ("r.weights",)
+    assert backward["up.W"].weights == ()
+    head = {op.name: op for op in PAIRS["head"].backward.operators}
+    assert head["logits.I"].weights == ("weights",), "the last unit keeps what forward gathered"
+    assert "weights" in PAIRS["head"].backward.saved_values
+
+
+def test_recomputation_reads_them_anew_too():
+    again = GraphPair.of(recomputed(LAYER.forward, "full")).backward
+    assert again["norm.again"].weights == ("r.weights",)
+    assert [op.name for op in again.operators].count("weights.again") == 1
+
+
+def test_a_unit_by_itself_has_its_own():
+    assert places(unit_instructions(LAYOUT, (0, 2), True))[0] == (2, "weights")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
+    """Units of one name differ in what is issued in them: in the last layer, the weights of the head."""
+    profile, schedule = profile_of(LAYOUT), schedule_of(count)
+    made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
+    assert [window.instruction(place) for place in range(len(window))] == made
+    expected, result = work_of(made, LAYOUT, profile.times), window.work(profile.times)
+    assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
+    assert replace(result, needs=[]) == replace(expected, needs=[])
+
+
+@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
+def test_every_plan_gathers_them_once_and_in_time(rule: str):
+    plan = make_plan(rule, profile_of(LAYOUT), model="m", mesh={}, schedule=schedule_of(3))
+    (program,) = build_programs(schedule_of(3), LAYOUT, plan, [(3, "loss")])
+    validate_program(program, [(3, "d.loss")], LAYOUT)
+    gathers = [each for each in program if each.operator and each.operator.ahead]
+    assert len(gathers) == len({(g.microbatch, g.unit, g.operator.name) for g in gathers if g.operator}) == 3 * 6
+    freed = [key for each in program for key in each.frees if "weights" in key[1]]
+    assert len(freed) == 3 * 6, "each is freed with its last reader"
+
+
+# -- how far ahead ---------------------------------------------------------------------------------------------------
+
+
+def turns_of(program: Sequence[Instruction]) -> tuple[list[tuple[int, int, bool]], dict[tuple[int, Key], int]]:
+    """The units in which weights are read, as they come (micro-batch, unit, whether forward), and the turn in which
+    what was gathered is first read."""
+    units: list[tuple[int, int, bool]] = []
+    first: dict[tuple[int, Key], int] = {}
+    for each in program:
+        for key in each.weights:
+            if (each.microbatch, key) not in first:
+                place = each.microbatch, each.unit, each.operator is not None and each.operator.part is Part.F
+                units += [] if place in units else [place]
+                first[each.microbatch, key] = units.index(place)
+    return units, first
+
+
+def distances(program: Sequence[Instruction]) -> list[int]:
+    """How many units before its own each gather is issued, counted from the unit that begins next."""
+    _, first = turns_of(program)
+    now, found = -1, []
+    for each in program:
+        for key in each.weights:
+            now = max(now, first[each.microbatch, key])
+        if each.operator and each.operator.ahead:
+            found.append(first[each.microbatch, each.writes[0]] - now - 1)
+    return found
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_one_strand_gathers_as_many_units_ahead_as_operators_say(ahead: int):
+    """Also from the end of one micro-batch to the beginning of the next: at the head, and at the embedding."""
+    layout = layout_of(6, ahead)
+    program = program_of("sequential", layout, [[Slot.alone(Action(s, "F", k)) for k in (0, 1) for s in (0, 1)]])
+    assert distances(program) == [*range(ahead), *[ahead] * (16 - ahead)]
+    alive = most = 0
+    for each in program:
+        alive += sum(name == "weights" for _, name in each.writes)
+        most = max(most, alive)
+        alive -= sum(name == "weights" for _, name in each.frees if name == "weights")
+    assert most == ahead + 1
+
+
+@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_every_plan_gathers_them_so_far_ahead_or_farther(rule: str, ahead: int):
+    layout = layout_of(6, ahead)
+    found = distances(program_of(rule, layout, schedule_of(4)))
+    assert len(found) == 4 * (8 + 6)
+    assert all(each >= ahead for each in found[ahead:])
+    if rule == "sequential" and ahead > 1:  # each strand has the weights of its next unit: two units ahead of two
+        assert set(found[ahead:]) == {ahead}
+
+
+@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
+@pytest.mark.parametrize("ahead", [2, 4])
+def test_few_units_have_their_weights(rule: str, ahead: int):
+    """Those that compute, those that are ahead, and the head, which keeps what forward has gathered."""
+    now = most = 0
+    for each in program_of(rule, layout_of(6, ahead), schedule_of(4)):
+        now += sum(name in ("weights", "r.weights") for _, name in each.writes)
+        most = max(most, now)
+        now -= sum(name in ("weights", "r.weights") for _, name in each.frees)
+    assert most <= ahead + 2 + (rule == "greedy")  # whose strands are both in the middle of a unit
+    assert now == 0
+
+
+def test_everything_else_keeps_its_order():
+    near, far = (program_of("greedy", layout_of(6, ahead), schedule_of(4)) for ahead in (1, 4))
+
+    def others(program: Sequence[Instruction]) -> list[tuple[int, int, str]]:
+        return [(i.microbatch, i.unit, i.operator.name) for i in program if i.operator and not i.operator.ahead]
+
+    assert others(near) == others(far)
+    assert distances(near) != distances(far)
+
+
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+@pytest.mark.parametrize("ahead", [2, 5])
+def test_long_windows_gather_alike(rule: str, ahead: int):
+    """Of a long window the steady state is there once; what it gathers for the next one comes with it."""
+    layout, schedule = layout_of(2, ahead), schedule_of(40)
+    plan = make_plan(rule, profile_of(layout), model="m", mesh={}, schedule=schedule)
+    short, (whole,) = build_program(schedule, layout, plan, 0), build_programs(schedule, layout, plan)
+    assert short.repeats
+    assert len(short.once) < len(whole) / 2
+    assert list(short) == whole
+
+
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), (4, 60)])
+def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, count: int):
+    """Also where the stretch that repeats is made, and its ends are cut: gathers go from one to the other. All of it
+    can run."""
+    ranks = stage_ranks(PLACEMENT_OF["folded_1f1b"], num_ranks)
+    layout = pipeline_of(PAIRS, [2] * len(ranks), ranks)
+    schedule = build_schedule("folded_1f1b", num_ranks, count)
+    plan = make_plan(rule, profile_of(layout), model="m", mesh={})
+    programs = []
+    for rank in range(num_ranks):
+        short = build_program(schedule, layout, plan, rank)
+        ordered = order_window(plan, schedule, layout, rank=rank)
+        whole = ordered.lengthened(ordered.repeats, rank).issued.program(rank)
+        assert short.repeats
+        assert [replace(each, frees=(), ends=False) for each in short] == whole
+        validate_program(short, [loss_gradient(layout)], layout)
+        programs += list(short)
+    simulate(work_of(programs, layout, profile_of(layout).times))
+
+
+def test_no_barrier_waits_for_them():
+    """A gather that takes as long as two computations is hidden behind a unit of each strand, and a barrier between."""
+    layout = layout_of(6, 2)
+    seconds = {name: 2e-3 if op.ahead else 1e-3 for name, op in named_operators(layout)}
+    profile = replace(profile_of(layout), times=seconds)
+    plan = make_plan("sequential", profile, model="m", mesh={})
+    program, timeline = predict_plan(plan, profile, schedule_of(4))
+    assert any(each.operator is None for each in program)
+    work, order = plan.issue(schedule_of(4), layout).work(seconds)
+    assert simulate(work, None, order).seconds == pytest.approx(timeline.seconds)
+    computing = sum(each for each, stream in zip(work.seconds, work.streams, strict=True) if stream == COMPUTE)
+    assert timeline.seconds <= computing + 2 * 2e-3, "only the first units wait"
+
+
+def test_a_file_keeps_how_far_and_reads_what_was_written_before():
+    graph = LAYER.forward
+    data = graph_data(graph)
+    assert graph_from("layer", data) == graph
+    data["operators"][0]["ahead"] = True
+    assert graph_from("layer", data).operators[0].ahead == 1
+
+
+def program_of(rule: str, layout: Layout, schedule: Schedule) -> list[Instruction]:
+    plan = make_plan(rule, profile_of(layout), model="m", mesh={}, schedule=schedule_of(4))
+    (program,) = build_programs(schedule, layout, plan, [(len(layout.units) - 1, "loss")])
+    validate_program(program, [(len(layout.units) - 1, "d.loss")], layout)
+    return program

@@ -1,0 +1,176 @@
+"""Programs: whole windows are valid under every rule, run everything once, and keep the order that bits depend on."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import (
+    SMALL,
+    UNTILED,
+    check_whole_and_in_order,
+    compute,
+    layout_of,
+    loss_gradient,
+    operators_of,
+    pair,
+    profile_of,
+    schedule_of,
+)
+
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.plan import search
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, window_instructions
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.program import build_programs, validate_program
+
+
+@functools.cache
+def plan_of(rule: str) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MAX_STEPS", 20)
+        return make_plan(rule, profile_of(layout_of(SMALL, 3)), model="m", mesh={"tp_size": 2})
+
+
+def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
+    return list(built(rule, num_layers, num_microbatches))
+
+
+@functools.cache
+def built(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
+    layout = layout_of(SMALL, num_layers)
+    return build_programs(schedule_of(num_microbatches), layout, plan_of(rule), [(num_layers + 1, "loss")])[0]
+
+
+@pytest.mark.parametrize("rule", UNTILED)
+@given(num_layers=st.integers(1, 7), num_microbatches=st.integers(1, 5))
+def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatches: int):
+    program = window(rule, num_layers, num_microbatches)
+    layout = layout_of(SMALL, num_layers)
+    validate_program(program, [loss_gradient(layout)])
+    made = window_instructions(schedule_of(num_microbatches), layout)
+
+    def bare(instruction: Instruction) -> Instruction:
+        return replace(instruction, frees=(), ends=False)
+
+    result = {(i.microbatch, i.unit, i.operator): i for i in made}
+    program = operators_of(program)
+    assert [bare(i) for i in program] == [result[i.microbatch, i.unit, i.operator] for i in program]
+    check_whole_and_in_order([result[i.microbatch, i.unit, i.operator] for i in program], made)
+
+
+@pytest.mark.parametrize("rule", UNTILED)
+@given(num_layers=st.integers(1, 7), num_microbatches=st.integers(2, 5))
+def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers: int, num_microbatches: int):
+    """Whatever adds to a parameter's gradient: W, and whole backwards (norms)."""
+    added: dict[tuple[int, str], list[int]] = {}
+    for instruction in operators_of(window(rule, num_layers, num_microbatches)):
+        if instruction.operator.part in (Part.W, Part.B):
+            added.setdefault((instruction.unit, instruction.operator.forward_name), []).append(instruction.microbatch)
+    assert all(order == list(range(num_microbatches)) for order in added.values())
+
+
+@pytest.mark.parametrize("rule", UNTILED)
+def test_nothing_is_left_alive_but_what_is_kept(rule: str):
+    alive: set[tuple[int, tuple[int, str]]] = set()
+    for instruction in window(rule, 4, 3):
+        alive.update((instruction.microbatch, key) for key in instruction.writes)
+        alive.difference_update((instruction.microbatch, key) for key in instruction.frees)
+    assert alive == {(k, (5, "loss")) for k in range(3)}
+
+
+@pytest.mark.parametrize("rule", UNTILED)
+def test_a_value_is_freed_by_the_last_that_touches_it(rule: str):
+    program = window(rule, 3, 3)
+    last = {}
+    for place, i in enumerate(program):
+        last.update({(i.microbatch, key): place for key in (*i.writes, *i.needs)})
+    freed = {(i.microbatch, key): place for place, i in enumerate(program) for key in i.frees}
+    assert freed == {value: place for value, place in last.items() if value[1] != (4, "loss")}
+
+
+@pytest.mark.parametrize("rule", ["greedy", "round_robin"])
+def test_each_micro_batch_ends_once_and_last(rule: str):
+    program = window(rule, 4, 3)
+    for k in range(3):
+        places = [i for i, instruction in enumerate(program) if instruction.microbatch == k]
+        assert [program[i].ends for i in places] == [False] * (len(places) - 1) + [True]
+
+
+def test_barriers_stay_where_the_plan_has_them():
+    """`sequential` runs the units of both strands in turn, with a barrier after each."""
+    program = window("sequential", 1, 2)
+    runs: list[list[Instruction]] = [[]]
+    for instruction in program:
+        if instruction.operator is None:
+            runs.append([])
+        else:
+            runs[-1].append(instruction)
+    assert runs.pop() == []
+    visits = [{(i.microbatch, i.unit, i.operator.part is Part.F) for i in run} for run in runs]
+    assert all(len(visit) == 1 for visit in visits)
+    assert [f"{k}{'F' if forward else 'B'}{unit}" for ((k, unit, forward),) in visits] == (
+        ["0F0", "0F1", "0F2", "1F0", "0B2", "1F1", "1F2", "0B1", "0B0", "1B2", "1B1", "1B0"]
+    )
+
+
+def test_the_validator_finds_mistakes():
+    program = window("greedy", 2, 1)
+    sources = [(3, "d.loss")]
+    validate_program(program, sources)
+    validate_program([BARRIER_INSTRUCTION, *program], sources)
+    with pytest.raises(ValueError, match=r"instruction \d+ \(B0 unit 3 loss\) reads \[\(3, 'd\.loss'\)\]"):
+        validate_program(program, [])
+    with pytest.raises(ValueError, match=r"instruction 0 \(F0 unit 0 scatter\) reads .*not there"):
+        validate_program([program[1], program[0], *program[2:]], sources)
+
+
+def test_the_validator_finds_what_runs_twice():
+    """Also where it reads nothing, so that nothing else gives it away."""
+    program = window("greedy", 2, 1)
+    with pytest.raises(ValueError, match=r"instruction 1 \(F0 unit 0 lookup\) runs a second time"):
+        validate_program([program[0], *program], [(3, "d.loss")])
+
+
+def test_the_validator_finds_what_is_read_after_it_is_freed():
+    program = window("greedy", 2, 1)
+    place = next(i for i, result in enumerate(program) if result.operator.name == "norm")
+    early = replace(program[place], frees=program[place].reads)
+    with pytest.raises(ValueError, match=r"\(F0 unit 1 add\) reads \[\(0, 'scatter'\)\], which is not there"):
+        validate_program([*program[:place], early, *program[place + 1 :]], [(3, "d.loss")])
+
+
+def tied(num_layers: int) -> Layout:
+    """The head and the embedding share a weight."""
+    layout = layout_of(SMALL, num_layers)
+    return replace(layout, shared=[[(num_layers + 1, "logits.W"), (0, "lookup")]])
+
+
+def test_the_validator_finds_shared_gradients_out_of_turn():
+    layout, schedule = tied(1), schedule_of(2)
+    (program,) = build_programs(schedule, layout, plan_of("greedy"))
+    sources = [loss_gradient(layout)]
+    adds = [i.operator.part is not Part.F and (i.unit, i.operator.name) in layout.shared[0] for i in program]
+    places = [place for place, result in enumerate(adds) if result]
+    late = program.pop(places[0])  # the head's of the first micro-batch, behind its embedding
+    kept = [replace(i, frees=()) for i in program]
+    moved = [*kept[: places[1]], replace(late, frees=()), *kept[places[1] :]]
+    validate_program(moved, sources)  # nothing else is wrong with it
+    with pytest.raises(ValueError, match=r"adds to a shared gradient out of turn"):
+        validate_program(moved, sources, layout, schedule[0])
+
+
+def test_the_validator_finds_gradients_that_add_up_in_another_order():
+    layer = pair("layer", compute("norm", "x"), repeats=True)
+    layout = Layout(["layer"], {0: [0], 1: []}, {"layer": layer})
+    made = window_instructions(schedule_of(2), layout)
+    forward = [i for i in made if i.operator.part is Part.F]
+    backward = [i for i in made if i.operator.part is not Part.F]
+    validate_program([*forward, *backward], [(0, "d.norm"), (-1, "x"), (0, "x")])
+    with pytest.raises(ValueError, match=r"\(B0 unit 0 norm\) comes after a later micro-batch"):
+        validate_program([*forward, *backward[::-1]], [(0, "d.norm"), (0, "x")])
