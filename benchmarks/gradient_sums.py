@@ -58,8 +58,10 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
         window = made.window(count, options.batch, options.sequence)
         holding = plan_runners(made.runner, ["greedy"], profile, count)["greedy"]
         assert isinstance(holding.plan, PriorityPlan)
-        held = holding.plan.priorities.held_units
-        plain = holding.with_plan(replace(holding.plan, priorities=replace(holding.plan.priorities, held_units=None)))
+        held = holding.plan.priorities.num_units_with_deferred_wgrad
+        plain = holding.with_plan(
+            replace(holding.plan, priorities=replace(holding.plan.priorities, num_units_with_deferred_wgrad=None))
+        )
         times = timed(holding, plain, window, options.repeats)
         bare_time = {"beside": exposed_time(plain, window, options.repeats)}
         bare_time["held back"] = exposed_time(holding, window, options.repeats)

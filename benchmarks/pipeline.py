@@ -65,7 +65,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
     from hf_helix.measure.memory import peak_bytes
     from hf_helix.planning.schedule.scheduler import candidates
-    from hf_helix.planning.timing.predict import predict_plan
+    from hf_helix.planning.timing.predict import predict
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.tuner import tune
@@ -101,7 +101,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
             "states": all_gather_object(STATES * sum(parameter.nbytes for parameter in runner.stage.placements)),
         }
         if name != "1f1b":
-            rows[name]["predicted"] = predict_plan(runner.plan, profile, runner.scheduler(count))[1].seconds
+            rows[name]["predicted"] = predict(runner.plan, profile, runner.scheduler(count), timeline=True).seconds
     for made in (linear, folded):
         made.runner.executor.streams.close()
     sizes = {"pp": pp, "tp": options.tp, "dp": options.processes // (pp * options.tp)}

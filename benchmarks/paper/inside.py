@@ -33,7 +33,8 @@ from benchmarks.paper.table import Artifact
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
-from hf_helix.planning.timing.profile import Pair, named_operators
+from hf_helix.planning.timing.profile import Pair
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.report.strands import draw_strips, strips_of_plans
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.memory import GRADIENT

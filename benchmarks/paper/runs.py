@@ -29,8 +29,8 @@ from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster

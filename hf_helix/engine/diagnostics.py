@@ -121,7 +121,9 @@ class Diagnostics:
         """
         window = self._window_to_repeat("trace")
         with watched(), plain_parameters():
-            spans = all_gather_object(trace_window(self.runner, window, complete=bool(self.runner.layout.sums)).spans)
+            spans = all_gather_object(
+                trace_window(self.runner, window, complete=bool(self.runner.layout.reductions)).spans
+            )
         if rank() == 0:
             write_perfetto(path, spans)
 

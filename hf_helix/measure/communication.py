@@ -20,7 +20,7 @@ from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, hold, time_repeats
 from hf_helix.operators.zero.zero1 import KeptFlat
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.timing.profile import Name, named_gathers, named_sums
+from hf_helix.planning.window.layout import Name, named_gathers, named_reductions
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import Reduction
@@ -38,8 +38,8 @@ def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], di
         runner: a runner; its parameters have no gradients.
         repeats: how often a sum runs in a row; the first run warms up.
     """
-    layout, names = runner.layout, [name for name, _ in named_sums(runner.layout)]
-    held = {names[number]: layout.sums[number].bytes for number in layout.sums_of(runner.stage.rank)}
+    layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
+    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.stage.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
         return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_helix.planning.timing.profile import EMULATED_LINK, SUMS_OVER
+from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.environment import CONNECTIONS
@@ -30,7 +30,7 @@ def machine(runner: Runner) -> dict[str, str]:
         "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
         "hosts": str(len(set(all_gather_object(host_name())))),
         "torch": torch.__version__,
-        SUMS_OVER: runner.mesh.sums_kind.value if runner.layout.sums else "",
+        REDUCTIONS_OVER: runner.mesh.sums_kind.value if runner.layout.reductions else "",
         EMULATED_LINK: runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
     return all_gather_object({key: value for key, value in known.items() if value})[0]

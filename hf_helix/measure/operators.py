@@ -25,9 +25,9 @@ from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_of_window, named_operators, slowdown_of
+from hf_helix.planning.timing.profile import Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
-from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.layout import Key, Name, named_operators, named_per_step
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundInstruction
 from hf_helix.runtime.microbatch import MicroBatch
@@ -283,7 +283,7 @@ def _measure(
     moving, sent = _measure_communication(bench)
     mine = _measure_computation(runner, window) | moving
     medians = {name: statistics.median(seconds) for name, seconds in mine.items()}
-    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_of_window(runner.layout))}
+    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_per_step(runner.layout))}
     names = list(kinds)
     # Ranks of a pipeline hold different units.
     ranks = all_gather_object(

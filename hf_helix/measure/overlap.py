@@ -123,7 +123,7 @@ def measure_overlap(
     parts = _time_parts(runners, schedules, recorded, window, repeats, progress)
 
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
-    spanning = bool(first.layout.sums)  # if not, only tensor parallelism sums parts of a few gradients
+    spanning = bool(first.layout.reductions)  # if not, only tensor parallelism sums parts of a few gradients
     beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     mesh, sent = first.mesh, sum(transport.bytes_sent for transport in recorded)

@@ -90,8 +90,8 @@ def part_of(strand: str, operator: str) -> str:
 
 
 def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list[Bar]:
-    """What the cost function predicts. The program is the one that `timeline.work` was made from, in its order."""
-    work = timeline.work
+    """What the cost function predicts. The program is the one that `timeline.arrays` was made from, in its order."""
+    work = timeline.arrays
     if len(program) != len(work):
         raise ValueError(
             f"a program of {len(program)} instructions and a timeline of {len(work)} are not of one window"
@@ -110,11 +110,11 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
 
 def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int, str]:
     """By index of a unit: its name, numbered where the rank holds several; like "layers.3" of a trace."""
-    entries = timeline.work.entries
+    entries = timeline.arrays.entries
     names = {
-        i.unit: timeline.work.names[n][0]
+        i.unit: timeline.arrays.names[n][0]
         for i, n in zip(program, entries, strict=True)
-        if i.operator is not None and not i.is_of_window
+        if i.operator is not None and not i.is_per_step
     }
     alike: dict[str, list[int]] = {}
     for unit, name in sorted(names.items()):

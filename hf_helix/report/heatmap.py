@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.graph.operator import Operator, Part
-from hf_helix.planning.timing.profile import Name, Profile, named_operators
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import Name, named_operators
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
 
 if TYPE_CHECKING:

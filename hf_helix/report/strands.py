@@ -19,7 +19,7 @@ from hf_helix.planning.plan.link_speeds import link_of
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.plan.search import chains
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, busy_fraction, extent
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
@@ -79,7 +79,8 @@ def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYER
     chain, schedule = max(views, key=lambda view: list(layout.units).count(view[0].units[0]))
     result = []
     for plan in plans:
-        program, timeline = predict_plan(plan, replace(profile, layout=chain), schedule)
+        predicted = predict(plan, replace(profile, layout=chain), schedule, timeline=True)
+        program, timeline = predicted.instructions, predicted.timeline
         result.append(Strip(title_of(plan), bars_of_timeline(timeline, program)))
     return result
 

@@ -30,7 +30,7 @@ class BoundInstruction:
 
     Attributes:
         op: the operator of the graph; None for a barrier, which has no other attribute.
-        gradient_sum: as of `Instruction`; a sum of gradients has no further attribute.
+        reduction: as of `Instruction`; a sum of gradients has no further attribute.
         gathers: the flat that it gathers for the window; None of anything else. A gather has no further attribute but
             its unit.
         awaited: the flats of the unit that are gathered once in a window; only of an instruction that does not
@@ -53,7 +53,6 @@ class BoundInstruction:
         "ends",
         "frees",
         "gathers",
-        "gradient_sum",
         "keeps",
         "lane",
         "microbatch",
@@ -62,6 +61,7 @@ class BoundInstruction:
         "place",
         "prepare",
         "reads",
+        "reduction",
         "returns",
         "run",
         "sends",
@@ -73,9 +73,9 @@ class BoundInstruction:
 
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit]) -> None:
         self.op = op = instruction.operator
-        self.gradient_sum = instruction.gradient_sum
+        self.reduction = instruction.reduction
         self.gathers: KeptFlat | None = None
-        if op is None or self.gradient_sum >= 0:
+        if op is None or self.reduction >= 0:
             return
         self.microbatch = instruction.microbatch
         self.unit = units[instruction.unit]
@@ -225,9 +225,9 @@ class Executor:
                 if at_barrier is not None:
                     at_barrier()
                 continue
-            if step.gradient_sum >= 0:
+            if step.reduction >= 0:
                 if sum_gradients is not None:
-                    sum_gradients(step.gradient_sum)
+                    sum_gradients(step.reduction)
                 continue
             if step.gathers is not None:
                 self._gather(step, step.gathers, microbatches)

@@ -120,8 +120,8 @@ class Runner:
         self._trained_then = self._trained()
         self.buckets = gradient_buckets(self.stage.units, self.mesh)
         planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
-        known = self.stage.layout.sums_of(self.stage.rank)
-        expected = [self.stage.layout.sums[number].adders for number in known]
+        known = self.stage.layout.reductions_of(self.stage.rank)
+        expected = [self.stage.layout.reductions[number].adders for number in known]
         alike = expected == [self.buckets[number].adders for number in planned]
         self._numbers = dict(zip(known, planned, strict=True)) if alike else {}
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.amounts.kernels import ATTENTION, COPIES, EXPERT_COPIES, MATMUL, Kernel, Transfer
 from hf_helix.simulation.cluster import Cluster

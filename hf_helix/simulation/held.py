@@ -36,7 +36,7 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
             events.wait_for_all(place)
         elif op.kind in COLLECTIVE:
             events.issue(place, instruction)
-        elif instruction.gradient_sum >= 0:
+        elif instruction.reduction >= 0:
             events.until[place] = len(program)  # sums are waited for when the window is over
         elif op.kind is Kind.COMPUTE:
             for key in instruction.needs:

@@ -19,10 +19,8 @@ from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.timing.clock import Timeline
-from hf_helix.planning.timing.profile import Name
-from hf_helix.planning.window.instructions import PARTS_OF, Instruction
-from hf_helix.planning.window.layout import Key, Layout
-from hf_helix.planning.window.window import entry_of
+from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
+from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
 from hf_helix.simulation.amounts.lifetimes import outputs_of
@@ -139,7 +137,7 @@ class _Alive:
         assert op is not None
         if op.kind is Kind.GRADIENTS:  # they are put in one piece
             if self._amounts.spread:
-                whole = self._layout.sums[instruction.gradient_sum].bytes
+                whole = self._layout.reductions[instruction.reduction].bytes
                 self._see(whole, GRADIENTS)
                 if holds:  # the piece, beside what this rank keeps of its sum
                     self._now[GRADIENTS] += whole // min(self._amounts.spread.values())

@@ -19,7 +19,7 @@ from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
@@ -112,7 +112,7 @@ def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> f
         profile: the times of the operators.
         num_microbatches: of the window.
     """
-    return predict_seconds(runner.plan, profile, runner.scheduler(num_microbatches))
+    return predict(runner.plan, profile, runner.scheduler(num_microbatches)).seconds
 
 
 # -- compare -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from hf_helix.measure.operators import TRAIN
 from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search
-from hf_helix.planning.timing.profile import named_operators
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.layout import Layout, named_operators
 
 BASELINE = "sequential"
 CANDIDATES = RULES  # baselines, too: which rule wins depends on model and link, and only the most promising are timed

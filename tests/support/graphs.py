@@ -18,9 +18,11 @@ from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import graphs_digest
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.profile import Name, Profile, named_operators
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout, place_names
+from hf_helix.planning.window.layout import Layout, Name, named_operators, place_names
 
 
 def compute(name: str, reads: str = "", writes: str = "", **options: object) -> Operator:
@@ -168,6 +170,13 @@ def profile_of(layout: Layout, times: Mapping[Name, float] | None = None, **opti
 
 def priority_plan(priorities: Priorities, layout: Layout) -> PriorityPlan:
     return PriorityPlan("by hand", "Llama", {"tp_size": 2}, graphs_digest(layout.graphs), priorities)
+
+
+def timeline_of(priorities: Priorities, profile: Profile, schedule: Schedule) -> Timeline:
+    """The predicted timeline of a window that list scheduling orders."""
+    predicted = predict(priority_plan(priorities, profile.layout), profile, schedule, timeline=True)
+    assert predicted.timeline is not None
+    return predicted.timeline
 
 
 def list_scheduled(schedule: Schedule, layout: Layout, priorities: Priorities) -> list[list[Instruction]]:

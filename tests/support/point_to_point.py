@@ -16,9 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.instructions import Instruction, transfer_key
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import transfer_key
 
 Way = tuple[int, int, bool]
 """The rank that sends, the one that receives, whether it is of a backward pass."""

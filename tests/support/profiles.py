@@ -9,7 +9,8 @@ from typing import Any
 
 from support.graphs import LLAMA, layout_of
 
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import Name, named_operators
 
 MODEL = "LlamaForCausalLM"
 ABOUT = {"device": "by hand", "model": f"{MODEL} 0123456789ab", "mesh": "tp=2", "shapes": "1 x 16"}

@@ -19,7 +19,7 @@ from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import bytes_spared, bytes_summed, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.zero1 import kept_flats
-from hf_helix.planning.timing.profile import named_gathers
+from hf_helix.planning.window.layout import named_gathers
 from hf_helix.runtime.divided import plain_parameters
 
 LENGTHS = (33, 16, 21)

@@ -23,8 +23,9 @@ from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.planning.timing.profile import Profile, named_operators, rough_profile
+from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import profile_json, save_profile
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.tuning import tuner as tuning
 

@@ -6,14 +6,15 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from support.arrays import arrays_of, window_instructions
+
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.clock import Timeline, simulate
-from hf_helix.planning.timing.profile import Name, Pair, Profile
-from hf_helix.planning.window.instructions import Instruction, window_instructions
-from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import work_of
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.report.bars import Bar
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,7 +48,7 @@ def window() -> tuple[Timeline, list[Instruction]]:
     """Two micro-batches on one rank."""
     known = profile()
     program = window_instructions(build_schedule("folded_1f1b", 1, 2), known.layout)
-    return simulate(work_of(program, known.layout, known.times)), program
+    return simulate(arrays_of(program, known.layout, known.times)), program
 
 
 def bar(start: float, end: float, stream: str = "compute", strand: str = "F", operator: str = "up") -> Bar:

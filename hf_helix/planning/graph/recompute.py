@@ -15,7 +15,8 @@ from dataclasses import replace
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.timing.profile import Profile, named_of_window, named_operators
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import named_operators, named_per_step
 
 NONE, SELECTIVE, FULL = RECOMPUTE
 
@@ -59,7 +60,7 @@ def recompute_profile(profile: Profile, mode: str) -> Profile:
         name: name if name in profile.times else (name[0], f"F.{op.forward_name}")
         for name, op in named_operators(layout)
     }
-    sources |= {name: name for name, _ in named_of_window(layout)}
+    sources |= {name: name for name, _ in named_per_step(layout)}
     like = {name: profile.like.get(source, source) for name, source in sources.items()}
     return replace(
         profile,

@@ -19,8 +19,8 @@ from hf_helix.planning.schedule.actions import Schedule, Slot, SyncPoints
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Place, blocks_of, transfers_of
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.passes import Issued
-from hf_helix.planning.window.window import ABSENT, Window
+from hf_helix.planning.window.passes import OrderedWindow
+from hf_helix.planning.window.window import NONE, Window
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -100,13 +100,13 @@ class BlockPlan(Plan):
         slots_ahead: int = 1,
         rank: int | None = None,
         sync_points: SyncPoints = (),
-    ) -> Issued:
+    ) -> OrderedWindow:
         """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
         sends leaves at its end. A rank's order does not depend on the other ranks."""
         asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
         window = Window(asked, layout)
         blocks = _Blocks(self, window)
-        return Issued(window, [_order(slots, window, blocks, slots_ahead) for slots in asked])
+        return OrderedWindow(window, [_order(slots, window, blocks, slots_ahead) for slots in asked])
 
     def data(self) -> Any:
         """The entries of every block."""
@@ -121,7 +121,7 @@ class BlockPlan(Plan):
 
 
 def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
-    """The order of a rank, see `Issued`."""
+    """The order of a rank, see `OrderedWindow`."""
     order: list[int] = []
     issued = 0
     for number, slot in enumerate(slots):
@@ -137,9 +137,9 @@ def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: 
 def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
     """What a slot receives from other ranks, or sends to them."""
     return [
-        window.at[microbatch][call]
+        window.at[microbatch][index]
         for (microbatch, unit), action in transfers_of(slot, window.layout, receives)
-        for call in window.pattern.of(unit, action.computation_type)
+        for index in window.pattern.of(unit, action.computation_type)
     ]
 
 
@@ -160,26 +160,27 @@ class _Blocks:
         at, unit = self._window.at, (forward or backward or (0, -1))[1]
         sides = [at[place[0]] if place else [] for place in (backward, forward)]
         return [
-            ~unit if call == ABSENT else sides[is_forward][call]
-            for is_forward, call in self._calls(slot, forward, backward)
+            ~unit if index == NONE else sides[is_forward][index]
+            for is_forward, index in self._indices(slot, forward, backward)
         ]
 
-    def _calls(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
-        """The calls of a block in order, each with whether it is of forward; `ABSENT` stands for a barrier."""
+    def _indices(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
+        """The instructions of a block in order, as indices into the pattern, each with whether it is of forward; `NONE`
+        stands for a barrier."""
         halves = slot.backward.computation_type if slot.backward else ""
         key = forward[1] if forward else None, backward[1] if backward else None, halves
         if key not in self._known:
-            pattern, made = self._window.pattern, {BARRIER: [(False, ABSENT)]}
+            pattern, made = self._window.pattern, {BARRIER: [(False, NONE)]}
             for letter, place, kind in (("F", forward, "F"), ("B", backward, halves)):
-                for call in pattern.of(place[1], kind) if place else ():
-                    made.setdefault(pattern.names[call][1], []).append((letter == "F", call))
+                for index in pattern.of(place[1], kind) if place else ():
+                    made.setdefault(pattern.names[index][1], []).append((letter == "F", index))
             units = self._window.layout.units
             names = (units[place[1]] if place else None for place in (forward, backward))
             order = self._plan.order(*names)
             # What is issued ahead for the next unit may have no entry in this one: it comes first. Where the schedule
             # halves a backward, only one half is there.
             unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
-            self._known[key] = [call for entry in (*unnamed, *order) for call in made.get(entry, ())]
+            self._known[key] = [index for entry in (*unnamed, *order) for index in made.get(entry, ())]
         return self._known[key]
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
-from hf_helix.planning.timing.profile import EMULATED_LINK, SUMS_OVER, Profile, names_of_window, seconds_of_window
+from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, names_per_step, seconds_per_step
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import STREAMS, Window, Work
+from hf_helix.planning.window.window import STREAMS, Window, WindowArrays
 
 
 def busiest_link(loads: Iterable[tuple[str, float]]) -> float:
@@ -32,60 +32,64 @@ def lower_bound(profile: Profile, schedule: Schedule) -> float:
     """Seconds that no order of this window can beat: `bound`, to which every micro-batch adds the same, or what the
     busiest link of a rank carries, gathers of weights and sums of gradients included."""
     layout, count = profile.layout, num_microbatches_of(schedule)
-    work = Window(without_microbatches(schedule, 1), layout).work(profile.times)
-    links = [busiest_link(_link_loads(profile, work, rank, count)) for rank in range(layout.num_ranks)]
-    return max(count * bound(work, layout), *links)
+    arrays = Window(without_microbatches(schedule, 1), layout).arrays(profile.times)
+    links = [busiest_link(_link_loads(profile, arrays, rank, count)) for rank in range(layout.num_ranks)]
+    return max(count * bound(arrays, layout), *links)
 
 
-def _link_loads(profile: Profile, work: Work, rank: int, count: int) -> Iterator[tuple[str, float]]:
+def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -> Iterator[tuple[str, float]]:
     """Yields what a window communicates, for `busiest_link`: by streams, each on a link of its own, sums of gradients
     on that of the stream that the profile names. All of it shares an emulated link, of which the profile knows the
     bytes. What goes between ranks of a pipeline is left out.
 
     Args:
         profile: the times and bytes of the operators.
-        work: of a window of one micro-batch.
+        arrays: of a window of one micro-batch.
         rank: of the pipeline.
         count: the micro-batches of the window.
     """
-    moving = {kind: load for kind, load in work.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
+    moving = {kind: load for kind, load in arrays.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
     yield from ((kind.value, count * load) for kind, load in moving.items())
     emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
-    yield own if emulated else profile.about.get(SUMS_OVER, own), seconds_of_window(profile, rank)
+    yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), seconds_per_step(profile, rank)
     if emulated:
         streams = {STREAMS.index(kind) for kind in moving}
-        mine = (place for place in range(len(work)) if work.rank(place) == rank and work.streams[place] in streams)
-        sent = count * sum(profile.bytes.get(work.names[work.entries[place]], 0) for place in mine)
-        sent += sum(profile.bytes.get(name, 0) for name in names_of_window(profile.layout, rank))
+        mine = (
+            place for place in range(len(arrays)) if arrays.rank(place) == rank and arrays.streams[place] in streams
+        )
+        sent = count * sum(profile.bytes.get(arrays.names[arrays.entries[place]], 0) for place in mine)
+        sent += sum(profile.bytes.get(name, 0) for name in names_per_step(profile.layout, rank))
         yield "all", parse_link(emulated).seconds(sent)
 
 
-def bound(work: Work, layout: Layout) -> float:
+def bound(arrays: WindowArrays, layout: Layout) -> float:
     """Seconds that no order of a window can beat: the load of the busiest stream, and the critical path of each strand
     through a rank's layers, weight gradients left out.
 
     Where two micro-batches of one direction run beside each other (warm-up and cool-down on several ranks, evaluation),
     half of the sum of both strands' critical paths.
     """
-    limits = [max(work.loads().values())]
+    limits = [max(arrays.loads().values())]
     for rank in range(layout.num_ranks):
-        forward, backward = (_critical_path(work, layout, letter, rank) for letter in "FB")
+        forward, backward = (_critical_path(arrays, layout, letter, rank) for letter in "FB")
         single = layout.num_ranks == 1 and forward and backward
         limits.append(max(forward, backward) if single else (forward + backward) / 2)
     return max(limits)
 
 
-def _critical_path(work: Work, layout: Layout, strand: str, rank: int) -> float:
+def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int) -> float:
     """Seconds of the critical paths through every repeating unit of a strand of a rank, one after the other."""
-    times = dict(zip(work.entries, work.seconds, strict=True))
-    seconds = {name: times[number] for number, name in enumerate(work.names)}
+    times = dict(zip(arrays.entries, arrays.seconds, strict=True))
+    seconds = {name: times[number] for number, name in enumerate(arrays.names)}
     total = 0.0
     for unit, pair in layout.graphs.items():
         graph = pair.forward if strand == "F" else pair.backward
         first = (unit, f"{strand}.{graph.operators[0].name}")
         if graph.repeats and first in seconds:
-            number = work.names.index(first)
-            unit_passes = sum(entry == number and work.rank(place) == rank for place, entry in enumerate(work.entries))
+            number = arrays.names.index(first)
+            unit_passes = sum(
+                entry == number and arrays.rank(place) == rank for place, entry in enumerate(arrays.entries)
+            )
             total += unit_passes * critical_path(
                 graph, {op.name: seconds[unit, f"{strand}.{op.name}"] for op in graph.operators}
             )

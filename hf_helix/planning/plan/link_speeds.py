@@ -19,8 +19,8 @@ from hf_helix.planning.plan.list_scheduler import PriorityPlan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
-from hf_helix.planning.timing.predict import predict_seconds
-from hf_helix.planning.timing.profile import EMULATED_LINK, Name, Pair, Profile, seconds_of_window
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import EMULATED_LINK, Name, Pair, Profile, seconds_per_step
 from hf_helix.planning.window.window import Window
 
 NO_LINK = LinkSpeed(None)
@@ -110,9 +110,9 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
         searched = isinstance(plan, PriorityPlan)
         anew = make_plan("greedy" if searched else rule, profile, model=plan.model, mesh=plan.mesh)
         candidates = [anew, plan] if searched else [anew]
-        seconds[rule] = min(predict_seconds(each, profile, schedule) for each in candidates)
+        seconds[rule] = min(predict(each, profile, schedule).seconds for each in candidates)
     layout = profile.layout
-    loads = Window(without_microbatches(schedule, 1), layout).work(profile.times).loads()
+    loads = Window(without_microbatches(schedule, 1), layout).arrays(profile.times).loads()
     computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
-    sums = max(seconds_of_window(profile, rank) for rank in range(layout.num_ranks))
+    sums = max(seconds_per_step(profile, rank) for rank in range(layout.num_ranks))
     return Predicted(link_of(profile), count * computing, count * sum(loads.values()) + sums, seconds)

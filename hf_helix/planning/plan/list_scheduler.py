@@ -1,17 +1,23 @@
-"""List scheduling of a whole window, over all ranks of the pipeline at once.
+"""List scheduling of a whole window, over all pipeline ranks at once; `PriorityPlan` is a plan that orders so.
 
 In:   a schedule, seconds and priority of every operator, and how many layers' activations may be alive.
 Out:  the order of issue.
 Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read. Micro-batches
-go through every unit in the schedule's order, forward and backward, and every parameter's gradients accumulate in that
-order. Forward is delayed while the memory limit is reached: activations, and the gradients that weight gradients read.
-At most two layers hold recomputed activations at a time; a third is recomputed only if the rank would otherwise
-deadlock. A strand leaves a layer only once all of it that weight gradients read has been recomputed.
+go through every unit in the schedule's order, and gradients of every parameter accumulate in that order.
 
-Nothing is aligned to layers or slots: gaps that one layer leaves are filled by the next, and warm-up and cool-down are
-scheduled like the steady state. Two micro-batches of a rank are under way at a time: a forward and a backward one, and
-where the schedule runs one strand alone (warm-up and cool-down), two forward or two backward ones. Communication is
-issued as soon as its input is; the next computation is the one with the smallest sum of start and priority.
+    ready = all instructions without predecessors (data dependencies, and those of `Precedence`)
+    until every instruction is issued:
+        rank  = the rank whose next instruction can begin first; of a rank, the next instruction is
+                    a ready communication, if there is one: communication is issued as soon as its input exists
+                    else the ready computation with the smallest max(now, arrival of its inputs) + priority, but
+                        not a forward one while the memory limit of the rank is reached, and
+                        not a recomputation while two layers of the rank hold recomputed activations
+        issue it; its end is the arrival of its readers; readers without other predecessors become ready
+    if no rank can begin: the oldest recomputation goes on, over the limit
+
+So nothing is aligned to layers or slots: the next layer fills the gaps of a layer, and warm-up and cool-down are
+ordered like the steady state. A rank has two micro-batches under way: one forward and one backward, or two of one
+direction where the schedule runs one strand alone.
 """
 
 from __future__ import annotations
@@ -30,121 +36,125 @@ from hf_helix.planning.plan.plan import Plan, check_known
 from hf_helix.planning.plan.precedence import ActivationMemory, Precedence, activation_memory, peak_layers, shares_of
 from hf_helix.planning.schedule.actions import Schedule, SyncPoints
 from hf_helix.planning.text import round_ms
-from hf_helix.planning.timing.profile import Name
-from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.passes import Issued
-from hf_helix.planning.window.window import COMPUTE, NumberedPass, Times, Window, Work
+from hf_helix.planning.window.layout import Layout, Name
+from hf_helix.planning.window.passes import OrderedWindow
+from hf_helix.planning.window.window import COMPUTE, NumberedPass, Times, Window, WindowArrays
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 Priority = Mapping[Name, float]
-"""Seconds by operator, 0 where it has none; the smaller goes first. A computation with a priority of 2 ms goes before
-one with 5 ms that could start less than 3 ms earlier."""
+"""Seconds by operator, 0 by default; the smaller goes first. A computation with a priority of 2 ms goes before one with
+5 ms that could start less than 3 ms earlier."""
 
 EXTRA_LIVE_LAYERS = 1
-RECOMPUTED_LAYERS = 2 + 1e-6  # whose recomputed activations may be alive: a layer of each backward strand
+RECOMPUTED_LAYERS = 2 + 1e-6  # with recomputed activations alive: a layer of each backward strand
 SLACK = 1e-6
+
+SMALL = 1e-3
+"""Priorities of the last backward, in parts of the times of operators: they decide between instructions that can start
+at the same time, and never delay what can start."""
 
 
 @dataclass(frozen=True)
 class Priorities:
-    """What list scheduling needs besides the window itself.
+    """The input of list scheduling besides the window itself.
 
     Attributes:
         times: seconds of every operator alone.
         priority: see `Priority`.
         extra_live_layers: how many layers' activations may be alive beyond those of one strand.
-        held_units: of how many units at the front of each rank the weight gradients are held back in the last backward,
-            see `hf_helix.planning.plan.search`; None where the last backward is ordered like all others.
+        num_units_with_deferred_wgrad: in the last backward, the first so many units of each rank compute their weight
+            gradients after all else, see `planning.plan.search`; None to order the last backward like all others.
     """
 
     times: Times
     priority: Priority
     extra_live_layers: int = EXTRA_LIVE_LAYERS
-    held_units: int | None = None
+    num_units_with_deferred_wgrad: int | None = None
 
 
 class ListScheduler:
-    """The instructions of a window as numbers, ready to be ordered many times.
+    """A window, ready to be ordered many times.
 
     Args:
         schedule: of the window.
-        layout: what the ranks hold.
+        layout: the units of all ranks.
         times: seconds of every operator alone.
         extra_live_layers: see `Priorities`.
 
     Attributes:
-        window: what all ranks run, rank by rank, before it is ordered.
-        work: the same with its times.
-        needs: of each instruction, those that it is issued after.
-        readers: of each instruction, those that are issued after it.
+        window: the instructions of all ranks.
+        arrays: the window for these times.
+        needs: of each place, its predecessors.
+        readers: of each place, its successors.
+        limits: of each rank, how many layers' activations may be alive.
     """
 
     def __init__(self, schedule: Schedule, layout: Layout, times: Times, extra_live_layers: int) -> None:
         self.window = window = Window(schedule, layout)
-        self.work = window.work(times)
+        self.arrays = window.arrays(times)
         shares = {name: shares_of(pair) for name, pair in layout.graphs.items() if pair.forward.repeats}
-        memory = [activation_memory(window.pattern.calls, layout, shares, recomputed) for recomputed in (False, True)]
+        memory = [activation_memory(window.pattern, layout, shares, recomputed) for recomputed in (False, True)]
         self.kept, self.recomputed = (
-            ActivationMemory(window.of_calls(each.alloc), window.of_calls(each.free)) for each in memory
+            ActivationMemory(window.per_place(each.alloc), window.per_place(each.free)) for each in memory
         )
         kept = {name: sum(share for share, source in parts.values() if not source) for name, parts in shares.items()}
         extra = extra_live_layers * max(kept.values(), default=0.0) + SLACK
         self.limits = [peak_layers(slots, layout, kept) + extra for slots in schedule]
-        self._queues = self.work.queues()
-        self._after = Precedence(window, self.work, schedule, layout, *memory)
+        self._queues = self.arrays.queues()
+        self._after = Precedence(window, self.arrays, schedule, layout, *memory)
         self.needs = self._after.needs
         self.readers: list[list[int]] = [[] for _ in self.needs]
         for place, needs in enumerate(self.needs):
             for need in needs:
                 self.readers[need].append(place)
 
-    def issue(self, priority: Priority, sync_points: SyncPoints = (), held_units: int | None = None) -> Issued:
+    def issue(self, priority: Priority, sync_points: SyncPoints = (), deferred: int | None = None) -> OrderedWindow:
         """The window in the order of issue, rank by rank.
 
         Args:
             priority: see `Priority`.
-            sync_points: of each rank, slots that it begins only once it has issued all that comes before them.
-            held_units: as of `Priorities`.
+            sync_points: see `SyncPoints`.
+            deferred: see `Priorities.num_units_with_deferred_wgrad`.
         """
-        ends = [0.0] * len(self.work)
+        ends = [0.0] * len(self.arrays)
         orders: list[list[int]] = [[] for _ in self.limits]
-        for place in self.order(priority, ends, sync_points, held_units):
-            orders[self.work.ranks[place]].append(place)
-        return Issued(self.window, orders, ends)
+        for place in self.order(priority, ends, sync_points, deferred):
+            orders[self.arrays.ranks[place]].append(place)
+        return OrderedWindow(self.window, orders, ends)
 
     def order(
         self,
         priority: Priority,
         ends: list[float] | None = None,
         sync_points: SyncPoints = (),
-        held_units: int | None = None,
+        deferred: int | None = None,
     ) -> list[int]:
-        """The order of issue, as indices of the program; what counts is the order among the instructions of a rank.
+        """The order of issue, as places; the order among the instructions of one rank counts.
 
         Args:
             priority: see `Priority`.
-            ends: takes up when each instruction ends.
-            sync_points: of each rank, slots that it begins only once it has issued all that comes before them.
-            held_units: as of `Priorities`.
+            ends: receives the end of each instruction.
+            sync_points: see `SyncPoints`.
+            deferred: see `Priorities.num_units_with_deferred_wgrad`.
         """
-        weight, ranks = self._weights(priority, held_units), self._ranks(sync_points)
+        weight, ranks = self._weights(priority, deferred), self._ranks(sync_points)
         waits = [len(needs) for needs in self.needs]
-        arrives = [0.0] * len(self.work)
+        arrives = [0.0] * len(self.arrays)
         free = [0.0] * (max(self._queues, default=0) + 1)
-        # What every forward action has still to allocate; the last stands for no action.
+        # The layers that every forward action has still to allocate; the last entry stands for no action.
         left = [*self._after.layers, 0.0]
-        of, streams, seconds = self.work.ranks, self.work.streams, self.work.seconds
+        of, streams, seconds = self.arrays.ranks, self.arrays.streams, self.arrays.seconds
         kept, recomputed, readers, queues = self.kept, self.recomputed, self.readers, self._queues
         for place, count in enumerate(waits):
             if not count:
                 ranks[of[place]].add(place, streams[place] == COMPUTE)
         order: list[int] = []
-        begins: list[tuple[float, int]] = []  # of what the ranks issue next; those that have changed stay until found
+        begins: list[tuple[float, int]] = []  # next begin of each rank; outdated entries stay until they are popped
         changed = list(range(len(ranks)))
-        # One long loop: annealing runs it for every order that it tries, and calls inside of it would cost time.
-        for _ in range(len(self.work)):
+        # One long loop without calls: annealing runs it for every order that it tries.
+        for _ in range(len(self.arrays)):
             for number in changed:
                 self._choose(ranks[number], arrives, weight, left)
                 heappush(begins, (ranks[number].start, number))
@@ -190,29 +200,30 @@ class ListScheduler:
         """The most layers whose activations are alive on each rank under an order."""
         alive, most = [0.0] * len(self.limits), [0.0] * len(self.limits)
         for place in order:
-            rank = self.work.ranks[place]
+            rank = self.arrays.ranks[place]
             alive[rank] += self.kept.alloc[place] - self.kept.free[place]
             most[rank] = max(most[rank], alive[rank])
         return most
 
-    def _weights(self, priority: Priority, held_units: int | None) -> list[float]:
-        """The priority of every instruction; under `held_units`, another one for those of the last backward passes."""
-        known = [priority.get(name, 0.0) for name in self.work.names]
-        weight = [known[entry] for entry in self.work.entries]
-        if held_units is not None:
-            for place, each in last_backward_weights(self.window, self.work, held_units):
+    def _weights(self, priority: Priority, deferred: int | None) -> list[float]:
+        """The priority of every instruction."""
+        known = [priority.get(name, 0.0) for name in self.arrays.names]
+        weight = [known[entry] for entry in self.arrays.entries]
+        if deferred is not None:
+            for place, each in _last_backward(self.window, self.arrays, deferred):
                 weight[place] = each
         return weight
 
     def _ranks(self, sync_points: SyncPoints) -> list[_Rank]:
-        """The ranks before their first instruction, with their sync_points closed."""
+        """The ranks before their first instruction."""
         ranks = [_Rank(limit) for limit in self.limits]
-        for rank, slots, closed in zip(ranks, self.window.slots, sync_points or [()] * len(ranks), strict=True):
-            rank.close([(slots[slot], slots[slot] - slots[0]) for slot in closed])
+        for rank, slots, points in zip(ranks, self.window.slots, sync_points or [()] * len(ranks), strict=True):
+            rank.sync_points = [(slots[slot], slots[slot] - slots[0]) for slot in points][::-1]
+            rank.open()
         return ranks
 
     def _choose(self, rank: _Rank, arrives: list[float], weight: list[float], left: list[float]) -> None:
-        """Notes what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""
+        """Notes the next instruction of a rank and its begin; none if every ready one would exceed a limit."""
         if rank.moving:
             few = rank.moving
             rank.chosen = min(few, key=lambda i: (arrives[i] + weight[i], i)) if len(few) > 1 else few[0]
@@ -233,29 +244,29 @@ class ListScheduler:
         rank.start = math.inf if chosen < 0 else max(now, arrives[chosen])
 
     def _oldest_recomputation(self, rank: _Rank) -> int:
-        """The first recomputation that a rank could issue, whatever it allocates; the program's length where there is
-        none."""
+        """The first ready recomputation of a rank, whatever it allocates; the window's length if there is none."""
         return min((place for place in rank.computing if self.recomputed.alloc[place]), default=len(self.window))
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank while a window is ordered.
+    """The state of a rank during list scheduling.
 
     Attributes:
         limit: how many layers' activations may be alive.
-        computing: the computations that it could issue.
-        moving: the communication that it could issue.
-        now: when its compute stream is free.
+        computing: the ready computations.
+        moving: the ready communication.
+        now: when the compute stream is free.
         alive: layers whose activations, kept by forward, are alive.
         recomputed: layers whose recomputed activations are alive.
-        chosen: what it issues next; -1 for nothing.
-        start: when that begins.
-        issued: how many instructions it has issued.
-        sync_points: what it has not come to, the last one first; see `close`.
-        gate: the place from which on it issues nothing yet.
-        opens: with how many instructions issued it may go on.
-        behind: what it could issue were it not for the gate.
+        chosen: the next instruction; -1 for none.
+        start: its begin.
+        issued: the number of issued instructions.
+        sync_points: later ones, the last first: the place from which on instructions wait, and the number of
+            instructions before the point.
+        closed_from: the place from which on instructions wait for the next sync point.
+        opens: the number of issued instructions at the next sync point.
+        waiting: ready instructions from `closed_from` on, each with whether it computes.
     """
 
     limit: float
@@ -268,66 +279,51 @@ class _Rank:
     start: float = math.inf
     issued: int = 0
     sync_points: list[tuple[int, int]] = field(default_factory=list)
-    gate: int = sys.maxsize
+    closed_from: int = sys.maxsize
     opens: int = -1
-    behind: list[tuple[int, bool]] = field(default_factory=list)
+    waiting: list[tuple[int, bool]] = field(default_factory=list)
 
     def add(self, place: int, computes: bool) -> None:
-        """Notes an instruction that it could issue from now on."""
-        if place >= self.gate:
-            self.behind.append((place, computes))
+        """Makes an instruction ready, or lets it wait for the next sync point."""
+        if place >= self.closed_from:
+            self.waiting.append((place, computes))
         else:
             (self.computing if computes else self.moving).append(place)
 
-    def close(self, sync_points: list[tuple[int, int]]) -> None:
-        """Keeps back what comes behind sync_points.
-
-        Args:
-            sync_points: of each, the place behind it, and how many instructions come before it.
-        """
-        self.sync_points = sync_points[::-1]
-        self.open()
-
     def open(self) -> None:
-        """Lets pass what comes before the next gate."""
-        self.gate, self.opens = self.sync_points.pop() if self.sync_points else (sys.maxsize, -1)
-        behind, self.behind = self.behind, []
-        for place, computes in behind:
+        """Passes a sync point: instructions up to the following one may be issued."""
+        self.closed_from, self.opens = self.sync_points.pop() if self.sync_points else (sys.maxsize, -1)
+        waiting, self.waiting = self.waiting, []
+        for place, computes in waiting:
             self.add(place, computes)
 
 
-SMALL = 1e-3
-"""Priorities in parts of the times of operators: they decide between what can start at the same time."""
+def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Iterator[tuple[int, float]]:
+    """Yields a priority in seconds for every place of the last backward of every unit.
 
-
-def last_backward_weights(window: Window, work: Work, held_units: int) -> Iterator[tuple[int, float]]:
-    """Yields the places of the last backward of every unit, each with its priority in seconds.
-
-    Args:
-        window: of all ranks.
-        work: its numbers.
-        held_units: see `hf_helix.planning.plan.list_scheduler.Priorities`.
+    Within a unit, input gradients and communication go first, and weight gradients fill the gaps, as under `greedy`.
+    But the weight gradients of a unit go before all of the next unit, so that the reduction of its gradients can begin.
+    The deferred weight gradients go after all else, unit by unit in the order of backward.
     """
-    layout, calls = window.layout, window.pattern.calls
-    longest = max(work.seconds, default=0.0)
-    step = 3 * SMALL * longest  # more than anything within a unit
+    layout, operators = window.layout, window.pattern.operators
+    longest = max(arrays.seconds, default=0.0)
+    step = 3 * SMALL * longest  # more than the differences within a unit
     for rank in range(layout.num_ranks):
         units = [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
-        behind = {unit: len(units) - 1 - place for place, unit in enumerate(units)}
-        held = set(units[:held_units])
+        before = {unit: len(units) - 1 - place for place, unit in enumerate(units)}
+        last = set(units[:deferred])
         for made in _last_passes(window):
-            if made.unit not in behind:
+            if made.unit not in before:
                 continue
-            for place, call in enumerate(made.calls, made.start):
-                op = calls[call].operator
-                is_weight = op is not None and op.part is Part.W
-                units_before = behind[made.unit] + (len(units) if is_weight and made.unit in held else 0)
-                own = work.seconds[place] + (longest if is_weight else 0.0)
+            for place, index in enumerate(made.indices, made.start):
+                is_weight = operators[index].part is Part.W
+                units_before = before[made.unit] + (len(units) if is_weight and made.unit in last else 0)
+                own = arrays.seconds[place] + (longest if is_weight else 0.0)
                 yield place, SMALL * own + step * units_before
 
 
 def _last_passes(window: Window) -> list[NumberedPass]:
-    """The passes backward through every unit for its last micro-batch; of backwards in two halves, both."""
+    """The backward passes through every unit for its last micro-batch; both halves of a split backward."""
     last: dict[tuple[int, str], NumberedPass] = {}
     for made in window.passes:
         if made.computation_type != "F":
@@ -335,12 +331,15 @@ def _last_passes(window: Window) -> list[NumberedPass]:
     return list(last.values())
 
 
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class PriorityPlan(Plan):
-    """A plan that orders whole windows by list scheduling, see `ListScheduler`.
+    """A plan that orders whole windows by list scheduling.
 
     Attributes:
-        priorities: what the list scheduler needs besides the window itself.
+        priorities: the input of the list scheduler.
     """
 
     KEY: ClassVar[str] = "priorities"
@@ -355,29 +354,30 @@ class PriorityPlan(Plan):
         slots_ahead: int = 1,
         rank: int | None = None,
         sync_points: SyncPoints = (),
-    ) -> Issued:
+    ) -> OrderedWindow:
         """The window as the list scheduler orders it, all ranks together. A receive is issued when, by the times of the
-        plan, the other rank has sent, so `slots_ahead` means nothing here."""
+        plan, the other rank has sent, so `slots_ahead` has no effect here."""
         values = self.priorities
         scheduler = ListScheduler(schedule, layout, values.times, values.extra_live_layers)
-        return scheduler.issue(values.priority, sync_points, values.held_units if layout.sums else None)
+        deferred = values.num_units_with_deferred_wgrad if layout.reductions else None
+        return scheduler.issue(values.priority, sync_points, deferred)
 
     def data(self) -> Any:
-        """Milliseconds of every operator, the layers that may be alive, and the units that hold weight gradients back
-        in the last backward, where there are any."""
+        """Milliseconds of every operator, and the other priorities."""
         operators: dict[str, dict[str, Any]] = {}
         for (unit, entry), seconds in self.priorities.times.items():
             priority = self.priorities.priority.get((unit, entry), 0.0)
             figures = {"ms": round_ms(seconds, 9), "priority_ms": round_ms(priority, 9)}
             operators.setdefault(unit, {})[entry] = figures
-        held = {} if self.priorities.held_units is None else {"held_units": self.priorities.held_units}
+        deferred = self.priorities.num_units_with_deferred_wgrad
+        held = {} if deferred is None else {"held_units": deferred}
         return {"extra_live_layers": self.priorities.extra_live_layers, **held, "operators": operators}
 
     @classmethod
     def from_data(
         cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
     ) -> Self:
-        """The plan of what a file says of its operators."""
+        """The plan from what a file holds of its operators."""
         return cls(rule, model, dict(mesh), graphs, _priorities_from(data, pairs))
 
 
@@ -390,11 +390,11 @@ def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
         _check_entries(unit, figures, known)
         for entry in known:
             times[unit, entry], priority[unit, entry] = _seconds(f"{unit} {entry}", figures[entry])
-    extra, held = data["extra_live_layers"], data.get("held_units")
-    for name, value in {"extra_live_layers": extra, "held_units": 0 if held is None else held}.items():
+    extra, deferred = data["extra_live_layers"], data.get("held_units")
+    for name, value in {"extra_live_layers": extra, "held_units": 0 if deferred is None else deferred}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
-    return Priorities(times, priority, extra, held)
+    return Priorities(times, priority, extra, deferred)
 
 
 def _check_entries(unit: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

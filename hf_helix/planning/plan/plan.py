@@ -24,7 +24,7 @@ from hf_helix.planning.text import format_json
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.passes import Issued
+from hf_helix.planning.window.passes import OrderedWindow
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -61,7 +61,7 @@ class Plan(ABC):
         slots_ahead: int = 1,
         rank: int | None = None,
         sync_points: SyncPoints = (),
-    ) -> Issued:
+    ) -> OrderedWindow:
         """A window in the order of issue.
 
         Args:
@@ -80,8 +80,8 @@ class Plan(ABC):
             layout: what the ranks hold.
             slots_ahead: see `issue`.
         """
-        issued = self.issue(schedule, layout, slots_ahead)
-        return [issued.program(rank) for rank in range(len(schedule))]
+        ordered = self.issue(schedule, layout, slots_ahead)
+        return [ordered.program(rank) for rank in range(len(schedule))]
 
     @abstractmethod
     def data(self) -> Any:

@@ -1,9 +1,16 @@
-"""Precedence: what list scheduling issues only after what, besides what reads what.
+"""Ordering constraints of list scheduling beyond data dependencies, and the activation memory of instructions.
 
-In:   a window, its schedule, and the activations that its instructions allocate.
-Out:  a `Precedence`: the needs of every instruction, and the layers that every forward action allocates.
+In:   a window and its schedule.
+Out:  a `Precedence`: the predecessors of every instruction; `ActivationMemory`: what each allocates and frees.
 Must hold: every edge goes from an instruction to a later one of the schedule, so some order keeps them all. Gradients
-add up, and transfers follow each other, in the schedule's order of micro-batches.
+accumulate, and transfers follow each other, in the schedule's order of micro-batches. Every computation of a layer
+counts as an equal part of the layer's activations; whatever is allocated for a micro-batch is freed.
+
+    strand                F0 of unit 0 -> unit 1 -> unit 2 -> F1 of unit 0 -> ...
+    enters unit n         after it has left unit n - 2; a layer also after it has left the layer n - 1
+    left a unit           when its last operator, and every recomputation of it, was issued; W of the unit may follow
+    later slot n                begins after the end of all slots up to n - 2
+    where the other strand has nothing to do, every second action of a strand is a strand of its own
 """
 
 from __future__ import annotations
@@ -15,45 +22,44 @@ from itertools import zip_longest
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import ABSENT, Pattern, Window, Work
+from hf_helix.planning.window.window import NONE, Pattern, Window, WindowArrays
 
 UnitPass = tuple[bool, int, int]
-"""A micro-batch going through a unit: whether forward, which micro-batch, which unit."""
+"""A micro-batch in a unit: whether forward, the micro-batch, the unit."""
 
 Strand = Sequence[tuple[Action, bool]]
-"""Actions of one direction, each with whether it may run beside the one before."""
+"""Actions of one direction, each with whether it may run concurrently with the one before."""
 
 
 class Precedence:
-    """What each instruction of a window is issued after.
+    """The predecessors of every instruction of a window.
 
     Args:
         window: of all ranks.
-        work: its numbers.
+        arrays: the window as arrays.
         schedule: of the window.
-        layout: what the ranks hold.
-        kept: what each call of the pattern allocates of activations that are kept.
-        recomputed: what it allocates of those that backward recomputes.
+        layout: the units of all ranks.
+        kept: what each instruction of the pattern allocates of kept activations.
+        recomputed: what each allocates of recomputed activations.
 
     Attributes:
-        needs: of each instruction, those that it is issued after.
+        needs: of each place, its predecessors.
         layers: of each forward action, the layers' activations that it allocates.
-        action: of each instruction that allocates, its forward action; of the others -1.
-        ahead: of each instruction that allocates, the forward action before that one; -1 where there is none.
+        action: of each place that allocates, its forward action; of all others -1.
+        ahead: of each place that allocates, the forward action before its own; -1 for none.
     """
 
     def __init__(
         self,
         window: Window,
-        work: Work,
+        arrays: WindowArrays,
         schedule: Schedule,
         layout: Layout,
         kept: ActivationMemory,
         recomputed: ActivationMemory,
     ) -> None:
-        self.needs = [list(needs) for needs in work.needs]
+        self.needs = [list(needs) for needs in arrays.needs]
         self.layers: list[float] = []
         self.action, self.ahead = [-1] * len(window), [-1] * len(window)
         self._window, self._kept = window, kept
@@ -67,131 +73,128 @@ class Precedence:
             self._keep_step(strands, layout, passes)
 
     def _keep_order(self, layout: Layout) -> set[UnitPass]:
-        """Adds ordering edges that are not data dependencies: gradient accumulation and transfers follow the schedule's
-        order of micro-batches.
+        """Adds edges for accumulation and transfers in the order of micro-batches.
 
         Returns:
-            The passes through units, without those that have nothing but weight gradients.
+            The passes through units, without those that consist of weight gradients.
         """
         window, needs = self._window, self.needs
-        after = window.pattern.after
+        after = window.pattern.ordered_after
         turns = _turns(window.pattern, layout)
-        last = [ABSENT] * len(after)  # where each call was for the micro-batch before
+        last = [NONE] * len(after)  # the place of each instruction for the micro-batch before
         added: dict[tuple[str, int], int] = {}
         passes: set[UnitPass] = set()
-        for microbatch, unit, computation_type, start, calls in window.passes:
+        for microbatch, unit, computation_type, start, indices in window.passes:
             forward = computation_type == "F"
             at, in_turn = window.at[microbatch], not forward or layout.transfers(unit)
-            for place, call in enumerate(calls, start):
-                if after[call]:
-                    needs[place] += [at[each] for each in after[call]]
+            for place, index in enumerate(indices, start):
+                if after[index]:
+                    needs[place] += [at[each] for each in after[index]]
                 if in_turn:
-                    if last[call] != ABSENT:
-                        needs[place].append(last[call])
-                    last[call] = place
-                for row, waits, waited_for in turns.get(call, ()):
+                    if last[index] != NONE:
+                        needs[place].append(last[index])
+                    last[index] = place
+                for row, waits, waited_for in turns.get(index, ()):
                     if waits and row in added:
                         needs[place].append(added[row])
                     if waited_for:
                         added[row] = place
-            if computation_type != "W" and self._chains[forward, unit].calls:
+            if computation_type != "W" and self._chains[forward, unit].indices:
                 passes.add((forward, microbatch, unit))
         return passes
 
     def _follow(self, strand: Strand, layout: Layout, passes: Collection[UnitPass]) -> None:
         """Adds the edges by which a strand goes from unit to unit.
 
-        It enters a unit once it has left the last but one, a layer once it has left the layer before: the next
-        micro-batch's embedding may begin beside the head, but two layers of a strand are never under way at once. Where
-        the schedule gives the other strand nothing to do, every second action makes a strand of its own.
+        The embedding of the next micro-batch may run concurrently with the head, but a strand never has two layers
+        under way.
         """
         paths: list[list[UnitPass]] = []
         number = -1
         for place, (action, doubles) in enumerate(strand):
             path = [each for each in _unit_passes(action, layout) if each in passes]
-            behind = (paths[place - 2] if place > 1 else []) if doubles else (paths[place - 1] if place else [])
-            whole = behind + path
-            for index in range(len(behind), len(whole)):
-                for earlier in whole[max(0, index - 2) : index]:
-                    if earlier is not whole[index - 1] or _both_repeat(layout, earlier, whole[index]):
-                        self._enter_after(whole[index], earlier)
+            earlier = (paths[place - 2] if place > 1 else []) if doubles else (paths[place - 1] if place else [])
+            whole = earlier + path
+            for index in range(len(earlier), len(whole)):
+                for left in whole[max(0, index - 2) : index]:
+                    if left is not whole[index - 1] or _both_repeat(layout, left, whole[index]):
+                        self._enter_after(whole[index], left)
             paths.append(path)
             if action.computation_type == "F":
                 ahead, number = number, len(self.layers)
                 inside = [place for each in path for place in self._places(each, self._chains[each[::2]].allocates)]
-                self.layers.append(sum(self._kept.alloc[self._window.calls[instruction]] for instruction in inside))
-                for instruction in inside:
-                    self.action[instruction], self.ahead[instruction] = number, ahead
+                self.layers.append(sum(self._kept.alloc[self._window.indices[place]] for place in inside))
+                for place in inside:
+                    self.action[place], self.ahead[place] = number, ahead
 
     def _keep_step(self, slots: Sequence[Slot], layout: Layout, passes: Collection[UnitPass]) -> None:
-        """Adds the edges by which a slot begins once all but the last one before it have ended."""
+        """Adds the edges by which a slot begins after the end of all slots but the last one before it."""
         for place, slot in enumerate(slots):
             for action in slot.actions:
-                first = _unit_passes(action, layout)[:1]  # a rank by itself may have a chunk without units
+                first = _unit_passes(action, layout)[:1]  # a single rank may have a chunk without units
                 for before in slots[max(0, place - 3) : max(0, place - 1)]:
                     for last in (_unit_passes(earlier, layout)[-1:] for earlier in before.actions):
                         if first and last:
                             self._enter_after(first[0], last[0])
 
     def _enter_after(self, unit_pass: UnitPass, earlier: UnitPass) -> None:
-        """Adds the edges by which a unit begins once the strand has left an earlier one and that is recomputed.
+        """Adds the edges by which a strand enters a unit after it has left an earlier one.
 
-        Otherwise a deferred weight gradient and a new layer could each wait for memory held by the other.
+        Without the recomputations among them, a deferred weight gradient and a new layer could each wait for memory
+        that the other holds.
         """
-        left = self._places(earlier, self._chains[earlier[::2]].leaves)
-        for place in self._places(unit_pass, self._chains[unit_pass[::2]].enters):
+        left = self._places(earlier, self._chains[earlier[::2]].exits)
+        for place in self._places(unit_pass, self._chains[unit_pass[::2]].entries):
             self.needs[place] += left
 
-    def _places(self, unit_pass: UnitPass, calls: Iterable[int]) -> list[int]:
-        """The places of calls of a pass through a unit."""
+    def _places(self, unit_pass: UnitPass, indices: Iterable[int]) -> list[int]:
+        """The places of pattern instructions in a pass through a unit."""
         at = self._window.at[unit_pass[1]]
-        return [at[call] for call in calls]
+        return [at[index] for index in indices]
 
 
 class _Chain:
-    """The operators of a unit in one direction that its strand waits for, as calls of the pattern: all but weight
-    gradients and transfers.
+    """The operators of a unit in one direction without weight gradients and transfers, as indices into the pattern.
 
     Attributes:
-        calls: all of them.
-        enters: those with which the strand enters the unit.
-        leaves: those after which it may enter another: the last one, and whatever recomputes.
-        allocates: those that allocate activations which are kept.
+        indices: all operators.
+        entries: the first operators: those without a predecessor in the unit.
+        exits: operators that must be issued before the strand enters the next layer: the last one and recomputations.
+        allocates: operators that allocate kept activations.
     """
 
     def __init__(self, span: range, pattern: Pattern, kept: ActivationMemory, recomputed: ActivationMemory) -> None:
-        self.calls = [
-            call
-            for call in span
-            if (op := pattern.calls[call].operator) and op.part is not Part.W and op.kind is not Kind.PIPELINE
+        operators, needs, after = pattern.operators, pattern.needs, pattern.ordered_after
+        self.indices = [
+            index
+            for index in span
+            if operators[index].part is not Part.W and operators[index].kind is not Kind.PIPELINE
         ]
-        inside = set(self.calls)
-        self.enters = [
-            call for call in self.calls if not inside.intersection(pattern.work.needs[call] + pattern.after[call])
-        ]
-        self.leaves = [call for call in self.calls if recomputed.alloc[call] or call == self.calls[-1]]
-        self.allocates = [call for call in self.calls if kept.alloc[call]]
+        inside = set(self.indices)
+        self.entries = [index for index in self.indices if not inside.intersection(needs[index] + after[index])]
+        self.exits = [index for index in self.indices if recomputed.alloc[index] or index == self.indices[-1]]
+        self.allocates = [index for index in self.indices if kept.alloc[index]]
 
 
 def _turns(pattern: Pattern, layout: Layout) -> dict[int, list[tuple[tuple[str, int], bool, bool]]]:
-    """For every call of backward that takes turns with others: the row, whether it waits for the one before it there,
-    and whether the next one waits for it."""
+    """For backward operators that take turns: the row, whether the operator waits for the last one of the row, and
+    whether the next one of the row waits for it."""
     turns: dict[int, list[tuple[tuple[str, int], bool, bool]]] = {}
     rows = {each: row for row, members in enumerate(layout.shared) for each in members}
-    for call, instruction in enumerate(pattern.calls):
-        op, unit = instruction.operator, instruction.unit
-        if op is None or op.part is Part.F:
+    for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
+        unit = instruction.unit
+        if op.part is Part.F:
             continue
         if (unit, op.name) in rows:
-            turns.setdefault(call, []).append((("shared", rows[unit, op.name]), True, True))
+            turns.setdefault(index, []).append((("shared", rows[unit, op.name]), True, True))
         if not layout.graphs[layout.units[unit]].forward.repeats and op.part in (Part.I, Part.W):
-            # Logits are large and no part of a layer: they are freed before the next micro-batch's are made.
-            turns.setdefault(call, []).append((("unit", unit), op.part is Part.I, op.part is Part.W))
+            # Logits are large and no part of a layer: they are freed before those of the next micro-batch are made.
+            turns.setdefault(index, []).append((("unit", unit), op.part is Part.I, op.part is Part.W))
     return turns
 
 
 def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
-    """The slots without halves that compute weight gradients alone: list scheduling puts these where there is room."""
+    """The slots without W actions: list scheduling places weight gradients itself."""
     kept = (
         Slot(slot.forward, None if slot.backward is None or slot.backward.computation_type == "W" else slot.backward)
         for slot in slots
@@ -200,7 +203,7 @@ def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
-    """The actions of a direction; two in a row run beside each other where the other strand has none."""
+    """The actions of a direction; two in a row are concurrent where the other strand has none."""
     actions = []
     alone = False
     for slot in slots:
@@ -212,7 +215,7 @@ def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
 
 
 def _unit_passes(action: Action, layout: Layout) -> list[UnitPass]:
-    """The passes through units that an action makes, in its order; units between the ranks are left out."""
+    """The passes through units of an action, in its order, without transfers."""
     forward = action.computation_type == "F"
     units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
     return [(forward, action.microbatch, unit) for unit in (units if forward else reversed(units))]
@@ -222,13 +225,15 @@ def _both_repeat(layout: Layout, *passes: UnitPass) -> bool:
     return all(layout.graphs[layout.units[unit]].forward.repeats for _, _, unit in passes)
 
 
+# -- activation memory -------------------------------------------------------------------------------------------------
+
 Shares = Mapping[str, tuple[float, str]]
-"""For every computation of a layer: its part of the activations, and the operator that is recomputed for it (empty
-where its activations are kept)."""
+"""For every computation of a layer: its part of the activations, and the operator that is recomputed for it (empty for
+kept activations)."""
 
 
 def shares_of(pair: GraphPair) -> Shares:
-    """Returns equal parts for all computations. A weight gradient may read what an operator before it recomputes."""
+    """Equal parts for all computations. A weight gradient may read the result of a recomputed operator."""
     writers = {value: op for op in pair.forward.operators for value in op.writes if value not in op.non_differentiable}
 
     def source(reads: Sequence[str]) -> str:
@@ -248,10 +253,10 @@ def shares_of(pair: GraphPair) -> Shares:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """What every instruction of a program allocates and frees.
+    """What every instruction of a pattern allocates and frees, in layers' activations.
 
     Attributes:
-        alloc: parts of a layer's activations; instructions that allocate are delayed while the limit is reached.
+        alloc: an instruction that allocates is delayed while the limit is reached.
         free: likewise.
     """
 
@@ -260,45 +265,44 @@ class ActivationMemory:
 
 
 def activation_memory(
-    program: Sequence[Instruction], layout: Layout, shares: Mapping[str, Shares], recomputed: bool
+    pattern: Pattern, layout: Layout, shares: Mapping[str, Shares], recomputed: bool
 ) -> ActivationMemory:
-    """What the instructions of a program allocate and free.
+    """Returns what the instructions of a pattern allocate and free.
 
     Args:
-        program: of all ranks, one after the other.
-        layout: what they hold.
+        pattern: the instructions of one micro-batch.
+        layout: the units of all ranks.
         shares: of every repeating unit, see `shares_of`.
-        recomputed: whether to count the activations that backward recomputes, or those that forward keeps.
+        recomputed: whether to count recomputed activations, or those that forward keeps.
     """
-    alloc, free = [0.0] * len(program), [0.0] * len(program)
-    for place, instruction in enumerate(program):
-        op, held = instruction.operator, shares.get(layout.units[instruction.unit], {})
-        assert op is not None
-        if op.kind is not Kind.COMPUTE or op.forward_name not in held:  # such as a sum of gradients
+    alloc, free = [0.0] * len(pattern.operators), [0.0] * len(pattern.operators)
+    for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
+        held = shares.get(layout.units[instruction.unit], {})
+        if op.kind is not Kind.COMPUTE or op.forward_name not in held:
             continue
         share, source = held[op.forward_name]
         if op.part is Part.R:
-            alloc[place] = sum(each for each, name in held.values() if name == op.forward_name) if recomputed else 0.0
+            alloc[index] = sum(each for each, name in held.values() if name == op.forward_name) if recomputed else 0.0
         elif bool(source) is not recomputed:
             continue
         elif op.part is Part.F:
-            alloc[place] = 0.0 if recomputed else share
+            alloc[index] = 0.0 if recomputed else share
         elif op.part in (Part.I, Part.W):
             # An I leaves the gradients that its W reads, such as those of gate and up. They count as a negative `free`
-            # and not as `alloc`: backward must never be delayed, or it could stop.
+            # and not as `alloc`: a delayed backward could deadlock.
             gradients = sum(value.startswith("d.") for value in op.reads)
-            free[place] = (1 + gradients if op.part is Part.W else -gradients) * share
+            free[index] = (1 + gradients if op.part is Part.W else -gradients) * share
         else:
-            free[place] = share
+            free[index] = share
     return ActivationMemory(alloc, free)
 
 
 def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]) -> float:
-    """Returns the most layers whose activations are alive at once where the strands take turns, layer by layer.
+    """Returns the most layers whose activations are alive at once if the strands take turns, layer by layer.
 
     Args:
         slots: of a rank.
-        layout: what it holds.
+        layout: the units of all ranks.
         kept: the part of a layer's activations that forward keeps, by the layer's name.
     """
 

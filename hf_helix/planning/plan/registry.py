@@ -18,7 +18,7 @@ from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
-from hf_helix.planning.plan.search import Progress, greedy, hold_weights, search, usual_schedule
+from hf_helix.planning.plan.search import Progress, defer_weight_gradients, greedy, search, usual_schedule
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.window.layout import Layout
@@ -70,7 +70,7 @@ def _by_priorities(find: Callable[[Request], Priorities]) -> Callable[[Request],
 
 def _greedy(request: Request) -> Priorities:
     profile = request.profile
-    return hold_weights(greedy(profile), profile, request.schedule or usual_schedule(profile.layout))
+    return defer_weight_gradients(greedy(profile), profile, request.schedule or usual_schedule(profile.layout))
 
 
 def _search(request: Request) -> Priorities:

@@ -28,10 +28,10 @@ from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS, SLACK, ListScheduler, Priorities, Priority
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.clock import Timeline, simulate
-from hf_helix.planning.timing.profile import Name, Profile, named_operators
-from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.passes import add_sums, order_with_sums, prefetched
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import Layout, Name, named_operators
+from hf_helix.planning.window.passes import run_passes
 from hf_helix.planning.window.repetition import Periodic
 from hf_helix.planning.window.window import COMPUTE
 
@@ -94,9 +94,9 @@ def search(
     periodic = Periodic(schedule or usual_schedule(profile.layout))
     usual = periodic.keep(min(JUDGED, periodic.periods)) if periodic.periods else periodic.schedule
 
-    first = hold_weights(greedy(profile, extra_live_layers), profile, usual)
-    cost = _Cost(first, profile, profile.layout, usual)
-    candidates = [(first, cost.by_factor(first.priority, first.held_units))]
+    first = defer_weight_gradients(greedy(profile, extra_live_layers), profile, usual)
+    cost = _Cost(first, profile, profile.layout.without_gathers, usual)
+    candidates = [(first, cost.of(first))]
 
     def best() -> Priorities:
         shortest = min(as_measured for _, (as_measured, *_) in candidates)
@@ -112,8 +112,8 @@ def search(
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
         told = None if progress is None else functools.partial(_tell, progress, number, len(views))
-        improved = hold_weights(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
-        candidates.append((improved, cost.by_factor(improved.priority, improved.held_units)))
+        improved = defer_weight_gradients(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
+        candidates.append((improved, cost.of(improved)))
     return best()
 
 
@@ -147,7 +147,7 @@ def _improve(
 ) -> Priorities:
     """Returns the priorities that annealing finds for a window."""
     cost = _Cost(start, profile, layout, schedule)
-    names, scale = cost.window.work.names, max(start.times.values())
+    names, scale = cost.names, max(start.times.values())
 
     def propose(current: _Candidate, rng: random.Random) -> _Candidate:
         priority = _changed(current.priority, names, scale, rng)
@@ -169,47 +169,36 @@ class _Cost:
     """Seconds of a window over the bound: the mean over `COMPUTE_TIME_FACTORS`."""
 
     def __init__(self, start: Priorities, profile: Profile, layout: Layout, schedule: Schedule) -> None:
-        self.window = ListScheduler(schedule, layout, start.times, start.extra_live_layers)
-        self._slowdown = profile.slowdown if profile.pairs else None
-        work = self.window.work
-        communicates = any(stream != COMPUTE for stream in work.streams)
+        self._scheduler = ListScheduler(schedule, layout, start.times, start.extra_live_layers)
+        self._contention = profile.contention
+        alone = self._scheduler.arrays
+        communicates = any(stream != COMPUTE for stream in alone.streams)
         factors = COMPUTE_TIME_FACTORS if communicates else COMPUTE_TIME_FACTORS[:1]
-        self._bounds = [bound(work.paced(factor), layout) for factor in factors]
-        self._first_sum = len(work)
-        self._works = [add_sums(work, self.window.window, profile.times).paced(factor) for factor in factors]
+        self._bounds = [bound(alone.with_compute_scaled(factor), layout) for factor in factors]
+        arrays = self._scheduler.window.arrays(profile.times, per_step=True)
+        self._arrays = [arrays.with_compute_scaled(factor) for factor in factors]
+        self.names = alone.names
 
     @property
     def effort(self) -> int:
         """Instructions ordered and simulated for one call; with contention a simulated one counts three times."""
-        return len(self.window.work) * (1 + len(self._works) * (1 if self._slowdown is None else 3))
+        return len(self._scheduler.arrays) * (1 + len(self._arrays) * (1 if self._contention is None else 3))
 
     def __call__(self, priority: Priority) -> float:
-        return statistics.fmean(self.by_factor(priority))
+        return statistics.fmean(self._by_factor(priority))
 
-    def by_factor(self, priority: Priority, held_units: int | None = None) -> list[float]:
-        """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, sums of gradients included."""
-        order = self.window.order(priority, held_units=held_units)
-        order = order_with_sums(self.window.window, prefetched(self.window.window, order), self._first_sum)
-        seconds_by_factor = (simulate(work, self._slowdown, order).seconds for work in self._works)
+    def of(self, priorities: Priorities) -> list[float]:
+        """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, gradient reductions included."""
+        return self._by_factor(priorities.priority, priorities.num_units_with_deferred_wgrad)
+
+    def _by_factor(self, priority: Priority, deferred: int | None = None) -> list[float]:
+        order = run_passes(self._scheduler.window, self._scheduler.order(priority, deferred=deferred))
+        seconds_by_factor = (simulate(arrays, self._contention, order).seconds for arrays in self._arrays)
         return [seconds / limit for seconds, limit in zip(seconds_by_factor, self._bounds, strict=True)]
 
 
 def _tell(progress: Progress, number: int, count: int, share: float) -> None:
     progress((number + share) / count)
-
-
-def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Timeline:
-    """The predicted timeline of a window, on all ranks.
-
-    Args:
-        priorities: from which the window is ordered.
-        profile: the times of the operators.
-        schedule: of the window.
-    """
-    window = ListScheduler(schedule, profile.layout, priorities.times, priorities.extra_live_layers)
-    issued = window.issue(priorities.priority, held_units=priorities.held_units)
-    work, order = issued.work(profile.times)
-    return simulate(work, profile.slowdown if profile.pairs else None, order)
 
 
 def shorten(layout: Layout) -> Layout:
@@ -250,36 +239,48 @@ def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: rando
     return {**priority, name: change if anew else priority.get(name, 0.0) + change * rng.choice((0.03, 0.15, 0.6))}
 
 
-MICROBATCHES = 2
-"""Micro-batches, for each rank of the pipeline, of the window on which numbers of units are compared."""
+# -- deferred weight gradients -----------------------------------------------------------------------------------------
 
-PARTS = 8
-"""Numbers of units that are tried at first: so many parts of all units, then those between the best ones."""
-
-GAIN = 1e-4
-"""A number of units is taken if it makes the window shorter by more than this part."""
+MICROBATCHES = 2  # for each pipeline rank, of the window on which numbers of units are compared
+PARTS = 8  # numbers of units to try first: so many parts of all units; then as many around the best one
+GAIN = 1e-4  # a number of units is taken if the window becomes shorter by more than this part
 
 
-def hold_weights(priorities: Priorities, profile: Profile, schedule: Schedule) -> Priorities:
-    """Returns the priorities with the best number of units that hold weight gradients back.
+def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: Schedule) -> Priorities:
+    """Returns the priorities with the best number of units that defer their weight gradients in the last backward.
+
+    All gradient reductions, of S seconds, fall into the last backward, of B seconds, and after it. With the
+    computations
+    they are a flow shop of two machines: bucket k is computed for a_k seconds, then reduced for b_k.
+
+    1. S < B: the last bucket is exposed, by itself that of the embedding, often the largest. By Johnson's rule (1954)
+       jobs with a_k < b_k go first, so the chain of input gradients should end early. The weight gradients of the first
+       layers can wait: deferred, they overlap the reduction of the embedding. Deferring all would leave nothing to
+       reduce before the chain ends. The best number depends on all times, so it is found by trial.
+    2. S > B: S less the computation before the first bucket is exposed under every plan, and nothing is deferred.
+       Reducing earlier contributions first would hide nothing (the last micro-batch adds to every element) and change
+       the bits; interleaving the last two backwards would keep twice the activations of a stage.
+
+    No more activations are alive than without deferring, or than the memory limit allows; the window is never longer.
 
     Args:
-        priorities: from which windows are ordered.
-        profile: the times of the operators, sums included.
+        priorities: the window is ordered by.
+        profile: the times of the operators, gradient reductions included.
         schedule: of the window.
     """
     layout = profile.layout
-    if not layout.sums:
+    if not layout.reductions:
         return priorities
     trial = _Trial(priorities, profile, schedule)
     count = max(len([u for u in layout.units_of(rank) if not layout.transfers(u)]) for rank in range(layout.num_ranks))
-    seconds = {held: trial.seconds(held) for held in _spread(0, count)}
-    best = min(seconds, key=lambda held: seconds[held])
+    seconds = {deferred: trial.seconds(deferred) for deferred in _spread(0, count)}
+    best = min(seconds, key=lambda deferred: seconds[deferred])
     near = -(-count // PARTS)
-    seconds |= {held: trial.seconds(held) for held in _spread(max(0, best - near), min(count, best + near))}
-    best = min(seconds, key=lambda held: seconds[held])
+    around = _spread(max(0, best - near), min(count, best + near))
+    seconds |= {deferred: trial.seconds(deferred) for deferred in around}
+    best = min(seconds, key=lambda deferred: seconds[deferred])
     gains = seconds[best] < (1 - GAIN) * trial.seconds(None)
-    return replace(priorities, held_units=best if gains else None)
+    return replace(priorities, num_units_with_deferred_wgrad=best if gains else None)
 
 
 def _spread(first: int, last: int) -> list[int]:
@@ -287,28 +288,22 @@ def _spread(first: int, last: int) -> list[int]:
 
 
 class _Trial:
-    """A window as short as shows how its last backward ends."""
+    """A window just long enough to show how its last backward ends."""
 
     def __init__(self, priorities: Priorities, profile: Profile, schedule: Schedule) -> None:
-        layout = profile.layout
+        layout = profile.layout.without_gathers
         few = min(num_microbatches_of(schedule), MICROBATCHES * layout.num_ranks)
         short = without_microbatches(schedule, few)
         self._priority = priorities.priority
         self._scheduler = ListScheduler(short, layout, priorities.times, priorities.extra_live_layers)
-        work = self._scheduler.window.work(profile.times)
-        self._first = len(work)
-        self._work = add_sums(work, self._scheduler.window, profile.times)
-        self._slowdown = profile.slowdown if profile.pairs else None
+        self._arrays = self._scheduler.window.arrays(profile.times, per_step=True)
+        self._contention = profile.contention
         plain = self._scheduler.peaks(self._scheduler.order(self._priority))
         self._limits = [max(pair) + SLACK for pair in zip(plain, self._scheduler.limits, strict=True)]
 
-    def seconds(self, held_units: int | None) -> float:
-        """Returns the seconds of the window; more than any window takes where too many activations would be alive."""
-        order = self._scheduler.order(self._priority, held_units=held_units)
-        if self._exceeds(order):
+    def seconds(self, deferred: int | None) -> float:
+        """The seconds of the window; infinity if too many activations would be alive."""
+        order = self._scheduler.order(self._priority, deferred=deferred)
+        if any(peak > limit for peak, limit in zip(self._scheduler.peaks(order), self._limits, strict=True)):
             return float("inf")
-        order = order_with_sums(self._scheduler.window, prefetched(self._scheduler.window, order), self._first)
-        return simulate(self._work, self._slowdown, order).seconds
-
-    def _exceeds(self, order: Sequence[int]) -> bool:
-        return any(peak > limit for peak, limit in zip(self._scheduler.peaks(order), self._limits, strict=True))
+        return simulate(self._arrays, self._contention, run_passes(self._scheduler.window, order)).seconds

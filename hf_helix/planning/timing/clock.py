@@ -1,14 +1,15 @@
-"""The cost function: from programs and measured times to the time they take.
+"""The operator clock: simulates a window, for given times and slowdowns.
 
-In:   instructions in the order of issue (of several ranks: one rank after the other), seconds of every operator alone,
-      and how much operators slow each other down.
+In:   a window as numbers, an order of issue, and how much operators slow each other down.
 Out:  a `Timeline`: start and end of every instruction.
-Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
-once everything issued before it on the compute stream is done, a computation once the values that it reads have
-arrived; at a barrier the compute stream waits for the collectives but those issued ahead; the first computation of a
-unit waits for its weights. The host issues in order, and blocks at an instruction whose row counts have not arrived
-yet. What a rank sends to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a
-rank run beside each other, each goes on at its own slowed rate, until one of them ends.
+Must hold: the rules are those of the executor.
+
+    - The instructions of a queue (a stream of a rank; of transfers, a link to a neighbour) run in the order of issue.
+    - Communication starts after all computations that the rank issued before it.
+    - A computation starts after the writers of its inputs; a barrier after the collectives before it, unless
+      prefetched; the first computation of a unit after the weight gathers of the unit.
+    - The host issues in order and blocks at an instruction whose row counts have not arrived.
+    - Of concurrent operators of a rank, each runs at its own slowed rate until one of them ends.
 """
 
 from __future__ import annotations
@@ -17,53 +18,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, Work
+from hf_helix.planning.window.layout import Name
+from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
 
-Slowdown = Callable[[tuple[str, str], tuple[str, str]], float]
-"""How many times longer the first operator takes while the second runs beside it; 1 where they do not interfere."""
+Slowdown = Callable[[Name, Name], float]
+"""How many times longer the first operator takes while the second runs; 1 without interference."""
+
+Queue = list[tuple[int, int, int]]
+"""Instructions that run one after the other, each with the last computation issued before it and the collective that
+the host last waited for (`NONE` if there is none)."""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """When each instruction runs, in seconds from the start."""
 
-    work: Work
+    arrays: WindowArrays
     starts: list[float]
     ends: list[float]
 
     @property
     def seconds(self) -> float:
-        """The seconds that the whole program takes."""
+        """The seconds of the whole window."""
         return max(self.ends, default=0.0)
 
     def spans(self) -> list[tuple[str, str, int, float, float]]:
         """(stream, entry, instruction, start, end) of every operator, for pictures."""
-        work = self.work
+        arrays = self.arrays
         return [
-            (STREAMS[work.streams[i]].value, work.names[entry][1], i, self.starts[i], self.ends[i])
-            for i, entry in enumerate(work.entries)
+            (STREAMS[arrays.streams[i]].value, arrays.names[entry][1], i, self.starts[i], self.ends[i])
+            for i, entry in enumerate(arrays.entries)
             if entry != NONE
         ]
 
 
-def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
-    """Runs the work on paper.
+def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
+    """Returns when each instruction runs.
 
     Args:
-        slowdown: see `Slowdown`; None where nothing interferes.
-        order: of issue, as indices; None for the work's own.
+        arrays: the instructions of all ranks.
+        slowdown: see `Slowdown`; None without interference.
+        order: of issue, as places; None for the order of the arrays.
 
     Raises:
-        ValueError: an instruction waits for one that is issued later on its own stream.
+        ValueError: an instruction waits for a later one of its own queue.
     """
-    order = range(len(work)) if order is None else order
-    timeline = Timeline(work, [0.0] * len(work), [0.0] * len(work))
-    done = bytearray(len(work) + 1)
+    order = range(len(arrays)) if order is None else order
+    timeline = Timeline(arrays, [0.0] * len(arrays), [0.0] * len(arrays))
+    done = bytearray(len(arrays) + 1)
     done[NONE] = 1
-    slow = None if slowdown is None else Slowdowns(work, slowdown)
-    ranks = [RankClock(timeline, queues, done, slow) for queues in _queues(work, order)]
-    waiting = _waiting_ranks(work, len(ranks))
-    events: list[tuple[float, int, int]] = []  # when something ends on a rank, the rank, and the state it was found in
+    rates = None if slowdown is None else _Rates(arrays, slowdown)
+    ranks = [_RankClock(timeline, queues, done, rates) for queues in _queues(arrays, order)]
+    waiting = _waiting_ranks(arrays, len(ranks))
+    events: list[tuple[float, int, int]] = []  # the time of a rank's next end, the rank, and its state at that time
     for number, rank in enumerate(ranks):
         if rank.start():
             heappush(events, (rank.now + rank.step, number, rank.state))
@@ -82,7 +89,7 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
         for other in changed:
             clock = ranks[other]
             if other != number:
-                clock.go_on(rank.now)
+                clock.advance(rank.now)
             if clock.start():
                 heappush(events, (clock.now + clock.step, other, clock.state))
     if left:
@@ -90,30 +97,30 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
     return timeline
 
 
-def _waiting_ranks(work: Work, num_ranks: int) -> dict[int, list[int]]:
-    """The ranks that wait for an instruction of another."""
+def _waiting_ranks(arrays: WindowArrays, num_ranks: int) -> dict[int, list[int]]:
+    """The ranks that wait for an instruction of another rank."""
     waiting: dict[int, list[int]] = {}
-    for rank, needs in zip(work.ranks, work.needs, strict=True) if num_ranks > 1 else ():
+    for rank, needs in zip(arrays.ranks, arrays.needs, strict=True) if num_ranks > 1 else ():
         for need in needs:
-            if work.ranks[need] != rank:
+            if arrays.ranks[need] != rank:
                 waiting.setdefault(need, []).append(rank)
     return waiting
 
 
-def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:
+def _queues(arrays: WindowArrays, order: Sequence[int]) -> list[list[Queue]]:
     """The queues of every rank."""
-    numbers = work.queues()
+    numbers = arrays.queues()
     queues: list[Queue] = [[] for _ in range(max(numbers, default=-1) + 1)]
     ranks = [0] * len(queues)
     last: dict[int, int] = {}
     known: dict[int, int] = {}
     for place in order:
-        rank, computes = work.rank(place), work.streams[place] == COMPUTE
+        rank, computes = arrays.rank(place), arrays.streams[place] == COMPUTE
         ranks[numbers[place]] = rank
-        if work.size_sources and work.size_sources[place] != NONE:
-            known[rank] = work.size_sources[place]
-        behind = NONE if computes else last.get(rank, NONE)
-        queues[numbers[place]].append((place, behind, known.get(rank, NONE)))
+        if arrays.size_sources and arrays.size_sources[place] != NONE:
+            known[rank] = arrays.size_sources[place]
+        after = NONE if computes else last.get(rank, NONE)
+        queues[numbers[place]].append((place, after, known.get(rank, NONE)))
         if computes:
             last[rank] = place
     return [
@@ -122,42 +129,37 @@ def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:
     ]
 
 
-Queue = list[tuple[int, int, int]]
-"""Instructions that run one after the other, each with the computation issued last before it and what the host last
-waited for (-1: none)."""
-
-
-class RankClock:
-    """A rank while work is simulated.
+class _RankClock:
+    """The streams of one rank.
 
     Attributes:
-        now: the time of its last event.
-        step: seconds until something ends.
-        state: a number that changes with what runs.
+        now: the time of the last event.
+        step: seconds until the next end.
+        state: a number that changes with the set of running instructions.
     """
 
-    def __init__(self, timeline: Timeline, queues: list[Queue], done: bytearray, slow: Slowdowns | None) -> None:
+    def __init__(self, timeline: Timeline, queues: list[Queue], done: bytearray, rates: _Rates | None) -> None:
         self.now = self.step = 0.0
         self.state = 0
-        self._work, self._starts, self._ends = timeline.work, timeline.starts, timeline.ends
+        self._arrays, self._starts, self._ends = timeline.arrays, timeline.starts, timeline.ends
         self._queues = [queue[::-1] for queue in queues]
-        self._done, self._slow = done, slow
+        self._done, self._rates = done, rates
         self._running = [NONE] * len(queues)
         self._left, self._rate = [0.0] * len(queues), [1.0] * len(queues)
         self._active: list[int] = []
-        self._idle = [number for number, queue in enumerate(queues) if queue]  # of these nothing runs
-        self._blocked_by = [NONE] * len(queues)  # of each of them, something that its next instruction waits for
+        self._idle = [number for number, queue in enumerate(queues) if queue]
+        self._blocked_by = [NONE] * len(queues)  # an instruction that the next one of an idle queue waits for
 
     def start(self) -> bool:
-        """Starts whatever can start now, and finds when something ends; returns whether anything runs."""
-        done, needs, active, blocked_by = self._done, self._work.needs, self._active, self._blocked_by
+        """Starts all instructions that can start now, and finds the next end; returns whether anything runs."""
+        done, needs, active, blocked_by = self._done, self._arrays.needs, self._active, self._blocked_by
         started = False
         for number in self._idle:
             if not done[blocked_by[number]]:
                 continue
-            place, behind, known = self._queues[number][-1]
-            if not done[behind]:
-                blocked_by[number] = behind
+            place, after, known = self._queues[number][-1]
+            if not done[after]:
+                blocked_by[number] = after
             elif not done[known]:
                 blocked_by[number] = known
             else:
@@ -167,7 +169,7 @@ class RankClock:
                         break
                 else:
                     self._queues[number].pop()
-                    self._running[number], self._left[number] = place, self._work.seconds[place]
+                    self._running[number], self._left[number] = place, self._arrays.seconds[place]
                     self._starts[place] = self.now
                     active.append(number)
                     started = True
@@ -180,26 +182,26 @@ class RankClock:
         if len(active) == 1:
             self._rate[active[0]] = 1.0
             self.step = left[active[0]]
-        elif self._slow is None:
+        elif self._rates is None:
             self.step = min([left[number] for number in active])
         else:
             active.sort()
-            entries, rates = self._work.entries, self._rate
-            slow = self._slow(tuple([entries[running[number]] for number in active]))
-            for number, rate in zip(active, slow, strict=True):
+            entries, rates = self._arrays.entries, self._rate
+            found = self._rates(tuple([entries[running[number]] for number in active]))
+            for number, rate in zip(active, found, strict=True):
                 rates[number] = rate
             self.step = min([left[number] * rates[number] for number in active])
         return True
 
-    def go_on(self, now: float) -> None:
-        """Runs until a time at which nothing of its own ends."""
+    def advance(self, now: float) -> None:
+        """Runs until a time before the next end."""
         step = now - self.now
         for number in self._active:
             self._left[number] = max(0.0, self._left[number] - step / self._rate[number])
         self.now = now
 
     def finish(self) -> list[int]:
-        """Runs until something ends, and returns what that is."""
+        """Runs until the next end, and returns the ended instructions."""
         step, lefts, rates, running = self.step, self._left, self._rate, self._running
         now = self.now = self.now + step
         ended, active = [], []
@@ -219,12 +221,11 @@ class RankClock:
         return ended
 
 
-class Slowdowns:
-    """How many times longer operators take that run beside each other, by their numbers; each set is worked out once.
-    Nothing slows a barrier down, or is slowed down by one."""
+class _Rates:
+    """How many times longer concurrent operators take, by their numbers; barriers neither slow down nor are slowed."""
 
-    def __init__(self, work: Work, slowdown: Slowdown) -> None:
-        self._slowdown, self._names = slowdown, work.names
+    def __init__(self, arrays: WindowArrays, slowdown: Slowdown) -> None:
+        self._slowdown, self._names = slowdown, arrays.names
         self._pairs: dict[tuple[int, int], float] = {}
         self._known: dict[tuple[int, ...], list[float]] = {}
 

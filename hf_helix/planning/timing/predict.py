@@ -1,15 +1,16 @@
-"""Predictions of whole windows: their seconds, and when each instruction runs, under a plan.
+"""Predictions: the seconds of a window under a plan, and when each instruction runs.
 
 In:   a plan, a profile, and the schedule of a window.
-Out:  seconds, a `WindowParts`, or a `Timeline`.
-Must hold: seconds are those of `simulate`, but for the rounding of floats, where the window falls into a
-rhythm: all ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a
-long window takes what the last half of those that were simulated took on average.
+Out:  a `Prediction`.
+Must hold: seconds are those of `simulate`, but for rounding, where the window becomes periodic: all ranks take as long
+for some stretches as for as many before. Where it does not, a further stretch of a long window takes the mean of the
+last half of the simulated stretches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hf_helix.planning.collection import without_collection
@@ -19,122 +20,95 @@ from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.passes import Issued
-from hf_helix.planning.window.program import build_programs
-from hf_helix.planning.window.repetition import Ordered, order_window
-from hf_helix.planning.window.window import STREAMS, work_of
+from hf_helix.planning.window.passes import OrderedWindow
+from hf_helix.planning.window.program import free_values
+from hf_helix.planning.window.repetition import RepeatedWindow, order_window
+from hf_helix.planning.window.window import STREAMS
 
-COPIES = (3, 7, 15, 31)  # of a stretch that are simulated; more where fewer do not fall into a rhythm
-MICROBATCHES = 48  # in all copies, unless they are the fewest
-NEAR = 1e-9  # two times that differ by a smaller part are equal
+COPIES = (3, 7, 15, 31)  # repetitions to simulate; more while the times are not periodic
+MICROBATCHES = 48  # in all repetitions, unless there are only `COPIES[0]`
+NEAR = 1e-9  # times that differ by a smaller part are equal
 
 
 @dataclass(frozen=True)
-class WindowParts:
-    """What a window takes.
+class Prediction:
+    """The predicted times of a window.
 
     Attributes:
-        whole: seconds of all of it.
-        sums: those at its end in which gradients are summed and nothing else runs.
+        seconds: of the whole window.
+        reduction_seconds: those at its end in which only gradient reductions run.
+        timeline: of all instructions, in the order of issue, rank by rank; None unless asked for.
+        instructions: those of the timeline.
     """
 
-    whole: float
-    sums: float
-
-
-def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    """The predicted seconds of a window under a plan.
-
-    Args:
-        plan, profile, schedule: as of `predict_parts`.
-    """
-    return predict_parts(plan, profile, schedule).whole
+    seconds: float
+    reduction_seconds: float
+    timeline: Timeline | None = field(default=None, repr=False)
+    instructions: Sequence[Instruction] = field(default=(), repr=False)
 
 
 @without_collection
-def predict_parts(plan: Plan, profile: Profile, schedule: Schedule) -> WindowParts:
-    """What a window takes under a plan; of a long window the steady state is predicted once.
+def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = False) -> Prediction:
+    """Returns the predicted times of a window; of a long window only some repetitions are simulated.
 
     Args:
         plan: the order of issue.
         profile: the times of the operators of the model's own graphs.
         schedule: of the window.
+        timeline: whether to simulate the whole window and to keep its timeline and instructions.
     """
     profile = plan.profile_for(profile)
-    ordered = order_window(plan, schedule, profile.layout)
-    if not ordered.repeats:
-        return _simulated(ordered, 0, profile)[0]
-    for copies in (min(copies, ordered.repeats) for copies in COPIES):
-        if copies > COPIES[0] and copies * ordered.shift > MICROBATCHES:
+    if timeline:
+        return _predict_whole(plan.issue(schedule, profile.layout), profile)
+    window = order_window(plan, schedule, profile.layout)
+    if not window.repeats:
+        return _simulated(window, 0, profile)[0]
+    for copies in (min(copies, window.repeats) for copies in COPIES):
+        if copies > COPIES[0] and copies * window.shift > MICROBATCHES:
             break
-        window, stretches = _simulated(ordered, copies, profile)
-        left, rhythm = ordered.repeats - copies, _rhythm(stretches)
+        made, gaps = _simulated(window, copies, profile)
+        left, period = window.repeats - copies, _period(gaps)
         if not left:
-            return window
-        if rhythm:
-            if left % rhythm:  # where in the rhythm the window ends decides how long its end takes
-                window, stretches = _simulated(ordered, copies + left % rhythm, profile)
-            return replace(window, whole=window.whole + left // rhythm * sum(stretches[0][-rhythm:]))
-    half = len(stretches[0]) // 2
-    return replace(window, whole=window.whole + left * max(sum(each[-half:]) / half for each in stretches))
+            return made
+        if period:
+            if left % period:  # the end of the window depends on the phase of the period
+                made, gaps = _simulated(window, copies + left % period, profile)
+            return replace(made, seconds=made.seconds + left // period * sum(gaps[0][-period:]))
+    half = len(gaps[0]) // 2
+    return replace(made, seconds=made.seconds + left * max(sum(each[-half:]) / half for each in gaps))
 
 
-def predict_timeline(plan: Plan, profile: Profile, schedule: Schedule) -> Timeline:
-    """The predicted timeline of a window under a plan, its instructions rank by rank in the order of the schedule.
-
-    Args:
-        plan: the order of issue.
-        profile: the times of the operators of the model's own graphs.
-        schedule: of the window.
-    """
-    profile = plan.profile_for(profile)
-    return _timeline(plan.issue(schedule, profile.layout), profile)
+def _predict_whole(ordered: OrderedWindow, profile: Profile) -> Prediction:
+    arrays, order = ordered.arrays(profile.times)
+    timeline = simulate(arrays.permuted(order), profile.contention)
+    programs = (free_values(ordered.program(rank)) for rank in range(len(ordered.orders)))
+    return replace(_prediction(timeline), timeline=timeline, instructions=[each for made in programs for each in made])
 
 
-def _timeline(issued: Issued, profile: Profile) -> Timeline:
-    work, order = issued.work(profile.times)
-    return simulate(work, profile.slowdown if profile.pairs else None, order)
-
-
-def parts_of(timeline: Timeline) -> WindowParts:
-    """Returns what a window takes whose timeline is known."""
-    ends = zip(timeline.ends, timeline.work.streams, strict=True)
-    bare = max((end for end, stream in ends if STREAMS[stream] is not Kind.GRADIENTS), default=0.0)
-    return WindowParts(timeline.seconds, timeline.seconds - bare)
-
-
-def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[WindowParts, list[list[float]]]:
-    """Returns what a window takes that has so many copies of its stretch, and of each rank those that it takes from
-    each to the next."""
-    made = ordered.lengthened(copies)
-    timeline = _timeline(made.issued, profile)
+def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[Prediction, list[list[float]]]:
+    """The prediction with `copies` repetitions, and the seconds between repetitions on each rank."""
+    made = window.lengthened(copies)
+    arrays, order = made.ordered.arrays(profile.times)
+    timeline = simulate(arrays, profile.contention, order)
     gaps = []
-    for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
+    for places, (begin, end) in zip(made.ordered.orders, window.stretches, strict=False):
         times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]
         gaps.append([later - time for time, later in pairwise(times)])
-    return parts_of(timeline), gaps
+    return _prediction(timeline), gaps
 
 
-def _rhythm(stretches: list[list[float]]) -> int:
-    """After how many stretches all ranks take the same again; 0 where they do not."""
-    for count in range(1, len(stretches[0]) // 2 + 1):
-        total = sum(stretches[0][-count:])
-        pairs = [(each[-number], each[-number - count]) for each in stretches for number in range(1, count + 1)]
-        pairs += [(sum(each[-count:]), total) for each in stretches]
+def _prediction(timeline: Timeline) -> Prediction:
+    ends = zip(timeline.ends, timeline.arrays.streams, strict=True)
+    bare = max((end for end, stream in ends if STREAMS[stream] is not Kind.GRADIENTS), default=0.0)
+    return Prediction(timeline.seconds, timeline.seconds - bare)
+
+
+def _period(gaps: list[list[float]]) -> int:
+    """After how many repetitions the times of all ranks recur; 0 if they do not."""
+    for count in range(1, len(gaps[0]) // 2 + 1):
+        total = sum(gaps[0][-count:])
+        pairs = [(each[-number], each[-number - count]) for each in gaps for number in range(1, count + 1)]
+        pairs += [(sum(each[-count:]), total) for each in gaps]
         if all(abs(one - other) <= NEAR * total for one, other in pairs):
             return count
     return 0
-
-
-def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list[Instruction], Timeline]:
-    """The programs of a plan, rank by rank in one list, and their predicted timeline.
-
-    Args:
-        plan: the order of issue.
-        profile: the times of the operators of the model's own graphs.
-        schedule: of the window.
-    """
-    profile = plan.profile_for(profile)
-    program = [made for of_rank in build_programs(schedule, profile.layout, plan) for made in of_rank]
-    work = work_of(program, profile.layout, profile.times)
-    return program, simulate(work, profile.slowdown if profile.pairs else None)

@@ -9,25 +9,27 @@ operator, and its times are possible. Pairs that were not measured get the mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.window.layout import GATHERS, SUMS, Layout
-
-Name = tuple[str, str]
-"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Sums of gradients
-and gathers of weights belong to no unit; they are called ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on,
-as the layout numbers them."""
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.clock import Slowdown
+from hf_helix.planning.window.layout import (
+    Layout,
+    Name,
+    is_per_step,
+    named_gathers,
+    named_operators,
+    named_per_step,
+    named_reductions,
+    names_per_step,
+)
 
 EMULATED_LINK = "emulated_link"
-SUMS_OVER = "gradient_sums"
+REDUCTIONS_OVER = "gradient_sums"
 """What `Profile.about` calls the speed of the emulated link, as text, and the kind of communication whose links sums of
 gradients and gathers of weights go over."""
-
-GATHER_COST = 8.0
-"""What a gather of weights costs, in costs of a norm: a rough value that holds until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,12 @@ class Profile:
 
     def kind(self, name: Name) -> Kind:
         """Returns the kind of an operator."""
-        return Kind.GRADIENTS if is_of_window(name) else self._kinds[name]
+        return Kind.GRADIENTS if is_per_step(name) else self._kinds[name]
+
+    @property
+    def contention(self) -> Slowdown | None:
+        """`slowdown`, for `simulate`; None if no pair was measured."""
+        return self.slowdown if self.pairs else None
 
     def slowdown(self, name: Name, other: Name) -> float:
         """How many times longer the first takes while the second runs beside it."""
@@ -139,67 +146,13 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
-    operators = (*named_operators(layout), *named_of_window(layout))
+    operators = (*named_operators(layout), *named_per_step(layout))
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
-def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Every operator of the units, once."""
-    for unit, pair in layout.graphs.items():
-        for entry, op in pair.entries():
-            yield (unit, entry), op
-
-
-def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Every sum of gradients, in the order of the layout. A rough guess is that it takes as long as computing them."""
-    for number, gradient_sum in enumerate(layout.sums):
-        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in gradient_sum.adders)
-        op = Operator(
-            name=f"sum.{number}",
-            kind=Kind.GRADIENTS,
-            reads=(),
-            writes=(),
-            part=Part.B,
-            relative_cost=sum(adder.relative_cost for adder in adders),
-        )
-        yield (SUMS, f"B.{op.name}"), op
-
-
-def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Every gather of weights that happens once in a window, in the order of the layout; `forward_name` says what is
-    gathered. A rough guess is that all take as long."""
-    for number, gather in enumerate(layout.gathers):
-        op = Operator(
-            name=f"gather.{number}",
-            kind=Kind.GRADIENTS,
-            reads=(),
-            writes=(),
-            forward_name=gather.name,
-            relative_cost=GATHER_COST,
-        )
-        yield (GATHERS, f"F.{op.name}"), op
-
-
-def named_of_window(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """What a window runs that belongs to no micro-batch: gathers of weights and sums of gradients."""
-    yield from named_gathers(layout)
-    yield from named_sums(layout)
-
-
-def is_of_window(name: Name) -> bool:
-    """Whether a name is that of a gather of weights or a sum of gradients."""
-    return name[0] in (SUMS, GATHERS)
-
-
-def names_of_window(layout: Layout, rank: int) -> list[Name]:
-    """All gathers of weights and sums of gradients of a pipeline rank, which run one after the other on one stream."""
-    sums, gathers = ([name for name, _ in named(layout)] for named in (named_sums, named_gathers))
-    return [sums[number] for number in layout.sums_of(rank)] + [gathers[number] for number in layout.gathers_of(rank)]
-
-
-def seconds_of_window(profile: Profile, rank: int) -> float:
+def seconds_per_step(profile: Profile, rank: int) -> float:
     """Seconds of all gathers of weights and sums of gradients of a pipeline rank."""
-    return sum(profile.times[name] for name in names_of_window(profile.layout, rank))
+    return sum(profile.times[name] for name in names_per_step(profile.layout, rank))
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:
@@ -227,16 +180,16 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
         times: seconds of every operator.
         pairs: of operators that were timed beside each other.
     """
-    sums = {name for name, _ in named_sums(layout)}
+    sums = {name for name, _ in named_reductions(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}
     for name in sorted((known | sums | gathers) - times.keys()):
         what = f"operator {join_name(name)!r}"
-        if is_of_window(name):
+        if is_per_step(name):
             what = f"the {'sums of gradients' if name in sums else 'gathers of weights'} ({len(sums or gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known and not is_of_window(name):  # a part of the layout may have none of these
+        if name not in known and not is_per_step(name):  # a part of the layout may have none of these
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

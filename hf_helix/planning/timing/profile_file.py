@@ -17,7 +17,7 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.text import first_difference, format_json, round_ms
 from hf_helix.planning.timing.profile import Name, Pair, Profile, join_name
-from hf_helix.planning.window.layout import GradientSum, Layout, WeightGather
+from hf_helix.planning.window.layout import GradientReduction, Layout, WeightGather
 
 FORMAT = "hf_helix.profile/1"
 
@@ -86,7 +86,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
     sums = [
-        GradientSum(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
+        GradientReduction(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
         for row in data["layout"].get("sums", ())
     ]
     gathers = [
@@ -164,7 +164,7 @@ def profile_json(profile: Profile) -> str:
 
 def _window_data(layout: Layout) -> dict[str, Any]:
     """What a file says of sums of gradients and of gathers of weights; nothing where there are none."""
-    sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.sums]
+    sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.reductions]
     gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
     return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
 

@@ -1,19 +1,19 @@
-"""Windows: everything the ranks run for the micro-batches of an optimizer step, before a plan orders it.
+"""Instructions: one operator for one micro-batch, with the keys of its values; and the units that a slot runs.
 
-In:   a schedule, and the units of every virtual stage.
-Out:  instructions: which operator of which unit for which micro-batch, and what it reads and writes.
-Must hold: every operator of every micro-batch once, each after what it reads.
+In:   a layout, and slots of a schedule.
+Out:  the instructions of a unit, and the passes through units of a slot.
+Must hold: every operator of a unit once, each after the writers of its inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Operator, Part
-from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.schedule.actions import Action, Slot
+from hf_helix.planning.window.layout import GATHERS, REDUCTIONS, Key, Layout, Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Instruction:
     """One operator for one micro-batch; without an operator, a barrier.
 
     Attributes:
-        unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
+        unit: index among the layout's units; of a barrier, any unit of its rank (-1 for a single rank).
         accumulates, control_deps, weights: as of `Operator`, by key.
-        frees: values that nothing reads any more.
-        ends: whether nothing of the micro-batch comes after but sums of gradients.
-        gradient_sum: of a sum of gradients, its place among the layout's; of everything else -1.
-        gather: of a gather of weights that happens once in a window, likewise.
+        frees: values without a later reader.
+        ends: whether nothing of the micro-batch follows, gradient reductions apart.
+        reduction: of a gradient reduction, its index among the layout's; of all others -1.
+        gather: of a weight gather, its index among the layout's; of all others -1.
     """
 
     microbatch: int
@@ -37,15 +37,15 @@ class Instruction:
     writes: tuple[Key, ...] = ()
     frees: tuple[Key, ...] = ()
     ends: bool = False
-    gradient_sum: int = -1
+    reduction: int = -1
     control_deps: tuple[Key, ...] = ()
     weights: tuple[Key, ...] = ()
     gather: int = -1
 
     @property
-    def is_of_window(self) -> bool:
-        """Whether it belongs to the window and to no micro-batch: a sum of gradients, or a gather of weights."""
-        return self.gradient_sum >= 0 or self.gather >= 0
+    def is_per_step(self) -> bool:
+        """Whether the instruction runs once a step, for no micro-batch: a gradient reduction or a weight gather."""
+        return self.reduction >= 0 or self.gather >= 0
 
     @property
     def needs(self) -> tuple[Key, ...]:
@@ -54,7 +54,7 @@ class Instruction:
         return self.reads + added + self.control_deps + self.weights
 
     def of(self, microbatch: int) -> Instruction:
-        """The same for another micro-batch."""
+        """The instruction for another micro-batch; written out, because `replace` takes five times as long."""
         return Instruction(
             microbatch,
             self.unit,
@@ -64,28 +64,52 @@ class Instruction:
             self.writes,
             self.frees,
             self.ends,
-            self.gradient_sum,
+            self.reduction,
             self.control_deps,
             self.weights,
             self.gather,
         )
 
 
+def barrier(unit: int) -> Instruction:
+    """The barrier of the rank of a unit."""
+    return replace(BARRIER_INSTRUCTION, unit=unit)
+
+
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)
+
+
+def entry_of(instruction: Instruction, layout: Layout) -> Name:
+    """The name of the operator of an instruction, see `Name`."""
+    op = instruction.operator
+    assert op is not None
+    unit = layout.units[instruction.unit]
+    if instruction.is_per_step:
+        unit = REDUCTIONS if instruction.gather < 0 else GATHERS
+    return unit, f"{'F' if op.part is Part.F else 'B'}.{op.name}"
+
+
+def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:
+    """Identifies a message between ranks at both of its ends: micro-batch, whether forward, the unit that forward sends
+    from."""
+    op = instruction.operator
+    assert op is not None
+    forward = op.part is Part.F
+    return instruction.microbatch, forward, instruction.unit - (op.receives if forward else op.sends)
 
 
 Place = tuple[int, int]
 """A micro-batch and a unit."""
 
 Pass = tuple[Place, Action]
-"""A micro-batch going through a unit, as a part of an action."""
+"""A micro-batch in a unit, as a part of an action."""
 
 PARTS_OF = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
 """The parts of a unit's operators that each computation type runs."""
 
 
 def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place | None]]:
-    """The i-th unit of the forward action beside the i-th unit of the backward action; ways between ranks left out."""
+    """The i-th unit of the forward action with the i-th unit of the backward action, without transfers."""
     forward = _places(slot.forward, layout)
     backward = _places(slot.backward, layout)[::-1]
     yield from zip_longest(
@@ -94,12 +118,12 @@ def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place 
 
 
 def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
-    """What a slot receives from other ranks before it begins, or sends to them when it has ended.
+    """The receives of a slot, which precede its computations, or its sends, which follow them.
 
     Args:
         slot: of one rank.
-        layout: what the ranks hold.
-        receives: whether the receives are asked for; otherwise the sends.
+        layout: the units of all ranks.
+        receives: whether to return the receives.
     """
     found = []
     for action in slot.actions:
@@ -114,13 +138,23 @@ def _places(action: Action | None, layout: Layout) -> list[Place]:
     return [(action.microbatch, unit) for unit in layout.chunks[action.stage]] if action else []
 
 
+def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
+    """The passes of a slot: receives, then block by block forward before backward, then sends."""
+    found = transfers_of(slot, layout, receives=True)
+    for places in blocks_of(slot, layout):
+        for place, action in zip(places, (slot.forward, slot.backward), strict=True):
+            if place is not None and action is not None:
+                found.append((place, action))
+    return found + transfers_of(slot, layout, receives=False)
+
+
 def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
-    """What a micro-batch runs in a unit, in canonical order.
+    """The instructions of a micro-batch in a unit, in canonical order.
 
     Args:
-        layout: what the ranks hold, with the graphs of the units.
+        layout: the units of all ranks, with their graphs.
         place: the micro-batch and the unit.
-        forward: whether its forward graph runs; otherwise the backward graph.
+        forward: whether the forward graph runs, or the backward graph.
     """
     microbatch, unit = place
 
@@ -144,14 +178,13 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
 
 def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
-    """What is issued while a micro-batch passes through a unit, in canonical order.
+    """The instructions issued while a micro-batch passes through a unit, in canonical order.
 
-    These are the operators of the unit. But those that are issued ahead come with the unit that the micro-batch passes
-    through before; the first unit of a pass has its own. This is where plans see them; they may be issued earlier, see
-    `hf_helix.planning.window.passes`.
+    A prefetched operator (`Operator.ahead`) is listed with the unit before its own; the first unit of a rank has its
+    own as well. Plans order these lists; `planning.window.passes` may move prefetched operators further forward.
 
     Args:
-        layout: what the ranks hold, with the graphs of the units.
+        layout: the units of all ranks, with their graphs.
         place: the micro-batch and the unit.
         forward: whether the micro-batch goes forward.
     """
@@ -159,45 +192,12 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     made = unit_instructions(layout, place, forward)
     if layout.transfers(unit):
         return made
-    before, behind = layout.neighbours(unit, forward)
-    first = [each for each in made if _is_ahead(each.operator)] if before is None else []
-    following = unit_instructions(layout, (microbatch, behind), forward) if behind is not None else []
-    ahead = first + [each for each in following if _is_ahead(each.operator)]
-    return ahead + [each for each in made if not _is_ahead(each.operator)]
+    before, after = layout.neighbours(unit, forward)
+    first = [each for each in made if _is_prefetched(each)] if before is None else []
+    following = unit_instructions(layout, (microbatch, after), forward) if after is not None else []
+    prefetched = first + [each for each in following if _is_prefetched(each)]
+    return prefetched + [each for each in made if not _is_prefetched(each)]
 
 
-def _is_ahead(op: Operator | None) -> bool:
-    return op is not None and op.ahead > 0
-
-
-def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
-    """What an action runs in a unit: of a backward in two halves, only its half.
-
-    Args:
-        layout: what the ranks hold, with the graphs of the units.
-        place: the micro-batch and the unit.
-        action: the action, such as F, B, I or W of a virtual stage.
-    """
-    made = pass_instructions(layout, place, action.computation_type == "F")
-    parts = PARTS_OF[action.computation_type]
-    return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
-
-
-def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
-    """The passes through units that a slot makes, unit by unit, one strand after the other."""
-    found = transfers_of(slot, layout, receives=True)
-    for places in blocks_of(slot, layout):
-        for place, action in zip(places, (slot.forward, slot.backward), strict=True):
-            if place is not None and action is not None:
-                found.append((place, action))
-    return found + transfers_of(slot, layout, receives=False)
-
-
-def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
-    """What a slot runs, in the order of its passes."""
-    return [made for place, action in slot_passes(slot, layout) for made in action_instructions(layout, place, action)]
-
-
-def window_instructions(schedule: Schedule, layout: Layout) -> list[Instruction]:
-    """Everything the ranks run, rank by rank and slot by slot."""
-    return [made for slots in schedule for slot in slots for made in slot_instructions(slot, layout)]
+def _is_prefetched(instruction: Instruction) -> bool:
+    return instruction.operator is not None and instruction.operator.ahead > 0

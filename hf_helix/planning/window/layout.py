@@ -1,31 +1,35 @@
-"""Layouts: which rank of the pipeline holds which units of the model, and which graph each unit runs."""
+"""Layouts: the units of every pipeline rank, the graphs that the units run, and the names of all operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_helix.planning.graph.backward import RECEIVE, SEND, GraphPair
-from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 
 Key = tuple[int, str]
-"""A value of a micro-batch: the unit it is named in, and its name. What leaves a unit keeps its key in the next."""
+"""A value of a micro-batch: the unit that names the value, and the name. A value that leaves a unit keeps its key."""
 
+Name = tuple[str, str]
+"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Operators of a step
+belong to no unit: ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on, as the layout numbers them."""
 
-SUMS, GATHERS = "gradients", "weights"
-"""What stands for the unit in the names of sums of gradients and of gathers of weights, which belong to no unit."""
+REDUCTIONS, GATHERS = "gradients", "weights"
+"""The first part of the names of operators of a step: gradient reductions and weight gathers."""
+
+GATHER_COST = 8.0
+"""A rough relative time of a weight gather, until the gather is measured; a norm has 1."""
 
 
 @dataclass(frozen=True)
-class GradientSum:
-    """Gradients that ranks with other tokens (dp, cp) sum in one piece: a bucket.
-
-    They are complete with the last of their `adders` for the last micro-batch; then the sum is issued.
+class GradientReduction:
+    """A bucket: gradients that replicas (dp, cp) reduce in one collective, after the last micro-batch has added to all.
 
     Attributes:
-        adders: the operators of backward, as (unit, name), that add to them, all on one rank of the pipeline.
-        bytes: of the gradients, on the rank that holds most of them.
+        adders: the backward operators that add to the gradients, as (unit, name), all on one pipeline rank.
+        bytes: of the gradients, on the rank with most of them.
     """
 
     adders: tuple[tuple[int, str], ...]
@@ -34,15 +38,15 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class WeightGather:
-    """Weights that every rank keeps whole, and that ranks with copies have each stepped a part of (`shard_optimizer`).
+    """ZeRO-1 weights: replicated on every rank, but each replica has stepped a shard (`shard_optimizer`).
 
-    They are gathered once in a window, from its start on, in the order of the layout. The first computation of a unit
-    waits for those of the unit.
+    A window gathers the weights once, from its start on, in the order of the layout. The first computation of a unit
+    waits for all gathers of the unit.
 
     Attributes:
-        units: those that read them, all on one rank of the pipeline.
-        name: what tells them from other weights of these units.
-        bytes: of the weights, on the rank that holds most of them.
+        units: the units that read the weights, all on one pipeline rank.
+        name: unique among the gathers of these units.
+        bytes: of the weights, on the rank with most of them.
     """
 
     units: tuple[int, ...]
@@ -52,19 +56,19 @@ class WeightGather:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the pipeline ranks hold, by name.
+    """The units of all pipeline ranks.
 
     Attributes:
-        units: names of all units in forward order, those between the ranks included.
+        units: names of all units in forward order, transfers between ranks included.
         chunks: the units of each virtual stage, as indices.
-        graphs: of each name.
-        ranks: the pipeline rank of each virtual stage; empty where one rank holds them all.
-        shared: operators of backward, as (unit, name), that add to one gradient, such as that of tied embeddings; each
-            row in the order in which a micro-batch runs them.
-        sums: the sums of gradients of all ranks of the pipeline, those of one rank in the order in which a micro-batch
-            by itself would complete them; empty where no other rank sees other tokens.
-        gathers: the weights that are gathered once in a window, of all ranks of the pipeline, those of one rank in the
-            order in which a micro-batch first reads them.
+        graphs: the graphs of each name.
+        ranks: the pipeline rank of each virtual stage; empty for a single rank.
+        shared: backward operators, as (unit, name), that add to one gradient, such as the gradient of tied embeddings;
+            each row in the order in which a micro-batch runs the operators.
+        reductions: gradient reductions of all pipeline ranks; those of one rank in the order in which a micro-batch
+            would complete the gradients; empty without replicas.
+        gathers: weight gathers of all pipeline ranks; those of one rank in the order in which a micro-batch first reads
+            the weights.
     """
 
     units: Sequence[str]
@@ -72,28 +76,32 @@ class Layout:
     graphs: Mapping[str, GraphPair]
     shared: Sequence[Sequence[tuple[int, str]]] = ()
     ranks: Sequence[int] = ()
-    sums: Sequence[GradientSum] = ()
+    reductions: Sequence[GradientReduction] = ()
     gathers: Sequence[WeightGather] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        object.__setattr__(self, "sums", tuple(self.sums))
-        object.__setattr__(self, "gathers", tuple(self.gathers))
+        for name in ("ranks", "reductions", "gathers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
     def _homes(self) -> dict[int, int]:
-        """Returns the pipeline rank of each unit that a rank holds."""
+        """The pipeline rank of each unit."""
         return {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
 
     @cached_property
     def derived(self) -> dict[str, object]:
-        """Returns what others derive from the layout alone and keep here, so that it is derived once."""
+        """A cache for results that follow from the layout alone."""
         return {}
+
+    @cached_property
+    def without_gathers(self) -> Layout:
+        """The layout without weight gathers."""
+        return replace(self, gathers=()) if self.gathers else self
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of pipeline ranks."""
+        """The number of pipeline ranks."""
         return max(self.ranks, default=0) + 1
 
     def rank_of(self, unit: int) -> int:
@@ -105,31 +113,28 @@ class Layout:
         return [unit for unit, home in sorted(self._homes.items()) if home == rank]
 
     def neighbours(self, unit: int, forward: bool) -> tuple[int | None, int | None]:
-        """Returns the units that a micro-batch passes through before a unit and behind it, in forward or in backward;
-        None where that is on another rank."""
-        before, behind = (
+        """The units before and after a unit on the path of a micro-batch, forward or backward; None on another rank."""
+        before, after = (
             other if self._homes.get(other) == self.rank_of(unit) and not self.transfers(other) else None
             for other in (unit - 1, unit + 1)
         )
-        return (before, behind) if forward else (behind, before)
+        return (before, after) if forward else (after, before)
 
     def graph(self, unit: int, forward: bool) -> Graph:
         """The operators of a unit, forward or backward."""
         pair = self.graphs[self.units[unit]]
         return pair.forward if forward else pair.backward
 
-    def sums_of(self, rank: int) -> list[int]:
-        """The sums of gradients of a pipeline rank, as indices into `sums`."""
-        return [
-            number for number, gradient_sum in enumerate(self.sums) if self.rank_of(gradient_sum.adders[0][0]) == rank
-        ]
+    def reductions_of(self, rank: int) -> list[int]:
+        """The gradient reductions of a pipeline rank, as indices into `reductions`."""
+        return [number for number, each in enumerate(self.reductions) if self.rank_of(each.adders[0][0]) == rank]
 
     def gathers_of(self, rank: int) -> list[int]:
-        """The gathers of weights of a pipeline rank, as indices into `gathers`."""
+        """The weight gathers of a pipeline rank, as indices into `gathers`."""
         return [number for number, gather in enumerate(self.gathers) if self.rank_of(gather.units[0]) == rank]
 
     def transfers(self, unit: int) -> bool:
-        """Whether a unit is a way between ranks."""
+        """Whether a unit is a transfer between ranks."""
         return self.graphs[self.units[unit]].forward.transfers
 
     def describe(self) -> str:
@@ -138,17 +143,17 @@ class Layout:
         for stage, chunk in self.chunks.items():
             names = " ".join(self.units[unit] for unit in chunk)
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
-        if self.sums:
-            lines.append(f"{len(self.sums)} gradient sums of {[each.bytes for each in self.sums]} bytes")
+        if self.reductions:
+            lines.append(f"{len(self.reductions)} gradient sums of {[each.bytes for each in self.reductions]} bytes")
         if self.gathers:
             lines.append(f"{len(self.gathers)} gathers of weights of {[each.bytes for each in self.gathers]} bytes")
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
-        """The key of a value, which names the unit that writes it.
+        """The key of a value: it names the unit that writes the value.
 
         Args:
-            unit: the unit that reads or writes the value, by its number.
+            unit: the index of the unit that reads or writes the value.
             value: the name of the value in that unit's graph.
             forward: whether the graph is that of forward.
         """
@@ -191,3 +196,58 @@ def place_names(
         chunks[stage] = list(range(len(names), len(names) + len(chunk)))
         names += chunk
     return names, chunks
+
+
+def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every operator of the units, once."""
+    for unit, pair in layout.graphs.items():
+        for entry, op in pair.entries():
+            yield (unit, entry), op
+
+
+def named_reductions(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every gradient reduction in the order of the layout; a rough guess of its time is that of its adders."""
+    for number, reduction in enumerate(layout.reductions):
+        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in reduction.adders)
+        op = Operator(
+            name=f"sum.{number}",
+            kind=Kind.GRADIENTS,
+            reads=(),
+            writes=(),
+            part=Part.B,
+            relative_cost=sum(adder.relative_cost for adder in adders),
+        )
+        yield (REDUCTIONS, f"B.{op.name}"), op
+
+
+def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every weight gather in the order of the layout; `forward_name` is the name of the gathered weights."""
+    for number, gather in enumerate(layout.gathers):
+        op = Operator(
+            name=f"gather.{number}",
+            kind=Kind.GRADIENTS,
+            reads=(),
+            writes=(),
+            forward_name=gather.name,
+            relative_cost=GATHER_COST,
+        )
+        yield (GATHERS, f"F.{op.name}"), op
+
+
+def named_per_step(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """The operators that run once a step: weight gathers and gradient reductions."""
+    yield from named_gathers(layout)
+    yield from named_reductions(layout)
+
+
+def is_per_step(name: Name) -> bool:
+    """Whether a name is that of a weight gather or a gradient reduction."""
+    return name[0] in (REDUCTIONS, GATHERS)
+
+
+def names_per_step(layout: Layout, rank: int) -> list[Name]:
+    """The weight gathers and gradient reductions of a pipeline rank; all share one stream."""
+    reductions, gathers = ([name for name, _ in named(layout)] for named in (named_reductions, named_gathers))
+    return [reductions[number] for number in layout.reductions_of(rank)] + [
+        gathers[number] for number in layout.gathers_of(rank)
+    ]

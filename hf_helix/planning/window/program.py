@@ -16,9 +16,10 @@ from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Schedule, Slot
-from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.repetition import order_window
+from hf_helix.planning.window.window import Window
 
 COPIES = (2, 6, 14)  # of a stretch, among which one is looked for that frees what all later ones free
 
@@ -79,7 +80,7 @@ def build_program(
     front = len(layout.gathers_of(rank))  # what comes before all that is ordered
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
-        once = _free(made.issued.program(rank), keep)
+        once = free_values(made.ordered.program(rank), keep)
         if not made.repeats:
             break
         begin, end = (front + place for place in made.stretches[rank])
@@ -113,15 +114,15 @@ def build_programs(
         keep: values that are never freed.
         slots_ahead: see `Plan.issue`.
     """
-    return [_free(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
+    return [free_values(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
-def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction]:
-    """The program with, on each instruction, the values that nothing after it uses."""
+def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[Instruction]:
+    """The program with `frees` and `ends` on each instruction; values of `keep` are never freed."""
     freed: list[Instruction] = []
     used: dict[int, set[Key]] = {}
     for instruction in reversed(program):
-        if instruction.operator is not None and not instruction.is_of_window:
+        if instruction.operator is not None and not instruction.is_per_step:
             ends = instruction.microbatch not in used
             known = used.setdefault(instruction.microbatch, set(keep))
             keys = dict.fromkeys((*instruction.writes, *instruction.needs))
@@ -153,7 +154,7 @@ def validate_program(
     Raises:
         ValueError: names the first instruction that is wrong.
     """
-    checks = (_Values(sources), _Order(slots, layout), _OfWindow(layout))
+    checks = (_Values(sources), _Order(slots, layout), _PerStep(layout))
     for place, instruction in enumerate(program):
         op = instruction.operator
         if op is None:
@@ -175,7 +176,7 @@ class _Values:
         self._seen: set[tuple[int, int, str, bool]] = set()
 
     def __call__(self, instruction: Instruction, op: Operator) -> str | None:
-        if instruction.is_of_window:
+        if instruction.is_per_step:
             return None
         values = self._alive.setdefault(instruction.microbatch, set(self._sources))
         missing = [key for key in instruction.needs if key not in values]
@@ -199,7 +200,7 @@ class _Order:
 
     def __call__(self, instruction: Instruction, op: Operator) -> str | None:
         forward = op.part is Part.F
-        if instruction.is_of_window or (forward and op.kind is not Kind.PIPELINE):
+        if instruction.is_per_step or (forward and op.kind is not Kind.PIPELINE):
             return None
         key = (instruction.unit, op.name, forward)
         if self._latest.get(key, -1) > instruction.microbatch:
@@ -211,31 +212,31 @@ class _Order:
         return None
 
 
-class _OfWindow:
+class _PerStep:
     """Says of an instruction that it adds to gradients after their sum over ranks, or computes before its weights are
     gathered.
     """
 
     def __init__(self, layout: Layout | None) -> None:
-        self._summed: set[int] = set()
+        self._reduced: set[int] = set()
         self._gathered: set[int] = set()
         self._adds_to: dict[tuple[int, str], set[int]] = {}
         self._awaited: dict[int, set[int]] = {}
-        for number, gradient_sum in enumerate(layout.sums if layout else ()):
-            for adder in gradient_sum.adders:
+        for number, reduction in enumerate(layout.reductions if layout else ()):
+            for adder in reduction.adders:
                 self._adds_to.setdefault(adder, set()).add(number)
         for number, each in enumerate(layout.gathers if layout else ()):
             for unit in each.units:
                 self._awaited.setdefault(unit, set()).add(number)
 
     def __call__(self, instruction: Instruction, op: Operator) -> str | None:
-        if instruction.gradient_sum >= 0:
-            self._summed.add(instruction.gradient_sum)
+        if instruction.reduction >= 0:
+            self._reduced.add(instruction.reduction)
         elif instruction.gather >= 0:
             self._gathered.add(instruction.gather)
         elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
             return "comes before its weights are gathered"
-        elif op.part is not Part.F and self._adds_to.get((instruction.unit, op.name), set()) & self._summed:
+        elif op.part is not Part.F and self._adds_to.get((instruction.unit, op.name), set()) & self._reduced:
             return "adds to gradients that have been summed over ranks"
         return None
 
@@ -246,7 +247,9 @@ def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[
     for row in layout.shared:
         turns: list[tuple[int, int, str]] = []
         rows.update(dict.fromkeys(row, turns))
-    for instruction in window_instructions([list(slots)], layout):
+    window = Window([list(slots)], layout)
+    for place in range(len(window)):
+        instruction = window.instruction(place)
         op = instruction.operator
         if op is not None and op.part is not Part.F and (instruction.unit, op.name) in rows:
             rows[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))

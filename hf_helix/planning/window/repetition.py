@@ -1,17 +1,19 @@
-"""Steady states: what a long window repeats, so that it is ordered and predicted once.
+"""Repetition: a long window is ordered and predicted as a short one whose middle repeats.
 
 In:   a plan, and the schedule of a window.
-Out:  an `Ordered`: a shorter window in the order of issue, and the stretch of it that the whole window repeats.
-Must hold: a schedule is shortened by whole periods, in which every rank runs each part of each of its stages for the
-same number of micro-batches. At both ends of a stretch every rank has issued the same but for the numbers of its
-micro-batches, and whatever that needs of others has been issued, too. So a stretch can follow itself any number of
-times: values are there when they are read, no more memory is taken than in the shorter window, and no rank waits for
-ever.
+Out:  a `RepeatedWindow`: a shorter window in the order of issue, and the stretch of it that the whole window repeats.
+Must hold: between the two ends of a stretch every rank issues the same for later micro-batches, and everything that the
+stretch needs of other ranks is issued before. So a stretch can follow itself any number of times: values are there when
+they are read, memory does not grow, and no rank waits for ever.
 
-Orders that do not depend on other ranks, and those of one or two ranks, fall into a rhythm within a few micro-batches:
-`AGREEING` stretches in a row are the same and, by the clock of the plan, all ranks end everything equally later. Then
-the order is that of the whole window. With more ranks the rhythm, if there is one, takes many micro-batches. There the
-stretch is made: at both of its ends every rank issues all that the schedule has before it.
+    schedule   0 1 2 | 3 4 | 3 4 | 3 4 | 5 6        period: slots that recur `shift` micro-batches later on every rank
+    short      0 1 2 | 3 4 | 3 4 | 5 6              a few periods kept, ordered by the plan
+    order      a b c d e [f g h] [f g h] x y z      stretch: recurs in the order; repeated for the periods left out
+
+Orders without times, and orders by times of one or two ranks, become periodic within a few micro-batches: `AGREEING`
+stretches in a row are equal and, by the clock of the plan, end equally later on all ranks. Then the repeated order is
+that of the whole window. On more ranks the order takes many micro-batches to become periodic. There sync points make a
+stretch: at both of its ends every rank issues everything that precedes them in the schedule.
 """
 
 from __future__ import annotations
@@ -24,35 +26,35 @@ from itertools import pairwise
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, SyncPoints
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.passes import Issued
+from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import Window
 
-AGREEING = 3
-SHORTEST = 8  # micro-batches that must be left out, or nothing is gained
-KEPT = (4, 8)  # periods of the schedule that are ordered to find a rhythm
-MULTIPLES = (1, 2)  # periods of the schedule in a rhythm
-MADE = 8  # periods of the schedule in a stretch that is made
-SETTLING = (8, 16, 32)  # periods before it; the longer ones where ranks are further apart than the shorter
-BEHIND = 2  # periods behind it
-NEAR = 1e-9  # two times that differ by a smaller part of a stretch are equal
-REMEMBERED = 4  # windows: those of a few plans that are compared
+AGREEING = 3  # stretches in a row that must be equal
+LEAST_SAVED = 8  # micro-batches; a window is not shortened by fewer
+KEPT = (4, 8)  # periods of the schedule in the short window
+MULTIPLES = (1, 2)  # periods of the schedule in a stretch that is found
+MADE = 8  # periods of the schedule in a stretch between sync points
+SETTLING = (8, 16, 32)  # periods before the first sync point; ranks far apart need the longer ones
+AFTER = 2  # periods after the last sync point
+NEAR = 1e-9  # times that differ by a smaller part of a stretch are equal
+REMEMBERED = 4  # windows, so that comparing a few plans orders each once
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """A window in the order of issue, of which a stretch may be repeated.
+class RepeatedWindow:
+    """A window in the order of issue, with a stretch to repeat.
 
     Attributes:
-        issued: the window, or a shorter one.
-        schedule: of `issued`.
-        periodic: what `schedule` was shortened from; None for the window itself.
+        ordered: the short window, or the window itself.
+        schedule: of `ordered`.
+        periodic: the whole schedule; None if nothing repeats.
         kept: periods that `schedule` has kept.
-        stretches: of each rank, where in its order the stretch begins and ends.
+        stretches: begin and end of the stretch in the order of each rank.
         periods: of the schedule in a stretch.
-        repeats: how many more times the whole window has it.
+        repeats: how many more times the whole window has the stretch.
     """
 
-    issued: Issued
+    ordered: OrderedWindow
     schedule: Schedule
     periodic: Periodic | None = None
     kept: int = 0
@@ -65,122 +67,119 @@ class Ordered:
         """Micro-batches of a stretch."""
         return self.periods * self.periodic.shift if self.periodic else 0
 
-    def lengthened(self, copies: int, rank: int | None = None) -> Ordered:
-        """The window with so many of the repetitions made; its stretch is the one in the middle of them.
+    def lengthened(self, copies: int, rank: int | None = None) -> RepeatedWindow:
+        """The window with some of the repetitions written out; its stretch is the middle one.
 
         Args:
-            copies: how many, at most `repeats`.
-            rank: the only one whose order is asked for; None for all.
+            copies: repetitions to write out, at most `repeats`.
+            rank: the only rank to order; None for all.
         """
         if not copies or self.periodic is None:
             return self
         kept = self.kept + copies * self.periods
         schedule = self.periodic.keep(kept)
         asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
-        window = Window(asked, self.issued.window.layout)
+        window = Window(asked, self.ordered.window.layout)
         orders, stretches = [], []
-        for slots, order, (begin, end) in zip(asked, self.issued.orders, self.stretches, strict=True):
+        for slots, order, (begin, end) in zip(asked, self.ordered.orders, self.stretches, strict=True):
             parts = [order[:end], *[order[begin:end]] * copies, order[end:]] if slots else []
             later = (0, *range(1, copies + 1), copies)
             orders.append([each for part in zip(parts, later, strict=False) for each in self._moved(*part, window)])
             middle = copies // 2 * (end - begin)
             stretches.append((begin + middle, end + middle))
-        return Ordered(
-            Issued(window, orders), schedule, self.periodic, kept, stretches, self.periods, self.repeats - copies
-        )
+        ordered, repeats = OrderedWindow(window, orders), self.repeats - copies
+        return RepeatedWindow(ordered, schedule, self.periodic, kept, stretches, self.periods, repeats)
 
     def _moved(self, order: Iterable[int], number: int, window: Window) -> Iterator[int]:
-        """Yields a part of an order as places in a longer window, for micro-batches so many stretches later."""
-        mine, later = self.issued.window, number * self.shift
+        """Yields a part of the order as places of a longer window, `number` stretches later."""
+        mine, later = self.ordered.window, number * self.shift
         for place in order:
-            yield place if place < 0 else window.at[mine.microbatches[place] + later][mine.calls[place]]
+            yield place if place < 0 else window.at[mine.microbatches[place] + later][mine.indices[place]]
 
 
 def order_window(
     plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None
-) -> Ordered:
-    """Orders a window, a long one by its steady state.
+) -> RepeatedWindow:
+    """Returns a window in the order of issue, a long one shortened.
 
-    Orders by times are those of all ranks at once. So the window that was ordered to predict it need not be ordered
-    again for the program.
+    Plans by times order all ranks together, so the last few windows are remembered: prediction and program share one.
 
     Args:
         plan: the order in which operators are issued.
         schedule: the slots of every rank.
-        layout: what the ranks hold.
+        layout: the units of all ranks.
         slots_ahead: see `Plan.issue`.
-        rank: the only one that is asked for; None for all of them.
+        rank: the only rank to order; None for all.
     """
     if not plan.BY_TIMES:
         return _order_window(plan, schedule, layout, slots_ahead, rank)
-    for known, window, held, ordered in tuple(_ordered):
+    for known, window, held, ordered in tuple(_remembered):
         if known is plan and window == schedule and held == layout:
             return ordered
     ordered = _order_window(plan, schedule, layout, slots_ahead, None)
-    _ordered.append((plan, schedule, layout, ordered))
+    _remembered.append((plan, schedule, layout, ordered))
     return ordered
 
 
-_ordered: deque[tuple[Plan, Schedule, Layout, Ordered]] = deque(maxlen=REMEMBERED)
+_remembered: deque[tuple[Plan, Schedule, Layout, RepeatedWindow]] = deque(maxlen=REMEMBERED)
 
 
-def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int, rank: int | None) -> Ordered:
+def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int, rank: int | None) -> RepeatedWindow:
     periodic = Periodic(schedule)
     for least in KEPT if layout.num_ranks <= 2 or not plan.BY_TIMES else ():
         kept = least + (periodic.periods - least) % MULTIPLES[-1]
-        if (periodic.periods - kept) * periodic.shift < SHORTEST:
+        if (periodic.periods - kept) * periodic.shift < LEAST_SAVED:
             break
         short = periodic.keep(kept)
-        issued = plan.issue(short, layout, slots_ahead, rank)
+        ordered = plan.issue(short, layout, slots_ahead, rank)
         for periods in MULTIPLES:
-            stretches = _agreeing(issued, periods * periodic.shift)
+            stretches = _agreeing(ordered, periods * periodic.shift)
             if stretches:
                 repeats = (periodic.periods - kept) // periods
-                return Ordered(issued, short, periodic, kept, stretches, periods, repeats)
+                return RepeatedWindow(ordered, short, periodic, kept, stretches, periods, repeats)
     for settling in SETTLING if plan.BY_TIMES else ():
-        repeats = (periodic.periods - settling - MADE - BEHIND) // MADE
-        if repeats * MADE * periodic.shift < SHORTEST:
+        repeats = (periodic.periods - settling - MADE - AFTER) // MADE
+        if repeats * MADE * periodic.shift < LEAST_SAVED:
             break
         kept = periodic.periods - repeats * MADE
         short = periodic.keep(kept)
         sync_points = periodic.sync_points(short, settling, MADE)
         if sync_points:
-            issued = plan.issue(short, layout, slots_ahead, rank, sync_points)
-            slots = issued.window.slots
+            ordered = plan.issue(short, layout, slots_ahead, rank, sync_points)
+            slots = ordered.window.slots
             stretches = [
                 (starts[begin] - starts[0], starts[end] - starts[0])
                 for starts, (begin, end) in zip(slots, sync_points, strict=True)
             ]
-            return Ordered(issued, short, periodic, kept, stretches, MADE, repeats)
-    return Ordered(plan.issue(schedule, layout, slots_ahead, rank), schedule)
+            return RepeatedWindow(ordered, short, periodic, kept, stretches, MADE, repeats)
+    return RepeatedWindow(plan.issue(schedule, layout, slots_ahead, rank), schedule)
 
 
-# -- orders -----------------------------------------------------------------------------------------------------------
+# -- stretches of an order ---------------------------------------------------------------------------------------------
 
 
-def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
-    """Returns for each rank where the first of the last stretches of `shift` micro-batches begins and ends; nothing
-    where these stretches do not agree on all ranks."""
+def _agreeing(ordered: OrderedWindow, shift: int) -> list[tuple[int, int]]:
+    """Returns the first of the last stretches of `shift` micro-batches on each rank; nothing unless all ranks agree."""
     stretches: list[tuple[int, int]] = []
     seconds: float | None = None
-    for order in issued.orders:
-        bounds = _bounds(issued, order, shift) if order else [0] * (AGREEING + 1)
-        if bounds is None or not _agree(issued, order, bounds, shift):
+    for order in ordered.orders:
+        bounds = _bounds(ordered, order, shift) if order else [0] * (AGREEING + 1)
+        if bounds is None or not _agree(ordered, order, bounds, shift):
             return []
-        if issued.ends is not None:
+        if ordered.ends is not None:
             if seconds is None:
-                seconds = issued.ends[order[bounds[-1]]] - issued.ends[order[bounds[-2]]]
-            if not _equally_later(order, issued.ends, bounds, seconds):
+                seconds = ordered.ends[order[bounds[-1]]] - ordered.ends[order[bounds[-2]]]
+            if not _equally_later(order, ordered.ends, bounds, seconds):
                 return []
         stretches.append((bounds[0], bounds[1]))
     return stretches
 
 
-def _bounds(issued: Issued, order: Sequence[int], shift: int) -> list[int] | None:
-    """Where the last stretches of an order begin: each with what the rank issues first, for a later micro-batch."""
-    calls, microbatches = issued.window.calls, issued.window.microbatches
-    first = calls[order[0]]
-    places = [place for place, each in enumerate(order) if each >= 0 and calls[each] == first]
+def _bounds(ordered: OrderedWindow, order: Sequence[int], shift: int) -> list[int] | None:
+    """The begins of the last stretches: the rank's first instruction again, for later micro-batches."""
+    indices, microbatches = ordered.window.indices, ordered.window.microbatches
+    first = indices[order[0]]
+    places = [place for place, each in enumerate(order) if each >= 0 and indices[each] == first]
     if len(places) <= AGREEING * shift:
         return None
     bounds = places[-1 - AGREEING * shift :: shift]
@@ -188,15 +187,15 @@ def _bounds(issued: Issued, order: Sequence[int], shift: int) -> list[int] | Non
     return bounds if numbers == list(range(numbers[0], numbers[0] + AGREEING * shift + 1, shift)) else None
 
 
-def _agree(issued: Issued, order: Sequence[int], bounds: Sequence[int], shift: int) -> bool:
-    """Whether the stretches issue the same, each for micro-batches `shift` later than the one before."""
-    calls, at, microbatches = issued.window.calls, issued.window.at, issued.window.microbatches
+def _agree(ordered: OrderedWindow, order: Sequence[int], bounds: Sequence[int], shift: int) -> bool:
+    """Whether each stretch issues the same as the one before, for micro-batches `shift` later."""
+    indices, at, microbatches = ordered.window.indices, ordered.window.at, ordered.window.microbatches
     first = order[bounds[0] : bounds[1]]
     if not first:
         return True
-    counts = Counter(calls[place] for place in first if place >= 0)
-    if set(counts.values()) != {shift} or len(counts) != len({calls[place] for place in order if place >= 0}):
-        return False  # something is put off until micro-batches run out
+    counts = Counter(indices[place] for place in first if place >= 0)
+    if set(counts.values()) != {shift} or len(counts) != len({indices[place] for place in order if place >= 0}):
+        return False  # an operator is deferred until micro-batches run out
     for number, (begin, end) in enumerate(pairwise(bounds[1:]), 1):
         later = number * shift
         if end - begin != len(first):
@@ -205,13 +204,13 @@ def _agree(issued: Issued, order: Sequence[int], bounds: Sequence[int], shift: i
             if one < 0:
                 if other != one:
                     return False
-            elif microbatches[one] + later >= len(at) or at[microbatches[one] + later][calls[one]] != other:
+            elif microbatches[one] + later >= len(at) or at[microbatches[one] + later][indices[one]] != other:
                 return False
     return True
 
 
 def _equally_later(order: Sequence[int], ends: Sequence[float], bounds: Sequence[int], seconds: float) -> bool:
-    """Whether everything of a stretch ends `seconds` after the same of the one before."""
+    """Whether each instruction of a stretch ends `seconds` after its counterpart in the stretch before."""
     length, least = bounds[1] - bounds[0], -NEAR * seconds
     return all(
         one < 0 or least <= ends[other] - ends[one] - seconds <= -least
@@ -219,14 +218,19 @@ def _equally_later(order: Sequence[int], ends: Sequence[float], bounds: Sequence
     )
 
 
+# -- periods of a schedule ---------------------------------------------------------------------------------------------
+
+
 class Periodic:
     """A schedule whose ranks repeat the same slots for later and later micro-batches.
 
+    In a period every rank runs each part of each of its stages for the same number of micro-batches. So a schedule
+    without some of its periods is that of fewer micro-batches.
+
     Attributes:
-        schedule: the schedule.
         shift: micro-batches of a period.
-        regions: of each rank, where its slots repeat: begin, end, and slots of a period.
-        periods: how many all ranks have; 0 where the schedule does not repeat.
+        regions: of each rank, the slots that repeat: begin, end, and slots of a period.
+        periods: the number of periods on all ranks; 0 for a schedule that does not repeat.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -248,13 +252,14 @@ class Periodic:
         ]
 
     def sync_points(self, short: Schedule, settling: int, periods: int) -> SyncPoints:
-        """For each rank two slots, so many periods apart, before which all ranks together have run whatever they need
-        of each other; nothing where there are none.
+        """Two consistent cuts of a shortened schedule, as a slot of each rank; empty if there are none.
+
+        Before a cut all ranks have run every slot that another rank's slot before the cut needs.
 
         Args:
-            short: a schedule that `keep` gave.
-            settling: periods before the first slot.
-            periods: between them.
+            short: a result of `keep`.
+            settling: periods before the first cut.
+            periods: between the cuts.
         """
         removed = [len(slots) - len(few) for slots, few in zip(self.schedule, short, strict=True)]
         first = _closed(short, [begin + settling * length for begin, _, length in self.regions])
@@ -266,8 +271,12 @@ class Periodic:
         return list(zip(first, second, strict=True)) if fits and _closed(short, second) == second else []
 
 
+Numbers = tuple[tuple[int, str, int] | None, tuple[int, str, int] | None]
+"""A slot as plain numbers, which compare faster than actions."""
+
+
 def _region(slots: Sequence[Slot], shift: int) -> tuple[int, int, int] | None:
-    """Where the slots of a rank repeat for micro-batches `shift` later: begin, end, and slots of a period."""
+    """The slots that repeat for micro-batches `shift` later: begin, end, and slots of a period."""
     if not slots:
         return None
     keys = [_numbers(slot) for slot in slots]
@@ -284,9 +293,6 @@ def _region(slots: Sequence[Slot], shift: int) -> tuple[int, int, int] | None:
     return begin, end + length, length
 
 
-Numbers = tuple[tuple[int, str, int] | None, tuple[int, str, int] | None]
-
-
 def _numbers(slot: Slot) -> Numbers:
     forward, backward = (
         None if action is None else (action.stage, action.computation_type, action.microbatch)
@@ -296,7 +302,6 @@ def _numbers(slot: Slot) -> Numbers:
 
 
 def _later(key: Numbers, shift: int) -> Numbers:
-    """Returns the numbers of a slot with micro-batches that come `shift` later."""
     forward, backward = (None if one is None else (one[0], one[1], one[2] + shift) for one in key)
     return forward, backward
 
@@ -309,7 +314,7 @@ def _parts(slots: Sequence[Slot]) -> dict[tuple[int, str], int]:
 
 
 def _without(slots: Sequence[Slot], place: int, count: int, microbatches: int) -> list[Slot]:
-    """The slots without `count` from a place on; those after them run earlier micro-batches instead."""
+    """The slots without `count` from a place on; later slots run earlier micro-batches instead."""
 
     def earlier(action: Action | None) -> Action | None:
         if action is None:
@@ -321,7 +326,7 @@ def _without(slots: Sequence[Slot], place: int, count: int, microbatches: int) -
 
 
 def _closed(schedule: Schedule, ends: Sequence[int]) -> list[int]:
-    """Returns how many slots of each rank are taken: `ends`, or as many more as the slots of all of them need."""
+    """The smallest consistent cut of the schedule that includes the first `ends` slots of each rank."""
     made = {
         (action.stage, part, action.microbatch): (rank, place)
         for rank, slots in enumerate(schedule)

@@ -1,54 +1,71 @@
-"""Windows as numbers: what one micro-batch runs is worked out once, and repeated for every micro-batch of a schedule.
+"""One window as numbers: all instructions of all micro-batches, before a plan orders them.
 
-In:   a schedule, and what the ranks hold.
-Out:  a `Window`: of every instruction of the window, which one of a single micro-batch's it is, and of which
-      micro-batch; and the `Work` of all of them.
-Must hold: instructions, their order and their needs are those of `window_instructions` and `work_of`. No operator reads
-what another micro-batch wrote, so what one micro-batch runs says everything.
+In:   a schedule and a layout.
+Out:  a `Window`; its `WindowArrays` for given times; the instructions of an order of issue.
+Must hold: every instruction once, rank by rank and slot by slot. An operator never reads a value of another
+micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the whole window:
+
+    pattern          F.norm  F.gather  F.up  ...  B.up.I  B.up.W  ...        worked out once
+    place            0       1         2          40      41                 numbers the window's instructions
+    indices[place]   0       1         2          0       1                  index into the pattern
+    microbatches     0       0         0          1       1
+
+Places from `len(window)` on stand for the gradient reductions and then the weight gathers of the layout, which run once
+a step; in an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
+places; places become instructions once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of
-from hf_helix.planning.window.instructions import PARTS_OF, Instruction, pass_instructions, slot_passes
-from hf_helix.planning.window.layout import GATHERS, SUMS, Layout
+from hf_helix.planning.window.instructions import (
+    PARTS_OF,
+    Instruction,
+    barrier,
+    entry_of,
+    pass_instructions,
+    slot_passes,
+    transfer_key,
+)
+from hf_helix.planning.window.layout import Layout, Name, named_gathers, named_reductions
 
-Times = Mapping[tuple[str, str], float]
-"""Seconds of each operator, by the name of its unit and its entry in a plan."""
+Value = TypeVar("Value")
 
+Times = Mapping[Name, float]
+"""Seconds of each operator."""
 
 STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE, Kind.GRADIENTS)
-
-
-COMPUTE = STREAMS.index(Kind.COMPUTE)
+COMPUTE, PIPELINE, GRADIENTS = (STREAMS.index(kind) for kind in (Kind.COMPUTE, Kind.PIPELINE, Kind.GRADIENTS))
+NONE = -1
 
 
 @dataclass(frozen=True)
-class Work:
-    """Programs as plain numbers.
+class WindowArrays:
+    """Instructions as lists of numbers, one entry for each place.
 
     Attributes:
-        streams: of each instruction, an index into `STREAMS`.
-        seconds: of each instruction alone.
-        needs: the instructions that each waits for.
-        entries: what each runs, an index into `names`; -1 for a barrier.
-        names: (unit name, entry).
-        ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
-        lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
-        size_sources: of each instruction, the collective whose result the host reads before it issues the instruction,
-            or -1 if there is none; empty where it is -1 for all.
+        streams: an index into `STREAMS`.
+        seconds: the time alone.
+        needs: the places that must end first.
+        entries: the operator, as an index into `names`; `NONE` for a barrier.
+        names: the operators.
+        ranks: the pipeline rank; empty for a single rank.
+        lanes: instructions of one rank, stream and lane run one after the other; empty where all are 0.
+        size_sources: the collective whose result the host reads before it issues the instruction, or `NONE`; empty
+            where all are `NONE`.
     """
 
     streams: list[int]
     seconds: list[float]
     needs: list[list[int]]
     entries: list[int]
-    names: list[tuple[str, str]]
+    names: list[Name]
     ranks: list[int] = field(default_factory=list)
     lanes: list[int] = field(default_factory=list)
     size_sources: list[int] = field(default_factory=list)
@@ -57,56 +74,55 @@ class Work:
         return len(self.streams)
 
     def rank(self, place: int) -> int:
-        """The pipeline rank of an instruction."""
+        """The pipeline rank of a place."""
         return self.ranks[place] if self.ranks else 0
 
     def queues(self) -> list[int]:
-        """Returns the number of each instruction's queue; instructions of one queue run one after the other."""
+        """The queue of each place; instructions of one queue run one after the other."""
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
 
-    def followed_by(
-        self,
-        stream: int,
-        names: Sequence[tuple[str, str]],
-        times: Times,
-        needs: Sequence[list[int]],
-        ranks: Iterable[int],
-    ) -> Work:
-        """Returns these programs with instructions of the whole window behind them, each of another operator. Where in
-        the order of issue they come is not decided yet.
+    def append(self, stream: int, seconds: float, needs: list[int], rank: int, name: Name | None = None) -> int:
+        """Adds an instruction and returns its place.
 
         Args:
-            stream: of all of them, an index into `STREAMS`.
-            names: of their operators.
-            times: seconds of every operator.
-            needs: what each waits for.
-            ranks: that run them.
-
-        Raises:
-            KeyError: `times` lacks one of them.
+            stream: an index into `STREAMS`.
+            seconds: the time alone.
+            needs: the places that must end first.
+            rank: the pipeline rank.
+            name: of an operator that is not in `names` yet; None for a barrier.
         """
-        count = len(names)
-        return replace(
-            self,
-            streams=[*self.streams, *[stream] * count],
-            seconds=[*self.seconds, *(times[name] for name in names)],
-            needs=[*self.needs, *needs],
-            entries=[*self.entries, *range(len(self.names), len(self.names) + count)],
-            names=[*self.names, *names],
-            ranks=[*self.ranks, *ranks],
-            lanes=[*self.lanes, *[0] * count],
-            size_sources=[*self.size_sources, *[-1] * count],
+        self.entries.append(NONE if name is None else len(self.names))
+        self.names.extend([] if name is None else [name])
+        rows = (self.streams, stream), (self.ranks, rank), (self.lanes, 0), (self.size_sources, NONE)
+        for row, number in rows:
+            row.append(number)
+        self.seconds.append(seconds)
+        self.needs.append(needs)
+        return len(self) - 1
+
+    def permuted(self, order: Sequence[int]) -> WindowArrays:
+        """The instructions at some places, in this order."""
+        places = {place: number for number, place in enumerate(order)}
+        return WindowArrays(
+            [self.streams[place] for place in order],
+            [self.seconds[place] for place in order],
+            [[places[need] for need in self.needs[place] if need in places] for place in order],
+            [self.entries[place] for place in order],
+            self.names,
+            [self.rank(place) for place in order],
+            [self.lanes[place] for place in order],
+            [places.get(self.size_sources[place], NONE) for place in order],
         )
 
-    def paced(self, pace: float) -> Work:
-        """Returns these programs with computations that take `pace` times as long."""
-        seconds = [each * pace if at == COMPUTE else each for each, at in zip(self.seconds, self.streams, strict=True)]
-        return replace(self, seconds=seconds)
+    def with_compute_scaled(self, factor: float) -> WindowArrays:
+        """The instructions with computations that take `factor` times as long."""
+        pairs = zip(self.seconds, self.streams, strict=True)
+        return replace(self, seconds=[each * factor if stream == COMPUTE else each for each, stream in pairs])
 
     def loads_of(self, rank: int) -> dict[Kind, float]:
-        """Seconds of work on each stream of a pipeline rank."""
+        """Busy seconds of each stream of a pipeline rank."""
         totals = [0.0] * len(STREAMS)
         for place, stream in enumerate(self.streams):
             if self.rank(place) == rank:
@@ -114,103 +130,116 @@ class Work:
         return dict(zip(STREAMS, totals, strict=True))
 
     def loads(self) -> dict[Kind, float]:
-        """Seconds of work on each stream of the rank that has most."""
+        """Busy seconds of each stream, on the rank with most."""
         ranks = [self.loads_of(rank) for rank in sorted(set(self.ranks)) or [0]]
         return {kind: max(loads[kind] for loads in ranks) for kind in STREAMS}
 
 
-def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
-    """The unit's name and the entry in a plan of what an instruction runs; of what belongs to the window, its name."""
-    op = instruction.operator
-    assert op is not None
-    unit = layout.units[instruction.unit]
-    if instruction.is_of_window:
-        unit = SUMS if instruction.gather < 0 else GATHERS
-    return unit, f"{'F' if op.part is Part.F else 'B'}.{op.name}"
+class Pattern:
+    """The instructions of one micro-batch in all units of a layout: the units forward, then backward.
 
-
-def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Work:
-    """The numbers of a program, or of several ranks' programs one after the other.
-
-    Args:
-        program: the instructions in the order of issue.
-        layout: what the ranks hold.
-        times: seconds of every operator alone.
-
-    Raises:
-        KeyError: `times` lacks an operator.
+    Attributes:
+        instructions: those of micro-batch 0.
+        spans: the part of `instructions` of each unit and direction (whether forward).
+        names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
+        ordered_after: of each instruction, predecessors by order alone: those that its operator names
+            (`ordered_after`), the I of a W, and for a prefetched operator the writers of the inputs of the unit that it
+            is listed with.
+        prefetch_readers: of each prefetched instruction, the readers of the values that it brings.
+        is_awaited: whether a barrier waits for the instruction: collectives, if they are not prefetched.
     """
-    numbers: dict[tuple[str, str], int] = {}
-    work = Work([], [], [], [], [])
-    writers: dict[tuple[int, object], int] = {}
-    forwards: dict[tuple[int, int, str], int] = {}
-    pending: dict[int, list[int]] = {}
-    sent = _senders(program)
-    arriving: dict[int, list[int]] = {}  # gathers of weights that nothing has waited for yet, by unit
-    for place, instruction in enumerate(program):
-        op, rank = instruction.operator, layout.rank_of(instruction.unit)
-        work.ranks.append(rank)
-        if op is None:
-            work.streams.append(COMPUTE)
-            work.lanes.append(0)
-            work.seconds.append(0.0)
-            work.size_sources.append(NONE)
-            work.needs.append(pending.pop(rank, []))
-            work.entries.append(NONE)
-            continue
-        name = entry_of(instruction, layout)
-        microbatch = instruction.microbatch
-        needs = [writers[microbatch, key] for key in instruction.needs if (microbatch, key) in writers]
-        if instruction.gather >= 0:
-            for unit in layout.gathers[instruction.gather].units:
-                arriving.setdefault(unit, []).append(place)
-        elif op.kind is Kind.COMPUTE:
-            needs += arriving.pop(instruction.unit, [])
-        place_of_call = (microbatch, instruction.unit, op.forward_name)
-        if op.part is Part.F:
-            forwards[place_of_call] = place
-        elif place_of_call in forwards and op.kind is not Kind.PIPELINE:
-            needs.append(forwards[place_of_call])  # what forward kept for backward
-        for key in instruction.writes:
-            writers[microbatch, key] = place
-        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and not op.ahead:
-            pending.setdefault(rank, []).append(place)
-        if op.receives:
-            needs += [sent[key] for key in [transfer_key(instruction)] if key in sent]
-        work.streams.append(STREAMS.index(op.kind))
-        work.lanes.append(_lane(instruction, op, layout))
-        work.seconds.append(0.0 if op.receives else times[name])
-        work.needs.append(list(dict.fromkeys(needs)))
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.instructions: list[Instruction] = []
+        self.spans: dict[tuple[int, bool], range] = {}
+        units = sorted(unit for chunk in layout.chunks.values() for unit in chunk)
+        for forward in (True, False):
+            for unit in units if forward else reversed(units):
+                made = pass_instructions(layout, (0, unit), forward)
+                self.spans[unit, forward] = range(len(self.instructions), len(self.instructions) + len(made))
+                self.instructions += made
+        self._writers = {key: index for index, each in enumerate(self.instructions) for key in each.writes}
+        self.operators = [each.operator for each in self.instructions if each.operator]
+        self.names = [entry_of(each, layout) for each in self.instructions]
+        self.streams = [STREAMS.index(op.kind) for op in self.operators]
+        self.ranks = [layout.rank_of(each.unit) for each in self.instructions]
+        self.lanes = [_lane(*each, layout) for each in zip(self.instructions, self.operators, strict=True)]
+        self.needs = self._needs()
+        self.size_sources = [self._size_source(*each) for each in zip(self.instructions, self.operators, strict=True)]
+        self.ordered_after = [after for key, span in self.spans.items() for after in self._ordered_after(*key, span)]
+        self.prefetch_readers = self._prefetch_readers()
+        self.is_awaited = [
+            stream not in (COMPUTE, PIPELINE) and not op.ahead
+            for stream, op in zip(self.streams, self.operators, strict=True)
+        ]
+
+    def _needs(self) -> list[list[int]]:
+        forwards: dict[tuple[int, str], int] = {}
+        senders: dict[tuple[int, bool, int], int] = {}
+        for index, (each, op) in enumerate(zip(self.instructions, self.operators, strict=True)):
+            if op.part is Part.F:
+                forwards[each.unit, op.forward_name] = index
+            if op.sends:
+                senders[transfer_key(each)] = index
+        found = []
+        for each, op in zip(self.instructions, self.operators, strict=True):
+            needs = [self._writers[key] for key in each.needs if key in self._writers]
+            if op.part is not Part.F and op.kind is not Kind.PIPELINE:  # state that forward has saved for backward
+                needs += [forwards[key] for key in [(each.unit, op.forward_name)] if key in forwards]
+            if op.receives:
+                needs += [senders[key] for key in [transfer_key(each)] if key in senders]
+            found.append(list(dict.fromkeys(needs)))
+        return found
+
+    def _size_source(self, instruction: Instruction, op: Operator) -> int:
         keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
-        brought = [writers[microbatch, key] for key in keys if (microbatch, key) in writers]
-        work.size_sources.append(max((each for each in brought if work.streams[each] != COMPUTE), default=NONE))
-        work.entries.append(numbers.setdefault(name, len(numbers)))
-    work.names.extend(numbers)
-    return work
+        writers = [self._writers[key] for key in keys if key in self._writers]
+        return max((index for index in writers if self.streams[index] != COMPUTE), default=NONE)
 
+    def _ordered_after(self, unit: int, forward: bool, span: range) -> list[list[int]]:
+        indices = {self.operators[index].name: index for index in span}
+        entering = [self._layout.key(unit, name, forward) for name in self._layout.graph(unit, forward).inputs]
+        entered = [self._writers[key] for key in entering if key in self._writers]
+        found = []
+        for index in span:
+            op = self.operators[index]
+            before = (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))
+            is_of_unit = self.instructions[index].unit == unit
+            found.append([indices[name] for name in before] if is_of_unit else entered)
+        return found
 
-def _senders(program: Sequence[Instruction]) -> dict[tuple[int, bool, int], int]:
-    """What is sent between ranks -> the instruction that sends it."""
-    return {
-        transfer_key(instruction): place
-        for place, instruction in enumerate(program)
-        if instruction.operator is not None and instruction.operator.sends
-    }
+    def _prefetch_readers(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {index: [] for index, op in enumerate(self.operators) if op.ahead}
+        for index, each in enumerate(self.instructions) if found else ():
+            for key in each.weights:
+                found[self._writers[key]].append(index)
+        return found
 
+    @cached_property
+    def reductions(self) -> dict[int, list[int]]:
+        """The gradient reductions that each instruction adds to."""
+        indices = {
+            (unit, self.operators[index].name): index
+            for unit in {unit for each in self._layout.reductions for unit, _ in each.adders}
+            for index in self.spans[unit, False]
+        }
+        found: dict[int, list[int]] = {}
+        for number, each in enumerate(self._layout.reductions):
+            for adder in each.adders:
+                found.setdefault(indices[adder], []).append(number)
+        return found
 
-def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:
-    """Returns what tells one message between ranks from the others, at both of its ends.
-
-    These are its micro-batch, whether it is of forward, and the unit that forward sends from.
-    """
-    op = instruction.operator
-    assert op is not None
-    forward = op.part is Part.F
-    return instruction.microbatch, forward, instruction.unit - (op.receives if forward else op.sends)
+    def of(self, unit: int, computation_type: str) -> Sequence[int]:
+        """The instructions of a pass through a unit, as indices: a whole direction, or a half of backward."""
+        span = self.spans[unit, computation_type == "F"]
+        if computation_type in "FB":
+            return span
+        return [index for index in span if self.operators[index].part in PARTS_OF[computation_type]]
 
 
 def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
-    """0, or of pipeline communication: one lane to each neighbour, and one for everything that may arrive by itself."""
+    """0; of transfers, a lane for each neighbour that is sent to, and a lane for each unit that receives."""
     if op.kind is not Kind.PIPELINE:
         return 0
     forward = op.part is Part.F
@@ -219,189 +248,175 @@ def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
     return -1 - 2 * instruction.unit - forward
 
 
-NONE = -1
-
-
-Value = TypeVar("Value")
-
-ABSENT = -1
-
-
-class Pattern:
-    """What one micro-batch runs in all units of a layout, forward and backward.
-
-    Attributes:
-        calls: the instructions of micro-batch 0: the units forward, then backward.
-        spans: of each unit and direction (whether forward), its part of `calls`.
-        names: of each call, the name of its unit and its entry in a plan.
-        work: the calls as numbers, each taking a second; those that receive take none.
-        after: of each call, the calls that plans have come first although it reads nothing of them: those of its unit
-            that say so, and for what is issued ahead those that write what enters the unit that it comes with.
-        ahead: of each call that is issued ahead, those that read what it brings.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self.calls: list[Instruction] = []
-        self.spans: dict[tuple[int, bool], range] = {}
-        units = sorted(unit for chunk in layout.chunks.values() for unit in chunk)
-        for forward in (True, False):
-            for unit in units if forward else reversed(units):
-                made = pass_instructions(layout, (0, unit), forward)
-                self.spans[unit, forward] = range(len(self.calls), len(self.calls) + len(made))
-                self.calls += made
-        self.names = [entry_of(call, layout) for call in self.calls]
-        self.work = work_of(self.calls, layout, dict.fromkeys(self.names, 1.0))
-        self._writers = {key: place for place, call in enumerate(self.calls) for key in call.writes}
-        self.after = [after for pass_, span in self.spans.items() for after in self._after(*pass_, span, layout)]
-        self.ahead = self._ahead()
-
-    def _after(self, unit: int, forward: bool, span: range, layout: Layout) -> list[list[int]]:
-        """Returns `after` of the calls of a unit in one direction."""
-        operators = [self.calls[place].operator for place in span]
-        places = {op.name: place for op, place in zip(operators, span, strict=True) if op}
-        entering = [layout.key(unit, name, forward) for name in layout.graph(unit, forward).inputs]
-        entered = [self._writers[key] for key in entering if key in self._writers]
-        found = []
-        for op, place in zip(operators, span, strict=True):
-            if op:
-                before = (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))
-                is_of_unit = self.calls[place].unit == unit
-                found.append([places[name] for name in before] if is_of_unit else entered)
-        return found
-
-    def _ahead(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {
-            place: [] for place, call in enumerate(self.calls) if call.operator and call.operator.ahead
-        }
-        for place, call in enumerate(self.calls) if found else ():
-            for key in call.weights:
-                found[self._writers[key]].append(place)
-        return found
-
-    def of(self, unit: int, computation_type: str) -> Sequence[int]:
-        """The calls of a pass through a unit: those of the whole direction, or of a half of backward."""
-        span = self.spans[unit, computation_type == "F"]
-        if computation_type in "FB":
-            return span
-        parts = PARTS_OF[computation_type]
-        return [place for place in span if (op := self.calls[place].operator) and op.part in parts]
-
-
 class NumberedPass(NamedTuple):
-    """A micro-batch going through a unit, as a part of an action.
+    """A micro-batch in a unit, as a part of an action.
 
     Attributes:
-        microbatch, unit: which.
-        computation_type: of the action.
-        start: the place of its first instruction in the window; the others follow.
-        calls: what it runs.
+        start: the place of the first instruction; the others follow.
+        indices: the instructions, as indices into the pattern.
     """
 
     microbatch: int
     unit: int
     computation_type: str
     start: int
-    calls: Sequence[int]
+    indices: Sequence[int]
 
 
 class Window:
     """The instructions of a window, rank by rank and slot by slot, as numbers.
 
     Args:
-        schedule: of the window; ranks whose instructions do not matter may have no slots.
-        layout: what the ranks hold.
+        schedule: of the window; ranks that do not matter may have no slots.
+        layout: the units of all ranks.
 
     Attributes:
-        pattern: what each micro-batch runs.
         passes: through units, in order.
-        calls: of each instruction, the call of the pattern.
-        microbatches: of each instruction, its micro-batch.
-        at: of each micro-batch and call, the place of the instruction; `ABSENT` where the window does not have it.
-        slots: of each rank and slot, the place of its first instruction; one more for the end of the rank.
+        indices: of each place, its index into the pattern.
+        microbatches: of each place, its micro-batch.
+        at: of each micro-batch and index, the place; `NONE` where the window lacks the instruction.
+        slots: of each rank and slot, the place of the first instruction; one more for the end of the rank.
     """
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
         self.layout = layout
         self.pattern = pattern = pattern_of(layout)
         self.passes: list[NumberedPass] = []
-        self.calls: list[int] = []
+        self.indices: list[int] = []
         self.microbatches: list[int] = []
-        self.at = [[ABSENT] * len(pattern.calls) for _ in range(num_microbatches_of(schedule))]
+        self.at = [[NONE] * len(pattern.instructions) for _ in range(num_microbatches_of(schedule))]
         self.slots: list[list[int]] = []
         parts: dict[tuple[int, str], Sequence[int]] = {}
         for slots in schedule:
             self.slots.append([])
             for slot in slots:
-                self.slots[-1].append(len(self.calls))
+                self.slots[-1].append(len(self.indices))
                 for (microbatch, unit), action in slot_passes(slot, layout):
                     key = unit, action.computation_type
-                    calls = parts[key] if key in parts else parts.setdefault(key, pattern.of(*key))
-                    self._add(NumberedPass(microbatch, *key, len(self.calls), calls))
-            self.slots[-1].append(len(self.calls))
+                    indices = parts[key] if key in parts else parts.setdefault(key, pattern.of(*key))
+                    self._add(NumberedPass(microbatch, *key, len(self.indices), indices))
+            self.slots[-1].append(len(self.indices))
 
     def __len__(self) -> int:
-        return len(self.calls)
+        return len(self.indices)
 
     def _add(self, made: NumberedPass) -> None:
         places = self.at[made.microbatch]
-        for place, call in enumerate(made.calls, made.start):
-            places[call] = place
+        for place, index in enumerate(made.indices, made.start):
+            places[index] = place
         self.passes.append(made)
-        self.calls += made.calls
-        self.microbatches += [made.microbatch] * len(made.calls)
+        self.indices += made.indices
+        self.microbatches += [made.microbatch] * len(made.indices)
+
+    @property
+    def first_gather(self) -> int:
+        """The place of the first weight gather."""
+        return len(self) + len(self.layout.reductions)
+
+    def per_place(self, values: Sequence[Value]) -> list[Value]:
+        """Values of the pattern's instructions, repeated for every place."""
+        return [values[index] for index in self.indices]
 
     def instruction(self, place: int) -> Instruction:
-        """The instruction at a place."""
-        return self.pattern.calls[self.calls[place]].of(self.microbatches[place])
+        """The instruction of a micro-batch at a place."""
+        return self.pattern.instructions[self.indices[place]].of(self.microbatches[place])
 
-    def of_calls(self, values: Sequence[Value]) -> list[Value]:
-        """What is the same for every micro-batch, given for each call of the pattern, for each instruction."""
-        return [values[call] for call in self.calls]
+    def instructions(self, order: Iterable[int]) -> list[Instruction]:
+        """The instructions of an order of issue: here places become instructions.
 
-    def work(self, times: Times) -> Work:
-        """The window as numbers.
+        A gradient reduction has the micro-batch and the unit of the last instruction before it.
+        """
+        per_step = [op for _, op in (*named_reductions(self.layout), *named_gathers(self.layout))]
+        made: list[Instruction] = []
+        last = NONE
+        for place in order:
+            if place < 0:
+                made.append(barrier(~place))
+            elif place < len(self):
+                made.append(self.instruction(place))
+                last = place
+            elif place < self.first_gather:
+                number, near = place - len(self), self.instruction(last)
+                made.append(Instruction(near.microbatch, near.unit, per_step[number], reduction=number))
+            else:
+                number = place - self.first_gather
+                unit, op = self.layout.gathers[number].units[0], per_step[place - len(self)]
+                made.append(Instruction(min(self.microbatches, default=0), unit, op, gather=number))
+        return made
+
+    def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
+        """The window for given times.
+
+        Args:
+            times: seconds of every operator.
+            per_step: whether to add the gradient reductions and the weight gathers.
 
         Raises:
             KeyError: `times` lacks an operator.
         """
-        pattern, one, at = self.pattern, self.pattern.work, self.at
+        pattern, at = self.pattern, self.at
         numbers = self._numbers()
-        seconds = [times[name] if takes else 0.0 for name, takes in zip(pattern.names, one.seconds, strict=True)]
-        needs = [
-            [at[k][need] for need in one.needs[call]] for call, k in zip(self.calls, self.microbatches, strict=True)
-        ]
-        if len(self) < len(self.at) * len(pattern.calls):
-            needs = [[need for need in row if need != ABSENT] for row in needs]
-        size_sources = [
-            ABSENT if one.size_sources[call] == ABSENT else at[k][one.size_sources[call]]
-            for call, k in zip(self.calls, self.microbatches, strict=True)
-        ]
-        return Work(
-            self.of_calls(one.streams),
-            self.of_calls(seconds),
+        operators = zip(pattern.names, pattern.operators, strict=True)
+        seconds = [0.0 if op.receives else times[name] for name, op in operators]
+        places = list(zip(self.indices, self.microbatches, strict=True))
+        needs = [[at[k][need] for need in pattern.needs[index]] for index, k in places]
+        if len(self) < len(self.at) * len(pattern.instructions):
+            needs = [[need for need in row if need != NONE] for row in needs]
+        sources = pattern.size_sources
+        arrays = WindowArrays(
+            self.per_place(pattern.streams),
+            self.per_place(seconds),
             needs,
-            [numbers[pattern.names[call]] for call in self.calls],
+            [numbers[pattern.names[index]] for index in self.indices],
             list(numbers),
-            self.of_calls(one.ranks),
-            self.of_calls(one.lanes),
-            size_sources,
+            self.per_place(pattern.ranks),
+            self.per_place(pattern.lanes),
+            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places],
         )
+        if per_step:
+            self._add_reductions(arrays, times)
+            self._add_gathers(arrays, times)
+        return arrays
 
-    def _numbers(self) -> dict[tuple[str, str], int]:
-        """Numbers the operators as they come."""
-        numbers: dict[tuple[str, str], int] = {}
-        seen: set[tuple[int, str]] = set()  # layers may differ in what they issue ahead
+    def _add_reductions(self, arrays: WindowArrays, times: Times) -> None:
+        """Adds the gradient reductions; each needs the last instructions that add to its gradients."""
+        names = [name for name, _ in named_reductions(self.layout)]
+        last = {index: place for place, index in enumerate(self.indices)} if names else {}
+        needs: list[list[int]] = [[] for _ in names]
+        for index, numbers in self.pattern.reductions.items():
+            for number in numbers:
+                needs[number] += [last[index]] if index in last else []
+        for name, adders, reduction in zip(names, needs, self.layout.reductions, strict=True):
+            arrays.append(GRADIENTS, times[name], adders, self.layout.rank_of(reduction.adders[0][0]), name)
+
+    def _add_gathers(self, arrays: WindowArrays, times: Times) -> None:
+        """Adds the weight gathers; the first computation of each of their units needs them."""
+        for (name, _), gather in zip(named_gathers(self.layout), self.layout.gathers, strict=True):
+            number = arrays.append(GRADIENTS, times[name], [], self.layout.rank_of(gather.units[0]), name)
+            for unit in gather.units:
+                computing = (
+                    index for index in self.pattern.spans[unit, True] if self.pattern.streams[index] == COMPUTE
+                )
+                first = next(computing, NONE)
+                for places in self.at if first != NONE else ():
+                    if places[first] != NONE:
+                        arrays.needs[places[first]].append(number)
+
+    def _numbers(self) -> dict[Name, int]:
+        """The operators, numbered by their first appearance."""
+        numbers: dict[Name, int] = {}
+        seen: set[tuple[int, str]] = set()  # equal layers may be listed with different prefetched operators
         for made in self.passes:
             kind = made.unit, made.computation_type
             if kind not in seen:
                 seen.add(kind)
-                for call in made.calls:
-                    numbers.setdefault(self.pattern.names[call], len(numbers))
+                for index in made.indices:
+                    numbers.setdefault(self.pattern.names[index], len(numbers))
         return numbers
 
 
 def pattern_of(layout: Layout) -> Pattern:
-    """The pattern of a layout, which is made once."""
+    """The pattern of a layout; made once."""
     pattern = layout.derived.get("pattern")
     if not isinstance(pattern, Pattern):
         pattern = layout.derived["pattern"] = Pattern(layout)

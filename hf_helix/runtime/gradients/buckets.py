@@ -23,7 +23,7 @@ from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import Flat
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.window.layout import GradientReduction, Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 
@@ -112,8 +112,10 @@ def layout_with_sums(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> L
     sums = []
     for rank in range(layout.num_ranks):
         units = {unit: model[unit] for unit in layout.units_of(rank) if unit in model}
-        sums += [GradientSum(made.adders, made.bytes) for made in gradient_buckets(units, mesh) if made.is_planned]
-    return replace(layout, sums=sums)
+        sums += [
+            GradientReduction(made.adders, made.bytes) for made in gradient_buckets(units, mesh) if made.is_planned
+        ]
+    return replace(layout, reductions=sums)
 
 
 def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import Name, named_operators
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

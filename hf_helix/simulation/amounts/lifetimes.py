@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.timing.profile import Name
-from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_helix.planning.timing.profile import Profile, named_gathers
-from hf_helix.planning.window.layout import Layout, WeightGather
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import Layout, WeightGather, named_gathers
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.kept import KeptWeights
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer

@@ -15,7 +15,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.schedule.clock import Costs, part_of, stage_costs
 from hf_helix.planning.timing.clock import Timeline
-from hf_helix.planning.timing.predict import predict_timeline
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
@@ -57,7 +57,7 @@ def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
     for name in dict.fromkeys(names):
         chains = [_chain(profile, name, length) for length in CHAIN]
         for part, slot in slots.items():
-            short, long = (predict_timeline(plan, chain, [[slot]]) for chain in chains)
+            short, long = (predict(plan, chain, [[slot]], timeline=True).timeline for chain in chains)
             found[part][name] = (long.seconds - short.seconds) / (CHAIN[1] - CHAIN[0])
             for kind, (alone, exposed) in exposed_seconds(long).items() if part == "fused" else ():
                 before = totals.get(kind, (0.0, 0.0))
@@ -73,7 +73,7 @@ def _chain(profile: Profile, name: str, length: int) -> Profile:
 
 def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
     """Returns, for each kind of communication, its seconds, and those that run beside no computation of the rank."""
-    work = timeline.work
+    work = timeline.arrays
     spans: dict[int, list[Interval]] = {}  # of each queue, which runs one instruction after the other
     streams: dict[int, int] = {}
     for place, queue in enumerate(work.queues()):

@@ -21,7 +21,7 @@ from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.clock import Timeline
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, place_names
@@ -241,7 +241,8 @@ def _few_microbatches(
     CPUs, whose memory depends on it, when they run."""
     schedule = scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
     if not cluster.device.host_runs_ahead:
-        return predict_plan(plan, profile, schedule)
+        predicted = predict(plan, profile, schedule, timeline=True)
+        return predicted.instructions, predicted.timeline
     return [made for of_rank in build_programs(schedule, profile.layout, plan) for made in of_rank], None
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.clock import part_of
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators, named_sums
-from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import GradientReduction, Layout, Name, named_operators, named_reductions
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
@@ -28,7 +28,9 @@ HELD_PARTS = 8
 """Numbers of units that hold weight gradients back which are looked at: so many parts of all units of a rank."""
 
 
-def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()) -> list[tuple[GradientSum, int]]:
+def gradient_sums(
+    amounts: Amounts, layout: Layout, spread: Collection[str] = ()
+) -> list[tuple[GradientReduction, int]]:
     """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts.
 
     Args:
@@ -53,7 +55,7 @@ def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()
         for bucket in buckets.values():
             adders = tuple(dict.fromkeys(adder for _, mine in bucket for adder in mine))
             experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
-            found.append((GradientSum(adders, GRADIENT * sum(made.elements for made, _ in bucket)), experts))
+            found.append((GradientReduction(adders, GRADIENT * sum(made.elements for made, _ in bucket)), experts))
     return found
 
 
@@ -72,8 +74,8 @@ def profile_with_sums(
     if axes[COPIES].size == 1:
         return profile
     found = gradient_sums(amounts, profile.layout, spread)
-    layout = replace(profile.layout, sums=[made for made, _ in found])
-    names = [name for name, _ in named_sums(layout)]
+    layout = replace(profile.layout, reductions=[made for made, _ in found])
+    names = [name for name, _ in named_reductions(layout)]
     seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
     crosses = axes[COPIES].crosses
@@ -85,7 +87,7 @@ def profile_with_sums(
 
 
 def _seconds(
-    made: GradientSum, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
+    made: GradientReduction, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
 ) -> float:
     """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them.
 
@@ -108,7 +110,7 @@ def _contended(
     """Returns, for every kind of operator that sums slow down or are slowed down by, a pair of two. Over one link, each
     gets half of it."""
     link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
-    summing = max((name for name, _ in named_sums(layout)), key=lambda name: times[name])
+    summing = max((name for name, _ in named_reductions(layout)), key=lambda name: times[name])
     pairs = {}
     for kind in (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE):
         others = [name for name, op in named_operators(layout) if op.kind is kind]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.clock import Timeline
-from hf_helix.planning.timing.predict import parts_of, predict_parts, predict_plan, predict_seconds
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 
@@ -45,9 +45,9 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool,
         drawn: whether all of it is simulated, so that it can be drawn; else a long one by its steady state.
         waits: as of `Whole`, where they are known; None to predict the window without gathers, too.
     """
-    found = predict_plan(plan, profile, schedule) if drawn else None
-    window = parts_of(found[1]) if found else predict_parts(plan, profile, schedule)
+    window = predict(plan, profile, schedule, timeline=drawn)
+    found = (window.instructions, window.timeline) if window.timeline else None
     if waits is None:
         without = replace(profile, layout=replace(profile.layout, gathers=()))
-        waits = window.whole - predict_seconds(plan, without, schedule) if profile.layout.gathers else 0.0
-    return Whole(window.whole - window.sums, window.sums, waits, found)
+        waits = window.seconds - predict(plan, without, schedule).seconds if profile.layout.gathers else 0.0
+    return Whole(window.seconds - window.reduction_seconds, window.reduction_seconds, waits, found)

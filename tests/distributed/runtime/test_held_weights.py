@@ -53,13 +53,21 @@ def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) ->
         trainer.model.zero_grad()
         return result
 
-    result: dict[str, Any] = {"gradients": {}, "ran": {}, "behind": {}, "early": {}, "sums": len(first.layout.sums)}
+    result: dict[str, Any] = {
+        "gradients": {},
+        "ran": {},
+        "behind": {},
+        "early": {},
+        "sums": len(first.layout.reductions),
+    }
     with buckets_of(SMALL):
         first.train_window(window, complete=False)
         complete_gradients(first.stage.units, first.mesh, first.executor.streams)
         result["expected"] = gradients()
         for held in WAYS:
-            runner = first.with_plan(replace(plan, priorities=replace(plan.priorities, held_units=held)))
+            runner = first.with_plan(
+                replace(plan, priorities=replace(plan.priorities, num_units_with_deferred_wgrad=held))
+            )
             trace = traced(runner, window)
             result["gradients"][held] = gradients()
             result["ran"][held] = [label for verb, label in trace.events if verb == "run"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_helix.planning.timing.profile import named_operators
 from hf_helix.planning.timing.profile_file import load_profile, profile_json
+from hf_helix.planning.window.layout import named_operators
 
 JOB = "support.tuning_jobs:profile"
 CASE = {"model": {"num_hidden_layers": 2, "attention_dropout": 0.1}, "data": {"lengths": (17,)}}

@@ -14,7 +14,7 @@ from hf_helix.measure import overlap as measure
 from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.measure.overlap import measure_overlap
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.window.layout import named_operators
 
 TP = {"tp_size": 2, "model": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import save_profile
 
 MESH = {"tp_size": 2, "pp_size": 1}
@@ -100,7 +100,7 @@ def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, ca
     figures = {row.split()[0]: (float(row.split()[1]), float(row.split()[3].rstrip("x"))) for row in rows}
     profile = tiny_profile()
     plan = load_plan(tmp_path / "plan.json", profile.layout.graphs, model=MODEL, mesh=MESH)
-    seconds = predict_plan(plan, profile, build_schedule("folded_1f1b", 1, 3))[1].seconds
+    seconds = predict(plan, profile, build_schedule("folded_1f1b", 1, 3), timeline=True).seconds
     assert figures["dhelix"][0] == pytest.approx(seconds * 1e3, abs=0.05)
     assert figures["sequential"][1] == 1.0
     for milliseconds, speedup in figures.values():

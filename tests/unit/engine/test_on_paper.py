@@ -13,7 +13,7 @@ from hf_helix.engine.build import declare
 from hf_helix.engine.on_paper import OnPaper, kinds_of
 from hf_helix.models.families.llama import Llama
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.simulation.amounts.mesh import paper_mesh
 
 LAYERS = 3

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.arrays import arrays_of
 from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
 
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
-from hf_helix.planning.window.layout import GradientSum
-from hf_helix.planning.window.window import work_of
+from hf_helix.planning.window.layout import GradientReduction
 from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
 from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
 from hf_helix.report.timeline import draw_timeline, text_timeline
@@ -71,7 +71,7 @@ def test_barriers_are_no_bars() -> None:
     timeline, program = window()
     known = profile()
     stopped = [*program[:5], BARRIER_INSTRUCTION, *program[5:]]
-    result = bars_of_timeline(simulate(work_of(stopped, known.layout, known.times)), stopped)
+    result = bars_of_timeline(simulate(arrays_of(stopped, known.layout, known.times)), stopped)
     assert [b.label for b in result] == [b.label for b in bars_of_timeline(timeline, program)]
     with pytest.raises(ValueError, match="not of one window"):
         bars_of_timeline(timeline, stopped)
@@ -92,11 +92,12 @@ def test_bars_of_a_trace() -> None:
 
 def test_sums_of_gradients_have_a_row_of_their_own() -> None:
     known = profile()
-    sums = [GradientSum(((unit, "up.W"),), 4) for unit in (1, 0)]
+    sums = [GradientReduction(((unit, "up.W"),), 4) for unit in (1, 0)]
     times = {**known.times, ("gradients", "B.sum.0"): 20e-3, ("gradients", "B.sum.1"): 20e-3}
-    known = Profile({}, replace(known.layout, sums=sums), times)
+    known = Profile({}, replace(known.layout, reductions=sums), times)
     plan = make_plan("sequential", known, model="m", mesh={"tp_size": 1})
-    program, timeline = predict_plan(plan, known, build_schedule("folded_1f1b", 1, 2))
+    predicted = predict(plan, known, build_schedule("folded_1f1b", 1, 2), timeline=True)
+    program, timeline = predicted.instructions, predicted.timeline
     bars = bars_of_timeline(timeline, program)
     mine = [b for b in bars if b.stream == "gradients"]
     assert [(b.label, b.letter) for b in mine] == [("B1.layer.1.sum.0", "s"), ("B1.layer.0.sum.1", "s")]

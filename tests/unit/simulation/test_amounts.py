@@ -12,7 +12,7 @@ from support.on_paper import LLAMA, counted, on_meta
 
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL
 from hf_helix.simulation.memory import Sharing

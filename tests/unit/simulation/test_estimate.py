@@ -9,7 +9,7 @@ import pytest
 from support.on_paper import cluster_with, counted, on_meta
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
 from hf_helix.simulation.estimate import (
     Ring,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.arrays import arrays_of
 from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
 
 from hf_helix.planning.graph.operator import Kind
@@ -15,7 +16,6 @@ from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.program import build_program
-from hf_helix.planning.window.window import work_of
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
 from hf_helix.simulation.sizes import Sizes
@@ -72,7 +72,7 @@ def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, micr
     profile = replace(profile_of(amounts, case), layout=layout_of_training(model, bf16=True, shard_optimizer=True))
     made = make_plan(plan, profile, model="m", mesh={"tp_size": 1})
     program = build_program(Scheduler("auto", 1)(microbatches), profile.layout, made, 0)
-    timeline = simulate(work_of(list(program), profile.layout, profile.times), profile.slowdown)
+    timeline = simulate(arrays_of(list(program), profile.layout, profile.times), profile.slowdown)
     assert step.window + step.sums == pytest.approx(timeline.seconds, rel=1e-9)
     assert step.drawn is not None
     assert step.drawn[1].seconds == pytest.approx(timeline.seconds, rel=1e-9)

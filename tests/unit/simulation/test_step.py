@@ -170,7 +170,7 @@ def test_a_whole_window_has_its_sums(plan: str, paper: OnPaper) -> None:
     step = step_of(paper, True, tp=2, dp=2, microbatches=4, plan=plan)
     assert step.drawn is not None
     program, timeline = step.drawn
-    numbers = [made.gradient_sum for made in program if made.gradient_sum >= 0]
+    numbers = [made.reduction for made in program if made.reduction >= 0]
     assert numbers == list(range(len(numbers)))
     assert step.seconds == step.window + step.sums + step.optimizer
     assert step.window + step.sums == pytest.approx(timeline.seconds + step.casts)

@@ -81,7 +81,7 @@ def test_sums_are_those_of_training(
 def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
     axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
     result = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
-    (made,) = result.layout.sums
+    (made,) = result.layout.reductions
     assert made.bytes == HELD
     assert result.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
     assert profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": ALONE}, CLUSTER) is PROFILE
@@ -123,7 +123,11 @@ def test_sums_to_parts_send_half() -> None:
     axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
     whole = profile_with_sums(PROFILE, amounts, axes, CLUSTER)
     parts = profile_with_sums(PROFILE, amounts, axes, CLUSTER, {"copies": 2})
-    assert sum(made.bytes for made in parts.layout.sums) == sum(made.bytes for made in whole.layout.sums) == HELD
+    assert (
+        sum(made.bytes for made in parts.layout.reductions)
+        == sum(made.bytes for made in whole.layout.reductions)
+        == HELD
+    )
     seconds = {name: each for name, each in parts.times.items() if name[0] == "gradients"}
     assert len(seconds) == len(amounts.layout.units)
     assert sum(seconds.values()) == pytest.approx(HELD / 2 / 100e9 + 3 * HELD / 1000e9)

@@ -23,7 +23,8 @@ from hf_helix.measure import machine, operators, timing
 from hf_helix.measure.communication import time_train
 from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import Profile, named_of_window, named_operators
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.layout import named_operators, named_per_step
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce
@@ -142,7 +143,7 @@ def test_what_a_window_has_once_takes_what_the_device_takes(
     case: str, gpu: SlowHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = measured(gpu, **OF_WINDOWS[case])
-    names = [name for name, _ in named_of_window(result.layout)]
+    names = [name for name, _ in named_per_step(result.layout)]
     assert {name[1].partition(".")[0] for name in names}
     assert [result.times[name] for name in names] == pytest.approx([COLLECTIVE] * len(names))
     monkeypatch.setattr(timing, "CLOCK", 0.0)

@@ -34,7 +34,7 @@ from hf_helix.planning.plan.baselines.in_turn import sequential
 from hf_helix.planning.plan.block_plan import BARRIER, Order, entries
 from hf_helix.planning.timing.clock import simulate
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.window import COMPUTE, STREAMS, Work
+from hf_helix.planning.window.window import COMPUTE, STREAMS, WindowArrays
 
 SEGMENT = 3
 MOVED = 2
@@ -102,7 +102,7 @@ class _Block:
         self.streams = [STREAMS.index(op.kind) for op in operators.values()]
         self.seconds = [profile.times[name] for name in names]
         self._names = names
-        self._slowdown = cache(profile.slowdown) if profile.pairs else None
+        self._slowdown = cache(profile.contention) if profile.contention else None
         self.chains: tuple[list[int], list[int]] = ([], [])
         self.movable: list[int] = []
         self.places: list[tuple[int, int]] = []
@@ -146,14 +146,14 @@ class _Block:
         if self._slowdown is None:
             return self.bound(group)
         place = {i: number for number, i in enumerate(group)}
-        work = Work(
+        arrays = WindowArrays(
             [self.streams[i] for i in group],
             [self.seconds[i] for i in group],
             [[place[need] for need in self.waits[i] if need in place] for i in group],
             list(range(len(group))),
             [self._names[i] for i in group],
         )
-        return simulate(work, self._slowdown).seconds
+        return simulate(arrays, self._slowdown).seconds
 
     def bound(self, group: Sequence[int]) -> float:
         """Seconds that the operators take at least, issued in this order: what they take if none slows another down.

@@ -28,8 +28,8 @@ from hf_helix.planning.graph.backward import (
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
 from hf_helix.planning.plan.plan import graphs_digest
-from hf_helix.planning.timing.profile import Name, Pair, Profile, is_of_window, named_operators
-from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.timing.profile import Name, Pair, Profile, is_per_step, named_operators
+from hf_helix.planning.window.layout import GradientReduction, Layout
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -158,10 +158,10 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
         return [(unit, each) for each in ([name] if name in known else rows)]
 
     sums = [
-        GradientSum(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
-        for gradient_sum in layout.sums
+        GradientReduction(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
+        for gradient_sum in layout.reductions
     ]
-    return replace(layout, graphs=graphs, shared=(), sums=sums)
+    return replace(layout, graphs=graphs, shared=(), reductions=sums)
 
 
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
@@ -231,7 +231,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     layout = tile_layout(old, tiles)
     sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
-    of_window = [name for name in profile.times if is_of_window(name)]  # also those that a part of the window has not
+    of_window = [name for name in profile.times if is_per_step(name)]  # also those that a part of the window has not
     times |= {name: profile.times[name] for name in of_window}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}

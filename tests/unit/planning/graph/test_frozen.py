@@ -16,10 +16,11 @@ from hf_helix.planning.plan.baselines.intra_batch import tile_pair
 from hf_helix.planning.plan.precedence import activation_memory, shares_of
 from hf_helix.planning.plan.registry import RULES, make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.profile import Profile, named_operators, rough_profile
+from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
-from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.planning.window.program import build_programs, validate_program
+from hf_helix.planning.window.window import pattern_of
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 
@@ -107,8 +108,8 @@ def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytes
 def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mode: str) -> None:
     graphs = {**LLAMA, "layer": GraphPair.of(recomputed(trained(0, *frozen), mode))}
     layout = layout_of(graphs, 3)
-    program = window_instructions(build_schedule("folded_1f1b", 1, 2), layout)
+    pattern = pattern_of(layout)
     for again in (False, True):
-        result = activation_memory(program, layout, {"layer": shares_of(graphs["layer"])}, again)
+        result = activation_memory(pattern, layout, {"layer": shares_of(graphs["layer"])}, again)
         assert (sum(result.alloc) > 0) == (not again or mode != "none")
         assert sum(result.alloc) == pytest.approx(sum(result.free))

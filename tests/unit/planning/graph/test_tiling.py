@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import graphs as by_hand
+from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     LLAMA,
     ORDER_BLOCK,
@@ -31,10 +32,9 @@ from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
 from hf_helix.planning.plan.block_plan import all_blocks, validate_order
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.profile import Pair, Profile, named_operators
-from hf_helix.planning.window.instructions import Instruction, unit_instructions, window_instructions
-from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import work_of
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.instructions import Instruction, unit_instructions
+from hf_helix.planning.window.layout import Layout, named_operators
 
 TILES = [2, 3, 4]
 
@@ -226,7 +226,7 @@ def layer_seconds(layer: GraphPair, forward: bool) -> float:
     layout = layers_only(layer, 1)
     program = unit_instructions(layout, (0, 0), forward)
     times = {name: op.relative_cost for name, op in named_operators(layout)}
-    return simulate(work_of(program, layout, times)).seconds
+    return simulate(arrays_of(program, layout, times)).seconds
 
 
 def real_layer(transfer: float) -> Graph:
@@ -252,7 +252,7 @@ def test_a_single_strand_is_faster_where_communication_is_about_half(
 
 def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
     layout = layers_only(layer, 1)
-    work = work_of(
+    work = arrays_of(
         unit_instructions(layout, (0, 0), forward),
         layout,
         {name: op.relative_cost for name, op in named_operators(layout)},

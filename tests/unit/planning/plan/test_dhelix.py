@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from support.arrays import arrays_of
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
@@ -16,10 +17,9 @@ from hf_helix.planning.plan.baselines.dhelix import dhelix
 from hf_helix.planning.plan.baselines.in_turn import sequential
 from hf_helix.planning.plan.block_plan import BARRIER, Order, all_blocks, entries, validate_order
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.profile import Pair, Profile, named_operators, rough_profile
+from hf_helix.planning.timing.profile import Pair, Profile, rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions
-from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import work_of
+from hf_helix.planning.window.layout import Layout, named_operators
 
 L, X = Kind.INTRA_NODE, Kind.INTER_NODE
 
@@ -97,7 +97,7 @@ def seconds_of(forward: Graph | None, backward: Graph | None, profile: Profile) 
                 assert instruction.operator is not None
                 made[f"{letter}.{instruction.operator.name}"] = instruction
     slowdown = profile.slowdown if profile.pairs else None
-    return lambda order: simulate(work_of([made[entry] for entry in order], layout, profile.times), slowdown).seconds
+    return lambda order: simulate(arrays_of([made[entry] for entry in order], layout, profile.times), slowdown).seconds
 
 
 def groups_of(order: Order) -> Iterator[list[str]]:

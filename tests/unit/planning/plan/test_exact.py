@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import pytest
 from ortools.sat.python import cp_model
-from support.graphs import collective, compute, layout_of, linear, pair, profile_of, random_times, schedule_of
+from support.arrays import arrays_of, window_instructions
+from support.graphs import (
+    collective,
+    compute,
+    layout_of,
+    linear,
+    pair,
+    profile_of,
+    random_times,
+    schedule_of,
+    timeline_of,
+)
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS
-from hf_helix.planning.plan.search import predict, search
+from hf_helix.planning.plan.search import search
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.window.instructions import entry_of
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import entry_of, work_of
 
 ENDS = {"embedding": pair("embedding", compute("lookup"), inputs=""), "head": pair("head", compute("loss", "x"))}
 LAYERS = {
@@ -115,7 +125,7 @@ def pair_of_strands(size: int, num_layers: int, seed: int) -> tuple[Profile, Sch
 
 
 def searched(profile: Profile, schedule: Schedule) -> int:
-    return round(predict(search(profile, schedule), profile, schedule).seconds * 1e6)
+    return round(timeline_of(search(profile, schedule), profile, schedule).seconds * 1e6)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -133,7 +143,7 @@ def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_mi
     profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
     best = optimum(profile, schedule, most_layers)
     assert searched(profile, schedule) == best
-    work = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times)
+    work = arrays_of(window_instructions(schedule, profile.layout), profile.layout, profile.times)
     assert round(bound(work, profile.layout) * 1e6) <= best
 
 

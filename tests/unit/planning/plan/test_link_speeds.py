@@ -11,8 +11,9 @@ from hf_helix.config import LinkSpeed
 from hf_helix.planning.plan.link_speeds import NO_LINK, link_of, on_link, predict_speeds
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.profile import Profile, named_operators
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
+from hf_helix.planning.window.layout import named_operators
 
 HERE = LinkSpeed(1e9, 0.5e-3)
 BYTES = 312_500  # 2.5 ms at 1 Gbit/s, so with the latency the 3 ms of a collective

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import window_instructions
 from support.graphs import (
     LLAMA,
     SMALL,
@@ -30,7 +31,7 @@ from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
 from hf_helix.planning.plan.search import greedy
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_programs, validate_program
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     LLAMA,
     SMALL,
@@ -26,6 +27,7 @@ from support.graphs import (
     random_times,
     schedule_of,
     segment,
+    timeline_of,
 )
 
 from hf_helix.planning.graph.backward import GraphPair
@@ -34,13 +36,13 @@ from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import bound, critical_path, lower_bound
 from hf_helix.planning.plan.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.plan.search import CLOSE, greedy, predict, search, shorten
+from hf_helix.planning.plan.search import CLOSE, greedy, search, shorten
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.timing.clock import Timeline, simulate
-from hf_helix.planning.timing.profile import Name, Pair, Profile, named_operators
-from hf_helix.planning.window.instructions import window_instructions
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import Name, named_operators
 from hf_helix.planning.window.program import build_programs
-from hf_helix.planning.window.window import Work, work_of
+from hf_helix.planning.window.window import WindowArrays
 
 
 @pytest.fixture
@@ -85,9 +87,9 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 ):
     layout = layout_of({**LLAMA, "layer": layer}, num_layers)
     profile = profile_of(layout, random_times(layout, seed))
-    timeline = predict(greedy(profile), profile, schedule_of(num_microbatches))
-    assert bound(timeline.work, layout) <= timeline.seconds + 1e-9
-    assert timeline.seconds <= sum(timeline.work.loads().values()) + 1e-9
+    timeline = timeline_of(greedy(profile), profile, schedule_of(num_microbatches))
+    assert bound(timeline.arrays, layout) <= timeline.seconds + 1e-9
+    assert timeline.seconds <= sum(timeline.arrays.loads().values()) + 1e-9
 
 
 # Search
@@ -101,8 +103,8 @@ def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interferen
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
     flow = search(profile, schedule, extra_live_layers)
     assert flow.extra_live_layers == extra_live_layers
-    longest = CLOSE * predict(greedy(profile, extra_live_layers), profile, schedule).seconds
-    assert predict(flow, profile, schedule).seconds <= longest
+    longest = CLOSE * timeline_of(greedy(profile, extra_live_layers), profile, schedule).seconds
+    assert timeline_of(flow, profile, schedule).seconds <= longest
 
 
 @pytest.mark.slow
@@ -111,15 +113,16 @@ def test_longer_windows_gain_nearly_as_much(few_steps: None):
     for seed in range(4):
         profile, schedule = llama_profile(9, seed), schedule_of(8)
         ratio = (
-            predict(search(profile), profile, schedule).seconds / predict(greedy(profile), profile, schedule).seconds
+            timeline_of(search(profile), profile, schedule).seconds
+            / timeline_of(greedy(profile), profile, schedule).seconds
         )
         assert ratio <= 1.003
 
 
 def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
     profile, schedule = llama_profile(8, 29), schedule_of(8)
-    longest = CLOSE * predict(greedy(profile), profile, schedule).seconds
-    assert predict(search(profile), profile, schedule).seconds <= longest
+    longest = CLOSE * timeline_of(greedy(profile), profile, schedule).seconds
+    assert timeline_of(search(profile), profile, schedule).seconds <= longest
 
 
 def ring_profile(slower: float) -> Profile:
@@ -150,10 +153,10 @@ def test_communication_is_early_even_where_computation_takes_longest(monkeypatch
     monkeypatch.setattr(searching, "MAX_STEPS", 300)
     slow, then, schedule = ring_profile(1.4), ring_profile(1.0), schedule_of(8)
     limit = lower_bound(then, schedule)
-    assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
-    assert predict(search(slow, schedule), then, schedule).seconds < 1.05 * limit
+    assert timeline_of(greedy(slow), then, schedule).seconds > 1.08 * limit
+    assert timeline_of(search(slow, schedule), then, schedule).seconds < 1.05 * limit
     monkeypatch.setattr(searching, "COMPUTE_TIME_FACTORS", (1.0,))
-    assert predict(search(slow, schedule), then, schedule).seconds > 1.05 * limit
+    assert timeline_of(search(slow, schedule), then, schedule).seconds > 1.05 * limit
 
 
 @pytest.mark.slow
@@ -164,8 +167,8 @@ def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
     blind = profile_of(profile.layout, profile.times)
     assert (
-        predict(search(profile, schedule), profile, schedule).seconds
-        < predict(search(blind, schedule), profile, schedule).seconds
+        timeline_of(search(profile, schedule), profile, schedule).seconds
+        < timeline_of(search(blind, schedule), profile, schedule).seconds
     )
 
 
@@ -206,7 +209,7 @@ def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPa
     """Three annealings and their outcomes on a whole window: so many instructions simulated, a million a second."""
     simulated = 0
 
-    def counting(work: Work, *rest: Any) -> Timeline:
+    def counting(work: WindowArrays, *rest: Any) -> Timeline:
         nonlocal simulated
         simulated += len(work)
         return simulate(work, *rest)
@@ -237,7 +240,7 @@ def test_the_bound_by_hand():
     def of(changes: dict[Name, float]) -> float:
         result = {**times, **changes}
         made = window_instructions(schedule_of(1), layout)
-        return bound(work_of(made, layout, result), layout)
+        return bound(arrays_of(made, layout, result), layout)
 
     # 2 layers: 4 computations forward, 6 backward each; ways of 6 each.
     assert of({}) == 2 * (4 + 6)
@@ -259,18 +262,18 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
         del waiting[order[-1]]
         for needs in waiting.values():
             needs.discard(order[-1])
-    limit = bound(window.work, layout)
-    assert simulate(window.work, order=order).seconds >= limit - 1e-9
-    assert simulate(window.work, lambda a, b: 1.5).seconds >= limit - 1e-9
+    limit = bound(window.arrays, layout)
+    assert simulate(window.arrays, order=order).seconds >= limit - 1e-9
+    assert simulate(window.arrays, lambda a, b: 1.5).seconds >= limit - 1e-9
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
 def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
     profile = llama_profile(num_layers, seed)
-    timeline = predict(
+    timeline = timeline_of(
         Priorities(profile.times, random_priority(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
     )
-    assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
+    assert timeline.seconds >= bound(timeline.arrays, profile.layout) - 1e-9
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
@@ -279,7 +282,7 @@ def test_no_rule_beats_the_bound(fewer_steps: None, rule: str, seed: int):
     profile = llama_profile(3, seed)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
     (program,) = build_programs(schedule_of(4), profile.layout, plan)
-    work = work_of(program, profile.layout, profile.times)
+    work = arrays_of(program, profile.layout, profile.times)
     assert simulate(work).seconds >= bound(work, profile.layout) - 1e-9
 
 
@@ -289,5 +292,5 @@ def test_the_bound_holds_where_a_rank_has_nothing_but_layers():
     slow = {("layer", "F.gather"): 10e-3, ("layer", "F.scatter"): 10e-3}
     profile = profile_of(layout, {**dict.fromkeys(random_times(layout, 0), 1e-3), **slow})
     schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(4) for stage in (0, 1)]]
-    timeline = predict(greedy(profile), profile, schedule)
-    assert timeline.seconds >= bound(timeline.work, layout) - 1e-9
+    timeline = timeline_of(greedy(profile), profile, schedule)
+    assert timeline.seconds >= bound(timeline.arrays, layout) - 1e-9

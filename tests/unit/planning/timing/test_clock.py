@@ -10,20 +10,21 @@ import networkx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import arrays_of, window_instructions
 from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.clock import Slowdown, Timeline, simulate
-from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions, window_instructions
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, entry_of, unit_instructions
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import STREAMS, Work, entry_of, work_of
+from hf_helix.planning.window.window import STREAMS, WindowArrays
 
 COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE
 
 
-def work(*rows: tuple[Kind, float, list[int]]) -> Work:
+def work(*rows: tuple[Kind, float, list[int]]) -> WindowArrays:
     """Instructions as (stream, seconds, needs); each runs an operator of its own, named by its place."""
-    return Work(
+    return WindowArrays(
         streams=[STREAMS.index(kind) for kind, _, _ in rows],
         seconds=[seconds for _, seconds, _ in rows],
         needs=[list(needs) for _, _, needs in rows],
@@ -84,8 +85,8 @@ def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
     layout = Layout(["layer"], {0: [0]}, {"layer": layer})
     times = {("layer", "F.norm"): 1.0, ("layer", "F.gather"): 4.0, ("layer", "F.act"): 2.0}
     norm, gather, act = unit_instructions(layout, (0, 0), True)
-    assert simulate(work_of([norm, gather, act], layout, times)).seconds == 5
-    barred = simulate(work_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
+    assert simulate(arrays_of([norm, gather, act], layout, times)).seconds == 5
+    barred = simulate(arrays_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
     assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
     shown = [("compute", "F.norm", 0), ("intra_node", "F.gather", 1), ("compute", "F.act", 3)]
     assert [row[:3] for row in barred.spans()] == shown
@@ -123,7 +124,7 @@ def test_loads_are_sums_by_stream():
     layout = layout_of(LLAMA, 3)
     times = random_times(layout, 0)
     made = window_instructions(schedule_of(2), layout)
-    loads = work_of(made, layout, times).loads()
+    loads = arrays_of(made, layout, times).loads()
     assert sum(loads.values()) == pytest.approx(sum(times[entry_of(i, layout)] for i in made))
 
 
@@ -152,7 +153,7 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
     layout = Layout(["layer"] * 2, {0: [0, 1]}, {"layer": layer})
     program = [i for unit in (0, 1) for i in unit_instructions(layout, (0, unit), True)]
     program += [i for unit in (1, 0) for i in unit_instructions(layout, (0, unit), False)]
-    result = work_of(program, layout, random_times(layout, 0))
+    result = arrays_of(program, layout, random_times(layout, 0))
     text = [f"{entry_of(i, layout)[1]}{i.unit}" for i in program]
     needs = {name: {text[need] for need in result.needs[place]} for place, name in enumerate(text)}
     assert needs == {
@@ -172,7 +173,7 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
 def test_micro_batches_do_not_need_each_other():
     layout = layout_of(LLAMA, 2)
     program = window_instructions(schedule_of(3), layout)
-    needs = work_of(program, layout, random_times(layout, 0)).needs
+    needs = arrays_of(program, layout, random_times(layout, 0)).needs
     for instruction, result in zip(program, needs, strict=True):
         assert all(program[need].microbatch == instruction.microbatch for need in result)
 
@@ -182,14 +183,14 @@ def test_times_that_lack_an_operator_are_an_error():
     times = random_times(layout, 0)
     del times["layer", "B.mlp.up.W"]
     with pytest.raises(KeyError, match=r"B\.mlp\.up\.W"):
-        work_of(window_instructions(schedule_of(2), layout), layout, times)
+        arrays_of(window_instructions(schedule_of(2), layout), layout, times)
 
 
 # Random ones
 
 
 @st.composite
-def works(draw: st.DrawFn) -> Work:
+def works(draw: st.DrawFn) -> WindowArrays:
     """Anything that can run: instructions that need some of the earlier ones."""
     rows = []
     for place in range(draw(st.integers(1, 25))):
@@ -199,7 +200,7 @@ def works(draw: st.DrawFn) -> Work:
     return work(*rows)
 
 
-def prerequisites(work: Work) -> list[list[int]]:
+def prerequisites(work: WindowArrays) -> list[list[int]]:
     """What must be done before each: its needs, the one before it on its stream, and for communication the computation
     issued last before it."""
     result = []
@@ -211,7 +212,7 @@ def prerequisites(work: Work) -> list[list[int]]:
 
 
 @given(works())
-def test_without_slowdown_it_is_the_longest_path(work: Work):
+def test_without_slowdown_it_is_the_longest_path(work: WindowArrays):
     graph = networkx.DiGraph()
     for place, (seconds, before) in enumerate(zip(work.seconds, prerequisites(work), strict=True)):
         graph.add_edge(("start", place), ("end", place), weight=seconds)
@@ -224,7 +225,7 @@ def test_without_slowdown_it_is_the_longest_path(work: Work):
 
 
 @given(works(), st.integers(0, 999))
-def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(work: Work, seed: int):
+def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(work: WindowArrays, seed: int):
     """Only one timeline starts everything at once when it may, and does exactly its work at these rates."""
     draw = random.Random(seed)
     table = {(a, b): draw.choice([1.0, 1.25, 2.0]) for a in range(len(work)) for b in range(len(work))}
@@ -245,7 +246,7 @@ def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(wo
 
 
 @given(works(), st.integers(0, 999))
-def test_slowdown_never_shortens_an_operator(work: Work, seed: int):
+def test_slowdown_never_shortens_an_operator(work: WindowArrays, seed: int):
     timeline = simulate(work, lambda a, b: 1.0 + random.Random(f"{seed}{a}{b}").random())
     assert all(b - a >= s - 1e-9 for a, b, s in zip(timeline.starts, timeline.ends, work.seconds, strict=True))
     alone = simulate(work)

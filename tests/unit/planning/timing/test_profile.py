@@ -25,8 +25,9 @@ from support.graphs import (
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.text import format_json
-from hf_helix.planning.timing.profile import Pair, Profile, named_operators, rough_profile
+from hf_helix.planning.timing.profile import Pair, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, profile_json, save_profile
+from hf_helix.planning.window.layout import named_operators
 
 LAYOUT = layout_of(LLAMA, 3)
 UP, DOWN, ACT = ("layer", "F.mlp.up"), ("layer", "F.mlp.down"), ("layer", "F.mlp.act")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from support.arrays import arrays_of, slot_instructions
 from support.graphs import (
     ORDER_BLOCK,
     SMALL,
@@ -29,10 +30,9 @@ from hf_helix.planning.schedule.clock import Costs
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.window.instructions import Instruction, slot_instructions
+from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_programs
-from hf_helix.planning.window.window import work_of
 from hf_helix.runtime.streams import CudaStreams
 
 BLOCKS = tuple(ORDER_BLOCK)
@@ -98,7 +98,7 @@ def test_when_a_receive_is_issued_changes_no_prediction(schedule: str, plan: str
     layout, made = pipeline(schedule, 2, 5)
     chosen, times = planned(plan, layout, made), random_times(layout, 1)
     late, early = (
-        simulate(work_of([each for program in result for each in program], layout, times)).seconds
+        simulate(arrays_of([each for program in result for each in program], layout, times)).seconds
         for result in (build_programs(made, layout, chosen, slots_ahead=ahead) for ahead in (0, 1))
     )
     assert late == pytest.approx(early)

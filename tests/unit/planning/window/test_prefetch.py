@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from support.arrays import arrays_of, window_instructions
 from support.graphs import compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of, segment
 
 from hf_helix.planning.graph.backward import GraphPair
@@ -16,14 +17,13 @@ from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.predict import predict_plan
-from hf_helix.planning.timing.profile import named_operators
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
-from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions, window_instructions
-from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions
+from hf_helix.planning.window.layout import Key, Layout, named_operators
 from hf_helix.planning.window.program import build_program, build_programs, validate_program
 from hf_helix.planning.window.repetition import order_window
-from hf_helix.planning.window.window import COMPUTE, Window, work_of
+from hf_helix.planning.window.window import COMPUTE, Window
 
 READ = {"weights": ("weights",), "dgrad_weights": ("weights",)}
 
@@ -106,7 +106,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
     profile, schedule = profile_of(LAYOUT), schedule_of(count)
     made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
     assert [window.instruction(place) for place in range(len(window))] == made
-    expected, result = work_of(made, LAYOUT, profile.times), window.work(profile.times)
+    expected, result = arrays_of(made, LAYOUT, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
 
@@ -224,12 +224,12 @@ def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, coun
     for rank in range(num_ranks):
         short = build_program(schedule, layout, plan, rank)
         ordered = order_window(plan, schedule, layout, rank=rank)
-        whole = ordered.lengthened(ordered.repeats, rank).issued.program(rank)
+        whole = ordered.lengthened(ordered.repeats, rank).ordered.program(rank)
         assert short.repeats
         assert [replace(each, frees=(), ends=False) for each in short] == whole
         validate_program(short, [loss_gradient(layout)], layout)
         programs += list(short)
-    simulate(work_of(programs, layout, profile_of(layout).times))
+    simulate(arrays_of(programs, layout, profile_of(layout).times))
 
 
 def test_no_barrier_waits_for_them():
@@ -238,11 +238,12 @@ def test_no_barrier_waits_for_them():
     seconds = {name: 2e-3 if op.ahead else 1e-3 for name, op in named_operators(layout)}
     profile = replace(profile_of(layout), times=seconds)
     plan = make_plan("sequential", profile, model="m", mesh={})
-    program, timeline = predict_plan(plan, profile, schedule_of(4))
+    predicted = predict(plan, profile, schedule_of(4), timeline=True)
+    program, timeline = predicted.instructions, predicted.timeline
     assert any(each.operator is None for each in program)
-    work, order = plan.issue(schedule_of(4), layout).work(seconds)
-    assert simulate(work, None, order).seconds == pytest.approx(timeline.seconds)
-    computing = sum(each for each, stream in zip(work.seconds, work.streams, strict=True) if stream == COMPUTE)
+    arrays, order = plan.issue(schedule_of(4), layout).arrays(seconds)
+    assert simulate(arrays, None, order).seconds == pytest.approx(timeline.seconds)
+    computing = sum(each for each, stream in zip(arrays.seconds, arrays.streams, strict=True) if stream == COMPUTE)
     assert timeline.seconds <= computing + 2 * 2e-3, "only the first units wait"
 
 

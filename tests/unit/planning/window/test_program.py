@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import window_instructions
 from support.graphs import (
     SMALL,
     UNTILED,
@@ -25,7 +26,7 @@ from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, window_instructions
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_programs, validate_program
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     ORDER_BLOCK,
     SMALL,
@@ -21,6 +22,7 @@ from support.graphs import (
     profile_of,
     random_priority,
     random_times,
+    timeline_of,
 )
 from support.schedules import live_activations
 
@@ -33,16 +35,15 @@ from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.list_scheduler import Priorities
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.plan.search import greedy, predict
+from hf_helix.planning.plan.search import greedy
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.predict import predict_plan
-from hf_helix.planning.window.instructions import Instruction, window_instructions
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_programs, validate_program
-from hf_helix.planning.window.window import work_of
 
 BLOCKS = tuple(ORDER_BLOCK)
 SHAPES = {
@@ -94,7 +95,9 @@ def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Sch
         assert order == sorted(order)
         other = unit + (1 if layout.units[unit] == "send" else -1)
         assert moved[other, forward] == order
-    seconds = simulate(work_of(everything, layout, random_times(layout, 0))).seconds  # raises if a rank waits for ever
+    seconds = simulate(
+        arrays_of(everything, layout, random_times(layout, 0))
+    ).seconds  # raises if a rank waits for ever
     assert seconds >= lower_bound(profile_of(layout, random_times(layout, 0)), schedule) - 1e-9
 
 
@@ -125,8 +128,9 @@ def test_a_flow_is_predicted_as_its_programs_run(
     """The order of issue of all ranks together, and each rank's own, say the same."""
     layout, schedule = case(name, num_ranks, num_microbatches, counts)
     flow, profile = random_flow(layout, seed), profile_of(layout, random_times(layout, seed + 7))
-    _, timeline = predict_plan(priority_plan(flow, layout), profile, schedule)
-    assert timeline.seconds == pytest.approx(predict(flow, profile, schedule).seconds)
+    predicted = predict(priority_plan(flow, layout), profile, schedule, timeline=True)
+    timeline = predicted.timeline
+    assert timeline.seconds == pytest.approx(timeline_of(flow, profile, schedule).seconds)
 
 
 def test_ranks_wait_for_each_other_by_hand():
@@ -138,7 +142,8 @@ def test_ranks_wait_for_each_other_by_hand():
     layout, schedule = case("1f1b", 2, 1, [1, 1])
     times = dict.fromkeys(random_times(layout, 0), 1e-3)
     times |= {(unit, f"{letter}.transfer"): 3e-3 for unit in ("send", "receive") for letter in "FB"}
-    program, timeline = predict_plan(block_plan_of("sequential"), profile_of(layout, times), schedule)
+    predicted = predict(block_plan_of("sequential"), profile_of(layout, times), schedule, timeline=True)
+    program, timeline = predicted.instructions, predicted.timeline
     names = [("B" if i.operator.part is not Part.F else "F", i.unit) if i.operator else None for i in program]
     starts = {name: min(t for t, n in zip(timeline.starts, names, strict=True) if n == name) for name in names if name}
     assert {name: round(1e3 * start, 6) for name, start in starts.items() if name[1] in (1, 4)} == {
@@ -153,9 +158,9 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
     layout, schedule = case(name, 2, 5, [2, 1, 2, 1])
     profile = profile_of(layout, random_times(layout, 3))
     result = search.search(profile, schedule)
-    longest = search.CLOSE * predict(greedy(profile), profile, schedule).seconds
-    assert predict(result, profile, schedule).seconds <= longest
-    assert predict(result, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
+    longest = search.CLOSE * timeline_of(greedy(profile), profile, schedule).seconds
+    assert timeline_of(result, profile, schedule).seconds <= longest
+    assert timeline_of(result, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -164,7 +169,7 @@ def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pyte
     monkeypatch.setattr(search, "MAX_STEPS", 20)
     layout, schedule = case(name, num_ranks, 3, [1] * 4)
     profile = profile_of(layout, random_times(layout, 3))
-    assert predict(search.search(profile), profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
+    assert timeline_of(search.search(profile), profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
 @pytest.mark.parametrize("rule", [*BLOCKS, "priorities"])

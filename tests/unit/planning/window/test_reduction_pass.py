@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of
+from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Part
@@ -13,11 +13,11 @@ from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.plan.search import greedy, hold_weights
-from hf_helix.planning.timing.predict import predict_plan, predict_seconds
-from hf_helix.planning.timing.profile import EMULATED_LINK, SUMS_OVER, Name, Profile, named_sums, rough_profile
+from hf_helix.planning.plan.search import defer_weight_gradients, greedy
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
-from hf_helix.planning.window.layout import GradientSum, Layout
+from hf_helix.planning.window.layout import GradientReduction, Layout, Name, named_reductions
 from hf_helix.planning.window.program import build_programs, validate_program
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 
@@ -32,10 +32,10 @@ def adders_of(pair: GraphPair, unit: int) -> tuple[tuple[int, str], ...]:
 def summed(layout: Layout) -> Layout:
     """A sum for every unit, in the order of backward."""
     sums = [
-        GradientSum(adders_of(layout.graphs[layout.units[unit]], unit), 4000)
+        GradientReduction(adders_of(layout.graphs[layout.units[unit]], unit), 4000)
         for unit in reversed(range(len(layout.units)))
     ]
-    return replace(layout, sums=sums)
+    return replace(layout, reductions=sums)
 
 
 def profile_with_sums(sum_ms: float = SUM_MS, layers: int = LAYERS) -> Profile:
@@ -43,15 +43,16 @@ def profile_with_sums(sum_ms: float = SUM_MS, layers: int = LAYERS) -> Profile:
     layout = summed(layout_of(SMALL, layers))
     rough = rough_profile(layout)
     times = {name: 1e-5 if rough.kind(name).communicates else 4e-3 for name in rough.times}
-    times |= {name: sum_ms / 1e3 for name, _ in named_sums(layout)}
+    times |= {name: sum_ms / 1e3 for name, _ in named_reductions(layout)}
     return profile_of(layout, times)
 
 
 def exposed(rule: str, profile: Profile, count: int) -> float:
     """The part of a window in which sums run behind the last computation."""
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2}, schedule=schedule_of(count))
-    _, timeline = predict_plan(plan, profile, schedule_of(count))
-    streams = timeline.work.streams
+    predicted = predict(plan, profile, schedule_of(count), timeline=True)
+    timeline = predicted.timeline
+    streams = timeline.arrays.streams
     computed = max(end for end, stream in zip(timeline.ends, streams, strict=True) if stream == COMPUTE)
     return (timeline.seconds - computed) / timeline.seconds
 
@@ -64,16 +65,16 @@ def test_every_sum_is_issued_once_behind_the_last_that_adds_to_it(rule: str, mon
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
     (program,) = build_programs(schedule, layout, plan)
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
-    issued = {made.gradient_sum: place for place, made in enumerate(program) if made.gradient_sum >= 0}
-    assert sorted(issued) == list(range(len(layout.sums)))
-    for number, result in enumerate(layout.sums):
+    issued = {made.reduction: place for place, made in enumerate(program) if made.reduction >= 0}
+    assert sorted(issued) == list(range(len(layout.reductions)))
+    for number, result in enumerate(layout.reductions):
         adds = [
             place
             for place, made in enumerate(program)
             if made.operator and made.operator.part is not Part.F and (made.unit, made.operator.name) in result.adders
         ]
         between = program[max(adds) + 1 : issued[number]]
-        assert all(made.gradient_sum >= 0 for made in between), "nothing but other sums"
+        assert all(made.reduction >= 0 for made in between), "nothing but other sums"
         assert issued[number] > max(adds)
 
 
@@ -82,7 +83,7 @@ def test_the_validator_finds_what_is_added_after_the_sum() -> None:
     layout, schedule = profile.layout, schedule_of(1)
     plan = make_plan("sequential", profile, model="m", mesh={"tp_size": 2})
     (program,) = build_programs(schedule, layout, plan)
-    place = next(place for place, made in enumerate(program) if made.gradient_sum >= 0)
+    place = next(place for place, made in enumerate(program) if made.reduction >= 0)
     early = [program[place], *program[:place], *program[place + 1 :]]
     with pytest.raises(ValueError, match="adds to gradients that have been summed over ranks"):
         validate_program(early, [loss_gradient(layout)], layout)
@@ -93,8 +94,8 @@ def test_the_validator_finds_what_is_added_after_the_sum() -> None:
 def test_predictions_are_those_of_the_whole_window(rule: str, count: int) -> None:
     profile, schedule = profile_with_sums(layers=3), schedule_of(count)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2}, schedule=schedule_of(min(count, 8)))
-    whole = predict_plan(plan, profile, schedule)[1].seconds
-    assert predict_seconds(plan, profile, schedule) == pytest.approx(whole, rel=1e-9)
+    whole = predict(plan, profile, schedule, timeline=True).seconds
+    assert predict(plan, profile, schedule).seconds == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("sum_ms", [2.0, 8.0, 12.0])
@@ -106,15 +107,15 @@ def test_the_best_number_of_units_is_found() -> None:
     """Against every number of them, on the window that they are compared on."""
     profile, schedule = profile_with_sums(), schedule_of(2)
     first = greedy(profile)
-    chosen = searching.predict(hold_weights(first, profile, schedule), profile, schedule).seconds
-    every = [replace(first, held_units=held) for held in (None, *range(LAYERS + 3))]
-    assert chosen <= 1.01 * min(searching.predict(each, profile, schedule).seconds for each in every)
+    chosen = timeline_of(defer_weight_gradients(first, profile, schedule), profile, schedule).seconds
+    every = [replace(first, num_units_with_deferred_wgrad=held) for held in (None, *range(LAYERS + 3))]
+    assert chosen <= 1.01 * min(timeline_of(each, profile, schedule).seconds for each in every)
 
 
 def test_without_sums_nothing_changes() -> None:
     profile = profile_of(layout_of(SMALL, 3))
     plan = make_plan("greedy", profile, model="m", mesh={"tp_size": 2})
-    assert plan.priorities.held_units is None
+    assert plan.priorities.num_units_with_deferred_wgrad is None
     assert "held_units" not in plan.to_json()
     assert Kind.GRADIENTS in STREAMS
 
@@ -124,8 +125,8 @@ def test_plans_and_profiles_keep_them_on_file(tmp_path) -> None:
     plan = make_plan("greedy", profile, model="m", mesh={"tp_size": 2})
     assert parse_plan(plan.to_json(), profile.layout.graphs, model="m", mesh={"tp_size": 2}).data() == plan.data()
     save_profile(profile, tmp_path / "profile.json")
-    assert load_profile(tmp_path / "profile.json").layout.sums == profile.layout.sums
-    bare = replace(profile.layout, sums=())
+    assert load_profile(tmp_path / "profile.json").layout.reductions == profile.layout.reductions
+    bare = replace(profile.layout, reductions=())
     save_profile(profile_of(bare), tmp_path / "old.json")
     with pytest.raises(ValueError, match="does not cover the sums of gradients"):
         load_profile(tmp_path / "old.json", layout=profile.layout)
@@ -138,10 +139,10 @@ def test_the_bound_knows_which_link_sums_share() -> None:
     times = {**quiet.times, **dict.fromkeys(moving, 0.1)}
     schedule = schedule_of(2)
     alone = lower_bound(replace(quiet, times=times), schedule)
-    sums = [name for name, _ in named_sums(quiet.layout)]
+    sums = [name for name, _ in named_reductions(quiet.layout)]
     times |= dict.fromkeys(sums, alone / 2 / len(sums))
     for over, expected in {"": alone, "inter_node": alone, "intra_node": 1.5 * alone}.items():
-        about = {**quiet.about, **({SUMS_OVER: over} if over else {})}
+        about = {**quiet.about, **({REDUCTIONS_OVER: over} if over else {})}
         assert lower_bound(replace(quiet, times=times, about=about), schedule) == pytest.approx(expected)
 
 
@@ -149,10 +150,10 @@ def test_the_bound_counts_the_bytes_that_an_emulated_link_carries() -> None:
     """1 MB a second, of everything; latencies may pass side by side."""
     profile = profile_with_sums(1e-3)
     moving = [name for name in profile.times if profile.kind(name).communicates]
-    about = {**profile.about, EMULATED_LINK: "8mbit,1ms", SUMS_OVER: "intra_node"}
+    about = {**profile.about, EMULATED_LINK: "8mbit,1ms", REDUCTIONS_OVER: "intra_node"}
     linked = replace(profile, about=about, bytes=dict.fromkeys(moving, 1_000_000))
     calls = sum(profile.kind(name).communicates for name in calls_of(profile.layout))
-    assert lower_bound(linked, schedule_of(3)) == pytest.approx(3 * calls + len(profile.layout.sums) + 1e-3)
+    assert lower_bound(linked, schedule_of(3)) == pytest.approx(3 * calls + len(profile.layout.reductions) + 1e-3)
 
 
 def calls_of(layout: Layout) -> list[Name]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     SMALL,
     by_place,
@@ -32,13 +33,13 @@ from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.predict import predict_plan, predict_seconds
-from hf_helix.planning.timing.profile import Name, Pair, Profile
-from hf_helix.planning.window.instructions import Instruction, window_instructions
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.planning.window.program import build_program, build_programs, validate_program
 from hf_helix.planning.window.repetition import Periodic, order_window
-from hf_helix.planning.window.window import Window, work_of
+from hf_helix.planning.window.window import Window
 
 NAMES = st.sampled_from(sorted(PLACEMENT_OF))
 COUNTS = st.lists(st.integers(1, 2), min_size=8, max_size=8)
@@ -109,10 +110,10 @@ def test_ranks_are_cut_where_none_needs_what_comes_after(name: str, num_ranks: i
     num_microbatches = 60
     periodic = Periodic(build_schedule(name, num_ranks, num_microbatches))
     short = periodic.keep(settling + 14)
-    gates = periodic.gates(short, settling, 8)
-    assert gates
+    points = periodic.sync_points(short, settling, 8)
+    assert points
     for cut in range(2):
-        done = [slots[: gate[cut]] for slots, gate in zip(short, gates, strict=True)]
+        done = [slots[: cuts[cut]] for slots, cuts in zip(short, points, strict=True)]
         counts = {(stage, part): 0 for stage in range(2 * num_ranks) for part in "FI"}
         for slot in (slot for slots in done for slot in slots):
             for action in slot.actions:
@@ -132,7 +133,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(
     schedule = build_schedule(name, num_ranks, num_microbatches)
     made, window = window_instructions(schedule, profile.layout), Window(schedule, profile.layout)
     assert [window.instruction(place) for place in range(len(window))] == made
-    expected, result = work_of(made, profile.layout, profile.times), window.work(profile.times)
+    expected, result = arrays_of(made, profile.layout, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
 
@@ -146,8 +147,8 @@ def test_on_one_rank_the_order_is_that_of_the_whole_window(rule: str, seed: int)
     (program,) = programs_of(schedule, profile, plan)
     (whole,) = build_programs(schedule, profile.layout, plan)
     assert without_order_of_frees(program) == without_order_of_frees(whole)
-    expected = predict_plan(plan, profile, schedule)[1].seconds
-    assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-12)
+    expected = predict(plan, profile, schedule, timeline=True).seconds
+    assert predict(plan, profile, schedule).seconds == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -158,8 +159,8 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
     programs = programs_of(schedule, profile, plan)
     whole = build_programs(schedule, profile.layout, plan)
     assert list(map(without_order_of_frees, programs)) == list(map(without_order_of_frees, whole))
-    expected = predict_plan(plan, profile, schedule)[1].seconds
-    assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-9)
+    expected = predict(plan, profile, schedule, timeline=True).seconds
+    assert predict(plan, profile, schedule).seconds == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -188,10 +189,10 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
         check_whole_and_in_order(bare, made)
         assert most_layers_alive(program, layout) <= most_layers_alive(other, layout) + 2
     everything = [each for program in programs for each in operators_of(program)]
-    work = work_of(everything, layout, profile.times)
+    work = arrays_of(everything, layout, profile.times)
     seconds = simulate(work, profile.slowdown if profile.pairs else None).seconds  # raises if a rank waits for ever
-    assert predict_seconds(plan, profile, schedule) == pytest.approx(seconds, rel=2e-3)
-    assert seconds <= 1.05 * predict_plan(plan, profile, schedule)[1].seconds
+    assert predict(plan, profile, schedule).seconds == pytest.approx(seconds, rel=2e-3)
+    assert seconds <= 1.05 * predict(plan, profile, schedule, timeline=True).seconds
 
 
 def test_a_rank_builds_no_more_for_more_microbatches():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.arrays import arrays_of
 from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of
 
 from hf_helix.planning.plan import search as searching
@@ -12,12 +13,12 @@ from hf_helix.planning.plan.baselines.intra_batch import tile_profile
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.predict import predict_plan, predict_seconds
-from hf_helix.planning.timing.profile import Profile, named_gathers, rough_profile
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
-from hf_helix.planning.window.layout import Layout, WeightGather
+from hf_helix.planning.window.layout import Layout, WeightGather, named_gathers
 from hf_helix.planning.window.program import build_program, build_programs, validate_program
-from hf_helix.planning.window.window import COMPUTE, work_of
+from hf_helix.planning.window.window import COMPUTE
 
 LAYERS, COMPUTING_MS = 8, 4.0
 
@@ -82,15 +83,15 @@ def test_a_long_window_has_them_once(rule: str) -> None:
 def test_predictions_are_those_of_the_whole_window(rule: str, count: int) -> None:
     profile, schedule = profile_with_gathers(12.0, layers=3), schedule_of(count)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2}, schedule=schedule_of(min(count, 8)))
-    whole = predict_plan(plan, profile, schedule)[1].seconds
-    assert predict_seconds(plan, profile, schedule) == pytest.approx(whole, rel=1e-9)
+    whole = predict(plan, profile, schedule, timeline=True).seconds
+    assert predict(plan, profile, schedule).seconds == pytest.approx(whole, rel=1e-9)
 
 
 def exposed(gather_ms: float, rule: str = "sequential") -> float:
     """Seconds that gathers add to a window."""
     profile, schedule = profile_with_gathers(gather_ms), schedule_of(2)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
-    return predict_seconds(plan, profile, schedule) - predict_seconds(plan, profile_with_gathers(1e-6), schedule)
+    return predict(plan, profile, schedule).seconds - predict(plan, profile_with_gathers(1e-6), schedule).seconds
 
 
 def test_only_the_first_ones_are_exposed_where_layers_take_longer() -> None:
@@ -107,10 +108,10 @@ def test_programs_wait_as_windows_do(gather_ms: float) -> None:
     profile, schedule = profile_with_gathers(gather_ms, layers=3), schedule_of(2)
     plan = make_plan("sequential", profile, model="m", mesh={"tp_size": 2})
     issued = plan.issue(schedule, profile.layout)
-    work, order = issued.work(profile.times)
-    program = work_of(issued.program(0), profile.layout, profile.times)
-    assert simulate(program).seconds == pytest.approx(simulate(work, order=order).seconds, rel=1e-9)
-    assert sum(stream == COMPUTE for stream in program.streams) == sum(stream == COMPUTE for stream in work.streams)
+    arrays, order = issued.arrays(profile.times)
+    program = arrays_of(issued.program(0), profile.layout, profile.times)
+    assert simulate(program).seconds == pytest.approx(simulate(arrays, order=order).seconds, rel=1e-9)
+    assert sum(stream == COMPUTE for stream in program.streams) == sum(stream == COMPUTE for stream in arrays.streams)
 
 
 def test_tiles_and_files_keep_them(tmp_path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.arrays import window_instructions
 from support.graphs import SMALL, compute, layout_of, pair, schedule_of
 
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.schedule.actions import Action, Slot
-from hf_helix.planning.window.instructions import blocks_of, unit_instructions, window_instructions
+from hf_helix.planning.window.instructions import blocks_of, unit_instructions
 from hf_helix.planning.window.layout import Layout
 
 LAYOUT = layout_of(SMALL, 3)  # embedding, layers 1 and 2 | layer 3, head
