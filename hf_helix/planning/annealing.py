@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class State(Protocol):
-    """A point of the walk; `value` is what becomes small."""
+    """A point of the walk; its `value` is minimised."""
 
     @property
     def value(self) -> float: ...
@@ -23,15 +23,14 @@ class State(Protocol):
 S = TypeVar("S", bound=State)
 
 Accept = Callable[[float, float, float, random.Random], bool]
-"""Decides from the current value, the proposed value, the temperature and a random generator whether the walk moves."""
+"""Whether the walk moves, by the current value, the proposed value, the temperature and a random generator."""
 
 
 def metropolis(current: float, proposed: float, temperature: float, rng: random.Random) -> bool:
     """Accepts a worse value with the probability exp(-difference / temperature).
 
     Args:
-        current: the value so far.
-        proposed: the value of the change.
+        current, proposed: the values.
         temperature: in the unit of the values.
         rng: decides.
     """
@@ -44,10 +43,7 @@ def threshold(current: float, proposed: float, temperature: float, rng: random.R
     It uses no transcendental function, so the walk is the same on every machine.
 
     Args:
-        current: the value so far.
-        proposed: the value of the change.
-        temperature: in the unit of the values.
-        rng: decides.
+        current, proposed, temperature, rng: as of `metropolis`.
     """
     return proposed <= current + temperature * rng.random()
 

@@ -1,9 +1,7 @@
 """Pauses of Python's collector of cyclic garbage.
 
-In:   a function that makes millions of lists of numbers, which it keeps until it returns.
-Out:  the same function, a fifth to a quarter faster.
-Must hold: the collector is as it was before once the function has returned or raised. What the function makes has
-hardly any cycles: it is freed by its reference counts, so next to nothing is lost by not looking for any.
+A function that makes millions of lists of numbers is a fifth to a quarter faster during a pause. The lists have hardly
+any cycles, so reference counts free them.
 """
 
 from __future__ import annotations

@@ -174,9 +174,7 @@ def priority_plan(priorities: Priorities, layout: Layout) -> PriorityPlan:
 
 def timeline_of(priorities: Priorities, profile: Profile, schedule: Schedule) -> Timeline:
     """The predicted timeline of a window that list scheduling orders."""
-    predicted = predict(priority_plan(priorities, profile.layout), profile, schedule, timeline=True)
-    assert predicted.timeline is not None
-    return predicted.timeline
+    return predict(priority_plan(priorities, profile.layout), profile, schedule, timeline=True).timeline
 
 
 def list_scheduled(schedule: Schedule, layout: Layout, priorities: Priorities) -> list[list[Instruction]]:

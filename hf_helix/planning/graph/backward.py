@@ -26,14 +26,13 @@ def derive_backward(graph: Graph) -> Graph:
             of a linear, emit I in its place and set W aside;
             where communication would have to sum gradients of several readers, emit the sum as an operator of its own
         move communication that is recomputed to directly after what it needs
-        insert every W after its I, or behind the communication that reads the I's result
+        insert every W after its I, or after the communication that reads the I's result
         insert every recomputed operator (R) before the first operator that needs it
 
-    So even a single strand computes a W beside communication (the paper's "self-overlap", section 4.2). A linear that
-    trains nothing has no W, and its I is all of its B. The gradient of a value that several operators read is summed
-    in the order of backward: each adds to what the one before wrote. The recomputed value `v` is `r.v`, and operators
-    read it behind their gradients; recomputed communication that needs no other recomputation begins with the unit's
-    backward.
+    So even a single strand overlaps a W with communication (the paper's "self-overlap", section 4.2). A frozen linear
+    has no W. The gradient of a value with several readers is summed in the order of backward: each reader adds to the
+    sum of the readers before. The recomputed value `v` is `r.v`, and operators read it after their gradients;
+    recomputed communication that needs no other recomputation begins with the unit's backward.
 
     Example: a norm, an all-gather, a linear and a residual, whose sum leaves the unit.
 
@@ -41,7 +40,7 @@ def derive_backward(graph: Graph) -> Graph:
         norm    x -> norm                      add         d.add -> d.x@add d.up
         gather  norm -> gather                 up.I        d.up -> d.gather
         up      gather -> up    (split)        gather      d.gather -> d.norm      (a reduce-scatter)
-        add     x up -> add                    up.W        d.up gather ->          (beside it)
+        add     x up -> add                    up.W        d.up gather ->          (overlaps)
                                                norm        d.norm -> d.x           (+= d.x@add)
 
     Raises:
@@ -58,9 +57,9 @@ class BackwardParts:
     """The operators of a backward graph before they are put in one order.
 
     Attributes:
-        chain: those that gradients go through, in the reverse order of forward: I, B, and sums.
+        chain: I, B and sums, in the reverse order of forward.
         weights: the W of every I, by the I's name.
-        recomputation: what is recomputed, in the order of forward.
+        recomputation: recomputed operators, in the order of forward.
     """
 
     chain: list[Operator]
@@ -135,18 +134,17 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
 
 
 def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, ...]:
-    """The names that backward has for values of the forward pass: `r.v` for those that are recomputed."""
+    """The names of forward values in backward: `r.v` for recomputed ones."""
     return tuple(f"r.{value}" if value in repeated else value for value in values)
 
 
 def _left_by(op: Operator) -> tuple[str, ...]:
-    """The recomputation that saves for the backward of `op` what forward did not keep."""
+    """The recomputation that leaves the saved state for the backward of `op`."""
     return (f"{op.name}.again",) if op.recomputed and op.has_saved_state else ()
 
 
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
-    """The operators that backward recomputes once the unit's gradients are there, in the order of forward. What is
-    issued ahead is needed by then."""
+    """The recomputed operators, in the order of forward; all but prefetched ones wait for the unit's gradients."""
     return [
         replace(
             op,
@@ -170,8 +168,8 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
 
 
 def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operator]) -> list[Operator]:
-    """The operators with each recomputed one before the first that needs it; what a W needs comes before its I, so that
-    the W can run beside the communication behind the I."""
+    """The operators with each recomputed one before its first reader; the inputs of a W come before its I, so that the
+    W can overlap the communication after the I."""
     writers = {value: op for op in repeats for value in op.writes}
     named = {op.name: op for op in repeats}
     reads = {op.forward_name: op.reads for op in operators if op.part is Part.W}
@@ -194,8 +192,7 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
 
 
 def _repeated_values(graph: Graph) -> set[str]:
-    """The values that backward recomputes: what recomputed operators write. Indices and counts that an operator makes
-    beside values with gradients are kept."""
+    """The results of recomputed operators; indices and counts are kept if they come with values that have gradients."""
     return {
         value
         for op in graph.operators
@@ -211,7 +208,7 @@ def _plain_values(graph: Graph) -> set[str]:
 
 
 def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]) -> list[Operator]:
-    """The sums of gradients that are complete once the backward of `op` has run and that no other operator can make."""
+    """The sums of gradients that are complete after the backward of `op` and need an operator of their own."""
     return [
         Operator(
             name=f"{value}.sum",
@@ -226,12 +223,12 @@ def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collec
 
 
 def _needs_sum(readers: Sequence[Operator]) -> bool:
-    """Whether communication would have to add to another operator's gradient."""
+    """Whether communication would have to add to a gradient."""
     return any((op.backward_kind or op.kind).communicates for op in readers[1:])
 
 
 def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Operator]:
-    """The operators with those of these names moved to directly after what they need."""
+    """The operators, some of them (by name) moved to directly after their inputs."""
     result: list[Operator] = []
     for op in operators:
         place = len(result)
@@ -254,7 +251,7 @@ def place_weights(
     Args:
         operators: the chain of backward, in order.
         weights: the W of every I, by the I's name.
-        keep_waiting: whether W's wait further, given an operator, the one that follows it, and the W's; None for never.
+        keep_waiting: whether waiting W's wait further, given an operator and the following one; None for never.
     """
     result: list[Operator] = []
     waiting: list[Operator] = []
@@ -272,12 +269,12 @@ def place_weights(
 
 
 def feeds(op: Operator, following: Operator | None) -> bool:
-    """Whether the following operator is communication that reads what this one writes."""
+    """Whether the following operator is communication that reads the result of this one."""
     return following is not None and following.kind.communicates and bool(set(following.reads) & set(op.writes))
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
-    """Value -> its readers in the order in which their gradients are summed, the order of backward."""
+    """The readers of each value in the order of backward, in which their gradients are summed."""
     readers: dict[str, list[Operator]] = {value: [] for op in graph.operators for value in op.writes}
     for op in reversed(graph.operators):
         for value in dict.fromkeys(op.reads):
@@ -314,7 +311,7 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
 def _gradient_names(
     op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """The values that the backward of `op` writes, one for each input, and the partial gradients that it adds."""
+    """The results of the backward of `op`, one for each input, and the partial gradients that it adds."""
     writes: list[str] = []
     adds: list[str | None] = []
     for value in op.reads:

@@ -19,10 +19,9 @@ from itertools import zip_longest
 class Kind(Enum):
     """Which stream an operator runs on: computation, or one of the kinds of communication.
 
-    Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer,
-    `PIPELINE` takes a value from one virtual stage to the next, and `GRADIENTS` are the sums of gradients over ranks
-    that see other tokens (dp, cp), and the gathers of what each of them has stepped: operators of a window, and of no
-    unit's graph.
+    Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer;
+    `PIPELINE` transfers a value to the next virtual stage; `GRADIENTS` are gradient reductions over replicas (dp, cp)
+    and ZeRO-1 weight gathers, which run once a step and belong to no unit.
     """
 
     COMPUTE = "compute"
@@ -37,9 +36,7 @@ class Kind(Enum):
 
 
 class Part(Enum):
-    """What an operator does: forward, whole backward, input gradient (dgrad), weight gradient (wgrad), or forward again
-    in backward (R).
-    """
+    """Forward, full backward, input gradient (dgrad), weight gradient (wgrad), or recomputed forward (R)."""
 
     F = "F"
     B = "B"
@@ -64,23 +61,21 @@ class Operator:
             W).
         backward_kind: the kind of its backward; None for the same.
         accumulates: for each output, the partial gradient that is added to it, or None.
-        ordered_after: operators of the graph that come first although nothing of them is read. It orders this graph
-            alone; what is declared forward says nothing of backward.
+        ordered_after: predecessors by order alone; of this graph, not of the derived backward.
         saved_for_backward: values of the forward pass that its backward reads.
-        has_saved_state: whether it also leaves something unnamed for its backward, such as what autograd saves.
-        recomputed: whether backward runs it once more, so that what it writes and leaves is not kept.
-        recompute_when_selective: whether running it again costs little for what need not be kept.
-        control_deps: values that must be there although nothing of them is read, so that it runs no earlier than
-            needed.
+        has_saved_state: whether it also leaves unnamed state for its backward, such as tensors saved by autograd.
+        recomputed: whether backward runs it again, so that its results and state are not kept.
+        recompute_when_selective: whether recomputing it is cheap for the memory it saves.
+        control_deps: values that must exist although the operator does not read them, so that it does not run too
+            early.
         non_differentiable: those of `writes` that have no gradient (indices, counts).
-        host_read_sizes: those of `reads` that say how much there is to move: the host reads them when it issues the
-            operator.
-        weights: values that hold parameters which it reads, gathered over the ranks that each keep a part of them. The
-            executor lends them to the modules of the model; they are no arguments of the operator.
+        host_read_sizes: those of `reads` that hold sizes, which the host reads when it issues the operator.
+        weights: values that hold unsharded parameters (ZeRO-3); the executor sets them in the model's modules, so they
+            are no arguments of the operator.
         dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
         wgrad_weights: those of `weights` that its weight gradient reads as well.
-        ahead: how many units before its own it is issued, so that what it brings is there in time; 0 for none. Units
-            count as a rank comes to them, of whatever micro-batch, see `planning.window.passes`. It reads nothing.
+        ahead: by how many units it is prefetched, see `planning.window.passes`; 0 for none. Such an operator reads
+            nothing.
         relative_cost: a rough relative time.
     """
 
@@ -125,12 +120,12 @@ class Operator:
 
     @property
     def receives(self) -> bool:
-        """Whether what it writes comes from another pipeline rank."""
+        """Whether its results come from another pipeline rank."""
         return self.kind is Kind.PIPELINE and bool(self.writes)
 
     @property
     def sends(self) -> bool:
-        """Whether what it reads goes to another pipeline rank."""
+        """Whether its inputs go to another pipeline rank."""
         return self.kind is Kind.PIPELINE and bool(self.reads)
 
 
@@ -143,7 +138,7 @@ class Graph:
         operators: in canonical order.
         inputs: values that enter the unit.
         outputs: values that leave it.
-        repeats: whether units of this kind follow each other, so that what leaves one enters the next.
+        repeats: whether units of this kind follow each other: the outputs of one are the inputs of the next.
         saved_values: of a backward graph, the values of the forward pass that it reads.
     """
 
@@ -179,7 +174,7 @@ class Graph:
 
     @cached_property
     def transfers(self) -> bool:
-        """Whether the unit is no part of the model, but a way between pipeline ranks."""
+        """Whether the unit is a transfer between pipeline ranks, and no part of the model."""
         return any(op.kind is Kind.PIPELINE for op in self.operators)
 
     def __getitem__(self, name: str) -> Operator:
@@ -212,6 +207,6 @@ class Graph:
 
 
 def digest(graphs: Iterable[Graph]) -> str:
-    """A short fingerprint of graphs; plans are stored with it, so that a plan for another model is recognised."""
+    """A short fingerprint of graphs; a plan file holds it, so that a plan for another model is recognised."""
     text = "\n".join(graph.describe() for graph in graphs)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

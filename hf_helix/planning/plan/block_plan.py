@@ -1,9 +1,9 @@
 """Block plans: an order of operators for every pair of units that can meet.
 
-In:   a rule that orders one block (the forward graph of a unit beside the backward graph of another), and a profile.
+In:   a rule that orders one block (the forward graph of a unit with the backward graph of another), and a profile.
 Out:  a `BlockPlan`: for every block a list of entries such as `F.attn.gather` and `B.mlp.down.W`.
-Must hold: an order holds every operator of its block once, each after what it reads. `validate_order` checks this and
-knows nothing of the rules that make orders.
+Must hold: an order holds every operator of its block once, each after its inputs. `validate_order` checks this, apart
+from the rules that make orders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OrderBlock = Callable[[Graph | None, Graph | None, Profile], Order]
 
 @dataclass(frozen=True, order=True)
 class Block:
-    """Which units meet: the name of the forward graph and of the backward graph; None where a strand is absent."""
+    """The names of the forward and the backward unit that meet; None where a strand is absent."""
 
     forward: str | None
     backward: str | None
@@ -56,7 +56,7 @@ class Block:
         return cls(sides.get("F"), sides.get("B"))
 
     def graphs(self, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
-        """The forward graph and the backward graph of the units that meet."""
+        """The forward graph and the backward graph of the block."""
         forward = pairs[self.forward].forward if self.forward else None
         backward = pairs[self.backward].backward if self.backward else None
         return forward, backward
@@ -64,11 +64,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPlan(Plan):
-    """The order of every block that a schedule can ask for.
-
-    Attributes:
-        orders: of every block.
-    """
+    """The order of every block that a schedule can form."""
 
     KEY: ClassVar[str] = "blocks"
 
@@ -101,8 +97,8 @@ class BlockPlan(Plan):
         rank: int | None = None,
         sync_points: SyncPoints = (),
     ) -> OrderedWindow:
-        """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
-        sends leaves at its end. A rank's order does not depend on the other ranks."""
+        """Slot by slot, block by block. The receives of a slot are issued `slots_ahead` slots early, its sends at its
+        end. A rank's order does not depend on the other ranks."""
         asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
         window = Window(asked, layout)
         blocks = _Blocks(self, window)
@@ -116,12 +112,12 @@ class BlockPlan(Plan):
     def from_data(
         cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
     ) -> Self:
-        """The plan of what a file says of its blocks."""
+        """The plan from the blocks of a file."""
         return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
 
 
 def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
-    """The order of a rank, see `OrderedWindow`."""
+    """The order of a rank."""
     order: list[int] = []
     issued = 0
     for number, slot in enumerate(slots):
@@ -135,7 +131,7 @@ def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: 
 
 
 def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
-    """What a slot receives from other ranks, or sends to them."""
+    """The receives or the sends of a slot."""
     return [
         window.at[microbatch][index]
         for (microbatch, unit), action in transfers_of(slot, window.layout, receives)
@@ -144,12 +140,7 @@ def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
 
 
 class _Blocks:
-    """The orders of blocks as places in a window.
-
-    Args:
-        plan: what orders them.
-        window: of the ranks.
-    """
+    """The orders of a plan's blocks as places in a window."""
 
     def __init__(self, plan: BlockPlan, window: Window) -> None:
         self._plan, self._window = plan, window
@@ -177,8 +168,8 @@ class _Blocks:
             units = self._window.layout.units
             names = (units[place[1]] if place else None for place in (forward, backward))
             order = self._plan.order(*names)
-            # What is issued ahead for the next unit may have no entry in this one: it comes first. Where the schedule
-            # halves a backward, only one half is there.
+            # A prefetched operator of the next unit may have no entry here: it comes first. A split backward has only
+            # one of its halves here.
             unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
             self._known[key] = [index for entry in (*unnamed, *order) for index in made.get(entry, ())]
         return self._known[key]
@@ -207,7 +198,7 @@ def orders_from(data: Any, pairs: Mapping[str, GraphPair]) -> dict[Block, Order]
 
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
-    """Every block that units of these names can form: each alone, and each forward beside each backward."""
+    """Every block of units with these names: each direction alone, and each forward with each backward."""
     names = [name for name in units if name not in (SEND, RECEIVE)]
     alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
     return alone + [Block(forward, backward) for forward in names for backward in names]
@@ -260,7 +251,7 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
 def _problem(
     entry: str, operators: Mapping[str, Operator], seen: set[str], written: set[tuple[str, str]]
 ) -> str | None:
-    """What is wrong with an entry behind those that were seen; None if nothing is."""
+    """The error of an entry after the seen ones; None if it is right."""
     if entry not in operators:
         return "is not an operator of this block"
     if entry in seen:

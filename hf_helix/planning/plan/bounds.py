@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
-from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, names_per_step, seconds_per_step
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, seconds_per_step
+from hf_helix.planning.window.layout import Layout, names_per_step
 from hf_helix.planning.window.window import STREAMS, Window, WindowArrays
 
 
 def busiest_link(loads: Iterable[tuple[str, float]]) -> float:
-    """Seconds that communication takes at least: what goes over one link adds up, and links carry side by side.
+    """Lower bound of communication: transfers on one link serialize, links are independent.
 
     Args:
         loads: the name of a link, and seconds of communication over it; a link may come several times.
@@ -29,8 +29,8 @@ def busiest_link(loads: Iterable[tuple[str, float]]) -> float:
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat: `bound`, to which every micro-batch adds the same, or what the
-    busiest link of a rank carries, gathers of weights and sums of gradients included."""
+    """Seconds that no order of a window can beat: `bound` for every micro-batch, or the busiest link of a rank, weight
+    gathers and gradient reductions included."""
     layout, count = profile.layout, num_microbatches_of(schedule)
     arrays = Window(without_microbatches(schedule, 1), layout).arrays(profile.times)
     links = [busiest_link(_link_loads(profile, arrays, rank, count)) for rank in range(layout.num_ranks)]
@@ -38,15 +38,9 @@ def lower_bound(profile: Profile, schedule: Schedule) -> float:
 
 
 def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -> Iterator[tuple[str, float]]:
-    """Yields what a window communicates, for `busiest_link`: by streams, each on a link of its own, sums of gradients
-    on that of the stream that the profile names. All of it shares an emulated link, of which the profile knows the
-    bytes. What goes between ranks of a pipeline is left out.
-
-    Args:
-        profile: the times and bytes of the operators.
-        arrays: of a window of one micro-batch.
-        rank: of the pipeline.
-        count: the micro-batches of the window.
+    """Yields the communication of a window of `count` micro-batches, for `busiest_link`: each stream has a link of its
+    own, gradient reductions use the link of the stream that the profile names, and an emulated link is shared by all.
+    Transfers of the pipeline are left out.
     """
     moving = {kind: load for kind, load in arrays.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
     yield from ((kind.value, count * load) for kind, load in moving.items())
@@ -64,10 +58,8 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
 
 def bound(arrays: WindowArrays, layout: Layout) -> float:
     """Seconds that no order of a window can beat: the load of the busiest stream, and the critical path of each strand
-    through a rank's layers, weight gradients left out.
-
-    Where two micro-batches of one direction run beside each other (warm-up and cool-down on several ranks, evaluation),
-    half of the sum of both strands' critical paths.
+    through a rank's layers without weight gradients; half of the sum of both paths where two micro-batches of one
+    direction are concurrent (warm-up and cool-down on several ranks, evaluation).
     """
     limits = [max(arrays.loads().values())]
     for rank in range(layout.num_ranks):
@@ -78,7 +70,7 @@ def bound(arrays: WindowArrays, layout: Layout) -> float:
 
 
 def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int) -> float:
-    """Seconds of the critical paths through every repeating unit of a strand of a rank, one after the other."""
+    """Seconds of the critical paths through all repeating units of a strand of a rank."""
     times = dict(zip(arrays.entries, arrays.seconds, strict=True))
     seconds = {name: times[number] for number, name in enumerate(arrays.names)}
     total = 0.0
@@ -97,7 +89,7 @@ def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int)
 
 
 def critical_path(graph: Graph, seconds: dict[str, float]) -> float:
-    """Seconds of the longest chain from what enters a unit to what leaves it."""
+    """Seconds of the longest chain from the inputs of a unit to its outputs."""
     reached = dict.fromkeys(graph.inputs, 0.0)
     ended: dict[str, float] = {}
     for op in graph.operators:

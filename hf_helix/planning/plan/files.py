@@ -1,9 +1,9 @@
 """Plan files.
 
-In:   the path of a file, or its text, and the model that it is to be used with.
+In:   the path or the text of a file, and the model.
 Out:  the plan.
-Must hold: a file that is damaged, of an unknown version or for something else is an error that says which, and how to
-get a new one. A plan that was written and read is the same plan.
+Must hold: a file that is damaged, of another version or for another model is an error that says so, and how to make a
+new one. Writing and reading a plan gives an equal plan.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: M
     """A plan from its text form; errors are those of `load_plan`, without the name of the file.
 
     Args:
-        text: what a plan file holds.
-        pairs: the graphs of this run, by the name of a unit.
-        model: the class of the model.
-        mesh: the sizes of the mesh by the names of their options.
+        text: of a plan file.
+        pairs, model, mesh: as of `load_plan`.
     """
     try:
         data = json.loads(text)

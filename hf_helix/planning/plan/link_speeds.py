@@ -1,11 +1,11 @@
 """Predictions for slower and faster links, from one measured profile.
 
-In:   a profile that knows the bytes of its collectives, and the speeds of links.
-Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
-Must hold: a collective takes what it takes without a link, or latency + bytes / rate, whichever is more. That is how
-the emulation works (`operators.communication.emulated_link`), so nothing is assumed about the collectives themselves.
-What they and computations cost each other is their real work on the machine, which no link changes: the same seconds a
-collective, however long it is on its way.
+In:   a profile with the bytes of its collectives, and the speeds of links.
+Out:  profiles of the same operators on these links, and the predicted times of plans for each.
+Must hold: a collective takes its time without a link, or latency + bytes / rate, whichever is more, as the emulation
+does (`operators.communication.emulated_link`). Collectives and computations slow each other down by the real work of
+the
+machine, which no link changes: by the same seconds, however long the collective takes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.timing.predict import predict
-from hf_helix.planning.timing.profile import EMULATED_LINK, Name, Pair, Profile, seconds_per_step
+from hf_helix.planning.timing.profile import EMULATED_LINK, Pair, Profile, seconds_per_step
+from hf_helix.planning.window.layout import Name
 from hf_helix.planning.window.window import Window
 
 NO_LINK = LinkSpeed(None)
-"""No link: collectives as fast as they were measured, or would have been without the emulation."""
+"""No emulated link."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Predicted:
     plans: Mapping[str, float]
 
     def gain(self, rule: str, over: str) -> float:
-        """Returns how many times as fast the plan of one rule is as that of another."""
+        """How many times as fast the plan of one rule is as the plan of another."""
         return self.plans[over] / self.plans[rule]
 
 
@@ -55,10 +56,10 @@ def link_of(profile: Profile) -> LinkSpeed:
 
 
 def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
-    """The profile as it would be measured on another link.
+    """The profile for another link.
 
     Raises:
-        ValueError: it does not say how many bytes its collectives move.
+        ValueError: the profile lacks the bytes of its collectives.
     """
     moving = [name for name, seconds in profile.times.items() if profile.kind(name).communicates and seconds]
     if not profile.bytes and moving:
@@ -75,7 +76,7 @@ def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
 
 
 def _pair(profile: Profile, times: Mapping[Name, float], names: tuple[Name, Name]) -> Pair:
-    """Returns the times of two operators beside each other, on a link where collectives take other times."""
+    """The times of two concurrent operators on another link."""
     a, b = names
     stretched = 1.0
     for name in names:
@@ -91,8 +92,9 @@ def predict_speeds(
 ) -> list[Predicted]:
     """Returns the predicted times of a window on each link, under plans of these rules.
 
-    Rules that need no search make their plans anew for each link. A searched plan is judged as it is, beside the plan
-    that `greedy` makes for that link, and the better of the two counts: a search there could only find better ones.
+    Rules without a search make a new plan for each link. For a searched plan, the better of it and of a new `greedy`
+    plan
+    counts: a new search could only find a better one.
 
     Args:
         profile: with the bytes of its collectives.
@@ -104,7 +106,7 @@ def predict_speeds(
 
 
 def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) -> Predicted:
-    """Returns the predicted times of a window on the link of a profile."""
+    """The predicted times of a window on the link of a profile."""
     seconds = {}
     for rule, plan in plans.items():
         searched = isinstance(plan, PriorityPlan)

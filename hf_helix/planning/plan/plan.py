@@ -1,12 +1,7 @@
 """Plans: the static order in which every rank issues operators.
 
-In:   what a plan is for (a model, a mesh, its graphs) and how it was made.
-Out:  `Plan`, the base of every kind of plan: `BlockPlan` lists orders, `PriorityPlan` computes them from priorities.
-Must hold: what an order means is the same on every device. Compute operators run in this order on one stream; a
-communication operator starts once everything issued before it on the compute stream is done and its own stream is free;
-a compute operator waits for the communication whose result it reads. At a barrier the compute stream waits for all
-communication but what is issued ahead. That is issued where the plan has it, or earlier, see
-`hf_helix.planning.window.passes`.
+`Plan` is the base of every kind of plan: `BlockPlan` lists orders, `PriorityPlan` computes them from priorities. An
+order means the same on every device, see `planning.timing.clock`; `planning.window.passes` completes it.
 """
 
 from __future__ import annotations
@@ -34,15 +29,15 @@ FORMAT = "hf_helix.plan/1"
 
 @dataclass(frozen=True)
 class Plan(ABC):
-    """A plan of some kind.
+    """A plan.
 
     Attributes:
-        rule: the name of the rule that made it, see `hf_helix.planning.plan.registry`.
-        model: the class of the model that it is for.
-        mesh: the sizes of the mesh that it is for.
+        rule: the name of the rule that made it, see `planning.plan.registry`.
+        model: the class of its model.
+        mesh: the sizes of its mesh.
         graphs: a digest of the model's graphs, see `graphs_digest`.
-        KEY: what a plan file calls the part that only this kind of plan has.
-        BY_TIMES: whether the order depends on when all ranks are done with what.
+        KEY: the key of the plan file for the part of this kind of plan.
+        BY_TIMES: whether the order of a rank depends on the times of all ranks.
     """
 
     KEY: ClassVar[str]
@@ -66,9 +61,9 @@ class Plan(ABC):
 
         Args:
             schedule: the window.
-            layout: what the ranks hold, with the graphs of the operators that the plan orders, see `profile_for`.
-            slots_ahead: how many slots before the one that reads it a receive is issued, where the plan does not say.
-            rank: the only one whose order is asked for; None for all.
+            layout: the units of all ranks, with the graphs that the plan orders, see `profile_for`.
+            slots_ahead: how many slots before its reader a receive is issued, unless the plan orders receives.
+            rank: the only rank to order; None for all.
             sync_points: see `SyncPoints`; a plan that orders slot by slot needs none.
         """
 
@@ -77,7 +72,7 @@ class Plan(ABC):
 
         Args:
             schedule: the slots of every rank.
-            layout: what the ranks hold.
+            layout: the units of all ranks.
             slots_ahead: see `issue`.
         """
         ordered = self.issue(schedule, layout, slots_ahead)
@@ -85,17 +80,17 @@ class Plan(ABC):
 
     @abstractmethod
     def data(self) -> Any:
-        """What a plan file holds under `KEY`."""
+        """The part of the plan file under `KEY`."""
 
     @classmethod
     @abstractmethod
     def from_data(
         cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
     ) -> Self:
-        """The plan of what a file holds under `KEY`, checked against the model's graphs.
+        """The plan from a file, checked against the model's graphs.
 
         Args:
-            data: what the file holds under `KEY`.
+            data: the part under `KEY`.
             pairs: the graphs of the model's units.
             rule: the name of the rule that made the plan.
             model: the model's class.
@@ -107,11 +102,11 @@ class Plan(ABC):
         """
 
     def profile_for(self, profile: Profile) -> Profile:
-        """The times of the operators that the plan orders, with their graphs, from those of the model's own graphs."""
+        """The profile of the graphs that the plan orders, derived from the profile of the model's own graphs."""
         return profile
 
     def to_json(self) -> str:
-        """The text form that is kept in files: JSON, one operator a line."""
+        """The text form of plan files: JSON, one operator a line."""
         data = {"format": FORMAT, "rule": self.rule, "model": self.model, "mesh": dict(self.mesh)}
         return format_json({**data, "graphs": self.graphs, self.KEY: self.data()}) + "\n"
 
@@ -129,9 +124,9 @@ def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     """Raises ValueError for the first name that a model does not have.
 
     Args:
-        names: what a file names.
-        known: what there is.
-        what: the sort of thing, for the error.
+        names: those of a file.
+        known: those of the model.
+        what: the kind of thing, for the error.
     """
     strange = sorted(set(names) - set(known))
     if strange:

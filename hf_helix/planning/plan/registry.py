@@ -26,7 +26,7 @@ from hf_helix.planning.window.layout import Layout
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is made from; see `make_plan`."""
+    """The arguments of `make_plan`."""
 
     rule: str
     profile: Profile
@@ -42,10 +42,10 @@ class Rule:
     """A way to make plans.
 
     Attributes:
-        name: what `HelixConfig(plan=...)` and `hf-helix plan --rule` call it.
+        name: for `HelixConfig(plan=...)` and `hf-helix plan --rule`.
         make: makes the plan.
-        needs_profile: whether it is of use with measured times only. The others serve before anything is measured, too.
-        runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single one.
+        needs_profile: whether the rule needs measured times; the others also make plans before a measurement.
+        runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single micro-batch.
     """
 
     name: str
@@ -101,7 +101,7 @@ assert tuple(RULES) == config.RULES, (
 
 
 def runs_one_strand(name: str) -> bool:
-    """Whether the plans of this name run one micro-batch at a time; not where it is no rule's name."""
+    """Whether a name is a rule that runs one micro-batch at a time."""
     return name in RULES and RULES[name].runs_one_strand
 
 
@@ -118,12 +118,11 @@ def make_plan(
     """The plan of a rule.
 
     Args:
-        rule: its name.
+        rule: the name.
         profile: the times of the operators.
-        model: the model's class, for plan files.
-        mesh: the sizes of the mesh, for plan files.
-        schedule: of the window that a searched plan is made for.
-        progress: told how much of the work is done.
+        model, mesh: the model's class and the sizes of the mesh, for plan files.
+        schedule: of the window for which a plan is searched.
+        progress: called with the finished part of the work.
         searching: the length of a search, in parts of the usual one.
 
     Raises:
@@ -133,11 +132,10 @@ def make_plan(
 
 
 def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """The plan `sequential`: one strand at a time, which every rank makes alike and without a measurement.
+    """The plan `sequential`, which needs no measurement.
 
     Args:
-        layout: what the ranks hold, with its graphs.
-        model: as of `make_plan`.
-        mesh: as of `make_plan`.
+        layout: the units of all ranks.
+        model, mesh: as of `make_plan`.
     """
     return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)

@@ -1,16 +1,17 @@
-"""Search: priorities of operators that make a window short.
+"""Search: priorities of operators that make a window short; the number of units that defer weight gradients.
 
-In:   what the ranks hold, a schedule, and a profile.
-Out:  `Priorities`, with the predicted time of a window and the bound that no order can beat.
-Must hold: within the memory that `extra_live_layers` allows; on the window that it is made for never longer, by the
-cost function, than `greedy` on the same profile by more than `CLOSE`.
+In:   a profile and a schedule.
+Out:  `Priorities`.
+Must hold: within the memory of `extra_live_layers`; the window is at most `CLOSE` times as long as under `greedy`.
 
-The search anneals over the priorities, on one rank: first on a chain of layers, the forward of one micro-batch beside
-the backward of another, where only the steady state counts; then, from the best so far, on a short window with warm-up,
-cool-down and the boundaries between its units. It keeps whichever of these results and of `greedy` is best on the whole
-window on all ranks, of a long window on `JUDGED` periods. The cost function judges candidates, contention included.
-Measured times drift. An order that delays collectives looks free while compute is the bottleneck, and is expensive once
-it is not; so candidates are also judged with compute 20 % faster.
+    candidates = [greedy]
+    for each kind of layer:             anneal on a chain of layers, one forward concurrent with one backward: the
+        steady candidates += [result]          state of a rank
+    anneal from the best candidate on a short window with warm-up, cool-down and all kinds of units
+    return the best candidate on the whole window on all ranks, of a long window on `JUDGED` periods
+
+Candidates are compared by simulation, contention included. Measured times drift, and an order that delays collectives
+looks free while computation is the bottleneck; so candidates are also simulated with computation 20 % faster.
 """
 
 from __future__ import annotations
@@ -35,30 +36,28 @@ from hf_helix.planning.window.passes import run_passes
 from hf_helix.planning.window.repetition import Periodic
 from hf_helix.planning.window.window import COMPUTE
 
-EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
+EFFORT = 1_800_000  # instructions ordered and simulated in one annealing, see `_Cost.effort`
 MAX_STEPS = 6000
-HEAT = 0.001  # by which part a change may make a window longer at first
+HEAT = 0.001  # the part by which a change may make a window longer at first
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
-SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
+SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # layers of a chunk and micro-batches of the short window
 USUAL_MICROBATCHES = 8
-JUDGED = 16  # periods of the schedule of the window on which results are compared
-COMPUTE_TIME_FACTORS = (1.0, 0.8)  # seconds of computations over their measured seconds; the first is as measured
-CLOSE = 1.005  # windows whose measured-time predictions differ by less are judged by all factors
+JUDGED = 16  # periods of the window on which candidates are compared
+COMPUTE_TIME_FACTORS = (1.0, 0.8)  # on the seconds of computations; the first is as measured
+CLOSE = 1.005  # windows that differ by less under the first factor are compared under all factors
 
 Progress = Callable[[float], object]
-"""Told how much of a search is done, from 0 to 1."""
+"""Called with the finished part of a search, from 0 to 1."""
 
 
 def usual_extra_live_layers(layout: Layout) -> int:
-    """How many layers' activations may be alive beyond what the schedule's strands keep in turns.
-
-    One; none on several ranks, whose fused slots keep one layer more than a single strand would (paper, section 6.5).
-    """
+    """One layer of activations beyond one strand; none on several ranks, whose fused slots already keep one more
+    (paper, section 6.5)."""
     return EXTRA_LIVE_LAYERS if layout.num_ranks == 1 else 0
 
 
 def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities:
-    """Priorities without a search: what can start soonest, then the shortest; weight gradients last.
+    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last.
 
     Args:
         profile: the times of the operators.
@@ -84,10 +83,10 @@ def search(
     """The best priorities found.
 
     Args:
-        profile: the times of the operators, alone and beside each other.
-        schedule: of the window that the plan is made for; by default `usual_schedule`.
+        profile: the times of the operators, alone and concurrent.
+        schedule: of the window; by default `usual_schedule`.
         extra_live_layers: as for `greedy`.
-        progress: told how much of the search is done.
+        progress: called with the finished part.
         effort: the length of the search, in parts of the usual one.
     """
     num_ranks = profile.layout.num_ranks
@@ -118,7 +117,7 @@ def search(
 
 
 def usual_schedule(layout: Layout) -> Schedule:
-    """The schedule of the window that plans are made for where none is given."""
+    """The default schedule that plans are made for."""
     name = "folded_1f1b" if len(layout.chunks) > layout.num_ranks else "1f1b"
     return build_schedule(name, layout.num_ranks, USUAL_MICROBATCHES)
 
@@ -129,7 +128,7 @@ def num_annealings(layout: Layout) -> int:
 
 
 def chains(layout: Layout, layers: int = CHAIN_LAYERS) -> list[tuple[Layout, Schedule]]:
-    """For every kind of layer, the forward of a micro-batch beside the backward of another through several of them."""
+    """For every kind of layer, several layers with one forward and one backward micro-batch."""
     names = dict.fromkeys(name for name in layout.units if layout.graphs[name].forward.repeats)
     schedule = [[Slot(Action(0, "F", 1), Action(0, "B", 0))]]
     units = list(range(layers))
@@ -145,7 +144,7 @@ def _improve(
     effort: float,
     progress: Progress | None,
 ) -> Priorities:
-    """Returns the priorities that annealing finds for a window."""
+    """The priorities that annealing finds for a window."""
     cost = _Cost(start, profile, layout, schedule)
     names, scale = cost.names, max(start.times.values())
 
@@ -225,14 +224,14 @@ def shorten(layout: Layout) -> Layout:
 
 
 class _Candidate(NamedTuple):
-    """Priorities, and the mean length of the window that they lead to, in parts of the bound."""
+    """Priorities, and the resulting mean length of the window, in parts of the bound."""
 
     priority: Priority
     value: float
 
 
 def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: random.Random) -> Priority:
-    """Returns the priorities with that of one operator changed by up to `scale` seconds, or drawn anew."""
+    """The priorities with one operator changed by up to `scale` seconds, or drawn anew."""
     name = rng.choice(names)
     change = scale * rng.uniform(-1, 1)
     anew = rng.random() < 0.3

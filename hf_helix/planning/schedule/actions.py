@@ -1,7 +1,7 @@
 """Actions and slots: a schedule as data, and its text.
 
 In:   actions, or the text of a schedule.
-Out:  per rank a list of `Slot`s, each with the action that runs forward and the one that runs backward beside it.
+Out:  per rank a list of `Slot`s, each with a forward action, a backward action, or both.
 Must hold: text and data say the same. The text of a slot is torch.distributed.pipelining's: `0F2` is virtual stage 0,
 forward, micro-batch 2; `0B2` its backward, or apart `0I2` for the input gradient and `0W2` for the weight gradients;
 `(0F3;1B0)OVERLAP_F_B` is a fused slot. A schedule is a line for every rank, `rank 0: 0F0 0F1 ...`, or torch's CSV.
@@ -51,7 +51,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank runs at once: a forward action, a backward action, or one beside the other."""
+    """A forward action, a backward action, or both at once."""
 
     forward: Action | None = None
     backward: Action | None = None
@@ -68,7 +68,7 @@ class Slot:
 
     @property
     def fused(self) -> bool:
-        """Whether two actions run side by side."""
+        """Whether two actions run at once."""
         return self.forward is not None and self.backward is not None
 
     def __str__(self) -> str:
@@ -97,15 +97,12 @@ SyncPoints = Sequence[Sequence[int]]
 
 
 def num_microbatches_of(schedule: Schedule) -> int:
-    """Returns how many micro-batches a schedule is for."""
+    """The number of micro-batches of a schedule."""
     return 1 + max((action.microbatch for slots in schedule for slot in slots for action in slot.actions), default=-1)
 
 
 def without_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """Returns the schedule of the first `count` micro-batches; an action beside one that is left out runs alone.
-
-    Nothing depends on another micro-batch, so what is left can run as it could before.
-    """
+    """The schedule of the first `count` micro-batches; micro-batches do not depend on each other, so it can run."""
 
     def kept(action: Action | None) -> Action | None:
         return action if action is not None and action.microbatch < count else None
@@ -121,7 +118,7 @@ def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None)
 
     Args:
         schedule: of every rank.
-        marked: maps a rank to the slot that gets an arrow; the number of its slots marks the end of the line.
+        marked: of a rank, the slot that gets an arrow; the number of slots marks the end of the line.
     """
     lines = []
     for rank, slots in enumerate(schedule):
@@ -160,7 +157,7 @@ def parse_schedule(text: str, num_ranks: int) -> Schedule:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields every line that is not blank, with the place where it starts."""
+    """Yields every line that is not blank, with the position of its start."""
     start = 0
     for line in text.splitlines(keepends=True):
         if line.strip():

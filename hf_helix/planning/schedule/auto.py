@@ -1,9 +1,12 @@
 """The schedule `auto`: the fastest on the fold for given costs.
 
-In:   the number of ranks P and micro-batches M, what the virtual stages cost, and how many activations a rank may hold.
-Out:  the fastest schedule found: a named one, or one that list scheduling has made and local search has improved.
-Must hold: it is on the fold, so it never moves layers between ranks; it is never slower than `folded_1f1b` and
-`dualpipe_v` where their activations fit; the same input gives the same schedule, so all ranks agree.
+In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
+Out:  the fastest schedule found: a named one, or a list schedule that local search has improved.
+Must hold: the placement is the fold, so layers never move between ranks; the schedule is never slower than
+`folded_1f1b` and `dualpipe_v` where their activations fit; equal inputs give equal schedules on every machine.
+
+    list scheduling   a free rank takes the action that its policy prefers among those whose inputs have arrived
+    local search      anneals the best schedules by small random changes, most of them on the critical path
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ def choose_schedule(
         num_ranks: pipeline ranks.
         num_microbatches: of the window.
         costs: of each of the 2P virtual stages.
-        max_live: activations, each of one stage and micro-batch, that may live at once on a rank; None for as many as
-            the hungrier of `folded_1f1b` and `dualpipe_v` holds.
-        search: also try many policies and improve the best schedules, which takes seconds in long windows. Off, the
-            choice is among the named schedules and two that list scheduling makes.
+        max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
+            of `folded_1f1b` and `dualpipe_v`.
+        search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
+            else the choice is among the named schedules and two list schedules.
 
     Raises:
         ValueError: `max_live` is less than 2.
@@ -60,15 +63,14 @@ def choose_schedule(
     policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
     candidates.append(run(SEARCHED, _listed(clock, policies)))
     for _, start in sorted(candidates, key=_merit)[: STARTS if search else 0]:
-        candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
+        candidates.append(run(SEARCHED, _improve_schedule(start.schedule, clock, max_live)))
     label, best = min(candidates, key=_merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
 
 
 def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
-    """Returns the schedules that list scheduling makes where nothing is searched. They put weight gradients off until a
-    rank would wait, as searched ones do.
+    """Returns list schedules without a search; like searched ones they defer weight gradients until a rank would wait.
 
     Args:
         num_ranks: pipeline ranks.
@@ -84,12 +86,12 @@ def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> lis
 
 
 def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
-    """Returns time, then memory."""
+    """Time, then memory."""
     return candidate[1].seconds, max(candidate[1].live)
 
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
-    """Returns the best schedule of list scheduling: the best policies of a short window compete on the whole one."""
+    """The best list schedule: the best policies of a short window compete on the whole one."""
     rounds, short = [(clock, 1)], 2 * (max(clock.ranks) + 1)
     if short < clock.num_microbatches:
         rounds.insert(0, (SlotClock(clock.ranks, clock.costs, short), FINALISTS))
@@ -112,24 +114,24 @@ def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int
 
 
 def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
-    """Yields two policies, one of which is as good as the best where stages cost the same and windows are short."""
+    """Yields two policies; for equal stages and short windows one of them is as good as the best."""
     for early in (True, False):
         yield Policy(max_live, costs.gain > 1, early, 2 * num_microbatches, backward=int(early), delay=0.5)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a rank prefers.
+    """The preferences of a rank in list scheduling.
 
     Attributes:
-        max_live: activations, each of one stage and micro-batch, that may live at once on a rank; at least 2.
+        max_live: activations, each of one stage and micro-batch, alive at once on a rank; at least 2.
         pair: whether F and B that can both start run as one slot.
-        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone, so that gradients
-            travel on sooner.
+        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients
+            sooner.
         apart: how many of a rank's last backwards run as I, with W where nothing else can start.
-        forward: which chunk's F goes first: 0 or 1, or 2 for the chunk that did not run last.
-        backward: which chunk's B goes first, in the same numbers.
-        delay: which part of a W may run on after something else could start; 1 fills every gap.
+        forward: the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last.
+        backward: the chunk whose B goes first, likewise.
+        delay: the part of a W that may delay another action; 1 fills every gap.
     """
 
     max_live: int
@@ -142,11 +144,10 @@ class Policy:
 
 
 def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
-    """Returns the schedule of a window that runs under a policy, and the seconds it takes.
+    """Returns the list schedule of a policy, and its seconds.
 
-    Args:
-        clock: of the fold, with the costs of its stages.
-        policy: what every rank prefers.
+    It never deadlocks: the second chunk always has room, because F of the first chunk takes the last place only while
+    an activation of the second is alive; so a full rank can always free a place, and the oldest micro-batch can go on.
     """
     num_ranks = max(clock.ranks) + 1
     state = _State(clock, policy)
@@ -167,7 +168,7 @@ def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
 
 
 class _State:
-    """What has run, and when its results exist. Every stage takes micro-batches in order, so counts say the rest."""
+    """The state of list scheduling; stages take micro-batches in order, so counts are enough."""
 
     def __init__(self, clock: SlotClock, policy: Policy) -> None:
         self.clock = clock
@@ -181,14 +182,14 @@ class _State:
     # -- what can start ----------------------------------------------------------------------------------------------
 
     def _forward_time(self, stage: int) -> float:
-        """Returns when the next F of a stage can start; infinity if none is left, has room, or is on its way."""
+        """When the next F of a stage can start; infinity if none is left, has room, or is on its way."""
         following = self.done["F"][stage]
         if following == self.num_microbatches or not self._has_room(stage):
             return math.inf
         return self.clock.arrival(self.clock.number("F", stage, following), self.results)
 
     def _backward_time(self, stage: int) -> float:
-        """Returns when the next B or I of a stage can start; infinity if none is left or on its way."""
+        """When the next B or I of a stage can start; infinity if none is left or on its way."""
         following = self.done["I"][stage]
         if following == self.num_microbatches:
             return math.inf
@@ -202,7 +203,7 @@ class _State:
         return live < self.policy.max_live - (stage == down and live_up == 0)
 
     def _preferred(self, rank: int, part: str) -> Sequence[int]:
-        """Returns the stages of a rank, the preferred one first."""
+        """The stages of a rank, the preferred one first."""
         preferred = self.policy.forward if part == "F" else self.policy.backward
         if preferred == 2:
             preferred = 1 - self.last_chunk[part][rank]
@@ -211,7 +212,7 @@ class _State:
     # -- what to run -------------------------------------------------------------------------------------------------
 
     def choose(self, rank: int, now: float) -> Slot | None:
-        """Returns the slot that a free rank starts now; None to wait for a result that is on its way."""
+        """The slot that a free rank starts now; None to wait for a result that is on its way."""
         backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
         forward = None
         if backward is None or self.policy.pair:
@@ -232,7 +233,7 @@ class _State:
         return Slot(None if forward is None else self._next(forward, "F"), self._next(backward, kind))
 
     def _fill(self, rank: int, now: float) -> Slot | None:
-        """Returns the W that has waited longest, if it fits before something else can start."""
+        """The W that has waited longest, if it fits before another action can start."""
         waiting = [stage for stage in self.chunks[rank] if self.done["W"][stage] < self.done["I"][stage]]
         if not waiting:
             return None
@@ -248,13 +249,7 @@ class _State:
     # -- what has run ------------------------------------------------------------------------------------------------
 
     def run(self, slot: Slot, rank: int, end: float) -> list[tuple[float, int]]:
-        """Counts a slot; returns when which ranks may go on.
-
-        Args:
-            slot: that runs.
-            rank: that runs it.
-            end: when it ends.
-        """
+        """Counts a slot of a rank that ends at `end`; returns the times at which ranks may go on."""
         wakes = [(end, rank)]
         for action in slot.actions:
             stage = action.stage
@@ -271,9 +266,9 @@ class _State:
 
 TRIALS = 10_000
 EFFORT = 3_000_000  # slots that are run in all; about a second
-HEAT = 0.2  # of the time of an average F: how much worse a change may make a schedule at first
-MEAN = 0.01  # weight of the ranks' mean end beside the last one's, so that many small steps can make one that counts
-ON_PATH = 0.8  # the part of the changes that are on the critical path
+HEAT = 0.2  # in times of an average F: how much slower the walk may become at first
+MEAN = 0.01  # weight of the ranks' mean end beside the last end, so that small steps add up
+ON_PATH = 0.8  # the part of the changes on the critical path
 STEPS = (-4, -3, -2, -1, 1, 2, 3, 4)
 LATER = 8  # places by which a W may move away from its I
 
@@ -287,23 +282,20 @@ class _Candidate:
 
     @cached_property
     def value(self) -> float:
-        """Returns what becomes small: the time, and a little of the mean time of the ranks."""
+        """The time, and a little of the mean time of the ranks."""
         return max(self.run.ends) + MEAN * sum(self.run.ends) / len(self.run.ends)
 
     @cached_property
     def path(self) -> list[tuple[int, int]]:
-        """Returns the critical path."""
+        """The critical path."""
         return self.run.critical_path()
 
 
-def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, seed: int = 0) -> Schedule:
-    """Returns the fastest schedule of a walk of small changes; at first the walk may go uphill a little.
+def _improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Schedule:
+    """The fastest schedule of a random walk of small changes.
 
-    Args:
-        schedule: where the walk starts.
-        clock: of its stages and micro-batches.
-        max_live: activations, each of one stage and micro-batch, that may live at once on a rank.
-        seed: of the random changes.
+    A list schedule takes no choice back, although the best choice for a slot can be bad for later ones; this walk does.
+    It uses no clock, hash or transcendental function, so it is the same on every machine.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)
@@ -324,7 +316,7 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, seed: 
         _Candidate(rows, run),
         propose,
         steps=min(TRIALS, EFFORT // sum(map(len, rows))),
-        rng=random.Random(seed),
+        rng=random.Random(0),
         temperature=lambda _: heat,
         accept=threshold,
         merit=lambda candidate: (max(candidate.run.ends), candidate.value),
@@ -338,10 +330,8 @@ def _anywhere(rows: Sequence[Row], rng: random.Random) -> tuple[int, int]:
 
 
 def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
-    """Returns whether a rank takes the micro-batches in order and holds no more than it may.
-
-    That a W comes behind its I is left to the clock, on which it would wait for ever otherwise.
-    """
+    """Whether a rank takes the micro-batches in order and holds at most `max_live`; W before I deadlocks on the
+    clock."""
     following = [0] * (3 * num_stages)  # by part: the micro-batch that comes next
     live = 0
     for slot, _, _, _, parts in row:
@@ -358,7 +348,7 @@ def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
 
 # -- changes ---------------------------------------------------------------------------------------------------------
 #
-# Each function changes a row in place, at a place; where the change does not apply, it leaves the row as it is.
+# Each function changes a row in place, at a place, or leaves it as it is.
 
 Make = Callable[[Slot], TimedSlot]
 

@@ -1,8 +1,11 @@
-"""What the virtual stages of a pipeline cost: seconds of F, I and W, of transfers, and what fusing two slots gains.
+"""The slot clock: costs of virtual stages, and when the slots of a schedule run.
 
-In:   seconds, or a profile.
-Out:  `Costs`.
-Must hold: every virtual stage has a time for each part, and the times are possible.
+In:   costs or a profile, the rank of every virtual stage, and a schedule.
+Out:  a `Simulated`: start and end of every slot, and the activations of every rank.
+Must hold: a rank runs its slots in order, each as soon as its inputs have arrived, as the runner does. F needs F of the
+stage before; I needs F of its own stage and I of the stage after; W needs I. A result arrives on another rank
+`transfer` seconds after its slot ends. An activation of a stage and micro-batch lives from the start of F to the end of
+B, or of a separate W. (`planning.schedule.validate` has a dry run of its own, on purpose.)
 """
 
 from __future__ import annotations
@@ -58,46 +61,43 @@ class Costs:
         transfer: float = 0.0,
         gain: float = 1.0,
     ) -> Costs:
-        """Returns the costs of stages that hold equal layers.
+        """Returns the costs of stages of equal layers.
 
         Args:
             counts: layers of each virtual stage.
-            forward: seconds of a layer's F.
-            input: seconds of a layer's I.
-            weight: seconds of a layer's W.
-            transfer: see `Costs`.
-            gain: see `Costs`.
+            forward, input, weight: seconds of a layer's F, I and W.
+            transfer, gain: see `Costs`.
         """
         forwards, inputs, weights = ([count * seconds for count in counts] for seconds in (forward, input, weight))
         return cls(forwards, inputs, weights, transfer, gain)
 
     @classmethod
     def even(cls, num_stages: int) -> Costs:
-        """Returns what is assumed where nothing is measured: all parts of all stages take equally long."""
+        """The assumption without a measurement: all parts of all stages take equally long."""
         return cls.of_layers([1] * num_stages, gain=USUAL_GAIN)
 
     def seconds(self, action: Action) -> float:
-        """Returns the seconds of an action alone."""
+        """The seconds of an action alone."""
         if action.computation_type == "F":
             return self.forward[action.stage]
         inputs = self.input[action.stage] if action.computation_type in "BI" else 0.0
         return inputs + (self.weight[action.stage] if action.computation_type in "BW" else 0.0)
 
     def slot_seconds(self, slot: Slot) -> float:
-        """Returns the seconds that a slot takes."""
+        """The seconds of a slot."""
         alone = [self.seconds(action) for action in slot.actions]
         return max(sum(alone) / self.gain, *alone) if slot.fused else sum(alone)
 
 
 def part_of(op: Operator) -> str:
-    """Returns the part of a stage's work that an operator belongs to: "F", "I" or "W"."""
+    """The part of a stage that an operator belongs to: "F", "I" or "W"."""
     return "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
 
 
 def stage_costs(profile: Profile) -> Costs:
-    """Returns the costs of the virtual stages of a profile's layout: its operators' times, one after the other.
+    """The costs of the virtual stages of a profile: the times of their operators, one after the other.
 
-    The gain is what two strands could gain at most: the time of all operators over that of the busiest kind.
+    The gain is the most that two strands could gain: the time of all operators over that of the busiest kind.
     """
     layout = profile.layout
     totals: dict[tuple[int, str], float] = {}
@@ -117,14 +117,12 @@ def stage_costs(profile: Profile) -> Costs:
 
 
 class TimedSlot(NamedTuple):
-    """A slot as the clock sees it.
+    """A slot with its inputs, outputs, parts and seconds.
 
     Attributes:
-        slot: the slot.
-        seconds: that it takes.
         needs: the results that must have arrived, each with the seconds of its transfer.
-        gives: the results that exist when it ends.
-        parts: the parts of its actions: each one's number among all stages' parts, and its micro-batch.
+        gives: the results that exist at its end.
+        parts: of its actions: the number among all stages' parts, and the micro-batch.
     """
 
     slot: Slot
@@ -139,10 +137,7 @@ Row = list[TimedSlot]
 
 
 class SlotClock:
-    """Tells when slots run.
-
-    Results have numbers: the F's by stage and micro-batch, then the I's in the same order. `results` lists hold when
-    each result exists, in seconds from the start of the window; infinity as long as that is not known.
+    """Runs slots. Results have numbers: F by stage and micro-batch, then I likewise.
 
     Args:
         ranks: the rank of every virtual stage.
@@ -150,7 +145,7 @@ class SlotClock:
         num_microbatches: of the window.
 
     Attributes:
-        needs: of every result, the results that it needs, each with the seconds of its transfer.
+        needs: of every result, its inputs, each with the seconds of the transfer.
     """
 
     def __init__(self, ranks: Sequence[int], costs: Costs, num_microbatches: int) -> None:
@@ -166,7 +161,7 @@ class SlotClock:
         self._timed: dict[Slot, TimedSlot] = {}
 
     def number(self, part: str, stage: int, microbatch: int) -> int:
-        """Returns the number of the result of an F or an I.
+        """The number of the result of an F or an I.
 
         Args:
             part: "F" or "I".
@@ -176,7 +171,7 @@ class SlotClock:
         return ((part == "I") * len(self.ranks) + stage) * self.num_microbatches + microbatch
 
     def hop(self, stage: int, other: int) -> float:
-        """Returns the seconds of a transfer from one stage to another."""
+        """The seconds of a transfer from one stage to another."""
         return self.costs.transfer if self.ranks[stage] != self.ranks[other] else 0.0
 
     def _needs(self, part: str, stage: int, microbatch: int) -> list[tuple[int, float]]:
@@ -187,7 +182,7 @@ class SlotClock:
         return [*own, (self.number(part, other, microbatch), self.hop(other, stage))]
 
     def timed(self, slot: Slot) -> TimedSlot:
-        """Returns a slot with what it needs, gives, runs and takes."""
+        """The slot with its inputs, outputs, parts and seconds."""
         timed = self._timed.get(slot)
         if timed is None:
             needs: list[tuple[int, float]] = []
@@ -207,11 +202,11 @@ class SlotClock:
         return timed
 
     def no_results(self) -> list[float]:
-        """Returns the list of results before anything has run."""
+        """When each result exists, in seconds: infinity, as nothing has run."""
         return [math.inf] * len(self.needs)
 
     def arrival(self, number: int, results: Sequence[float]) -> float:
-        """Returns when everything that a result needs has arrived; infinity as long as that is not known."""
+        """When all inputs of a result have arrived; infinity if that is unknown."""
         latest = 0.0
         for need, hop in self.needs[number]:
             if results[need] + hop > latest:
@@ -219,7 +214,7 @@ class SlotClock:
         return latest
 
     def run(self, rows: Sequence[Row]) -> ClockRun | None:
-        """Runs every slot as soon as it can; None if that never ends."""
+        """Runs every slot as soon as possible; None for a deadlock."""
         results = self.no_results()
         starts: list[list[float]] = [[] for _ in rows]
         free = [0.0] * len(rows)
@@ -249,14 +244,7 @@ class SlotClock:
 
 
 class ClockRun(NamedTuple):
-    """A schedule that has run on the clock.
-
-    Attributes:
-        rows: of each rank, its slots.
-        starts: of each rank and slot, when it starts.
-        ends: of each rank, when it is done.
-        results: when each result exists.
-    """
+    """A run of a schedule: the slots and their starts, rank by rank; the end of each rank; when each result exists."""
 
     rows: Sequence[Row]
     starts: list[list[float]]
@@ -264,7 +252,7 @@ class ClockRun(NamedTuple):
     results: list[float]
 
     def critical_path(self) -> list[tuple[int, int]]:
-        """Returns the slots, as rank and place, that the last end waits for, from the end to the start."""
+        """The critical path from the end to the start, as rank and place of its slots."""
         makers = {
             number: (rank, place)
             for rank, row in enumerate(self.rows)
@@ -281,7 +269,7 @@ class ClockRun(NamedTuple):
         return path
 
     def _waited_for(self, rank: int, place: int) -> int | None:
-        """Returns the number of the result that a slot waited for; None where it waited for the slot before it."""
+        """The result that a slot waited for; None if it waited for the slot before."""
         start = self.starts[rank][place - 1] + self.rows[rank][place - 1].seconds if place else 0.0
         waited = None
         for number, hop in self.rows[rank][place].needs:
@@ -292,15 +280,13 @@ class ClockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulated:
-    """When each slot runs, and what each rank holds at most.
+    """A simulated schedule.
 
     Attributes:
-        schedule: what was run.
         ranks: the rank of every virtual stage.
-        starts: when each slot of each rank starts, in seconds from the start of the window.
-        ends: when each slot of each rank ends.
-        live: of each rank, how many activations, each of one stage and micro-batch, live at once at most.
-        shares: the same by size, which goes with the F of a stage; 1 is what a micro-batch leaves on an average rank.
+        starts, ends: of each slot of each rank, in seconds from the start of the window.
+        live: of each rank, the most activations, each of one stage and micro-batch, that are alive at once.
+        shares: the same by size, in proportion to the F of a stage; 1 is a micro-batch on an average rank.
     """
 
     schedule: Schedule
@@ -312,17 +298,17 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the whole window."""
+        """The seconds of the whole window."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of micro-batches of the window."""
+        """The number of micro-batches of the window."""
         return len({action.microbatch for slots in self.schedule for slot in slots for action in slot.actions})
 
     @property
     def busy(self) -> list[float]:
-        """Returns the seconds in which each rank runs something."""
+        """The busy seconds of each rank."""
         return [
             sum(end - start for start, end in zip(*times, strict=True))
             for times in zip(self.starts, self.ends, strict=True)
@@ -330,22 +316,22 @@ class Simulated:
 
     @property
     def idle(self) -> list[float]:
-        """Returns the seconds in which each rank waits: the bubble."""
+        """The idle seconds of each rank."""
         return [self.seconds - busy for busy in self.busy]
 
     @property
     def bubbles(self) -> list[float]:
-        """Returns the part of the window in which each rank waits."""
+        """The idle part of the window on each rank."""
         return [idle / self.seconds for idle in self.idle]
 
     @property
     def bubble(self) -> float:
-        """Returns the part of all ranks' time that is waiting."""
+        """The idle part of all ranks' time."""
         return sum(self.bubbles) / len(self.bubbles)
 
     @property
     def fused(self) -> list[int]:
-        """Returns the number of fused slots of each rank."""
+        """The number of fused slots of each rank."""
         return [sum(slot.fused for slot in slots) for slots in self.schedule]
 
 
@@ -358,7 +344,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
         costs: of every virtual stage.
 
     Raises:
-        ValueError: it can never end (`planning.schedule.validate` says why), or costs are of other stages.
+        ValueError: it can never end (`validate` says why), or costs are of other stages.
     """
     if len(costs.forward) != len(ranks):
         raise ValueError(f"costs are of {len(costs.forward)} virtual stages and the placement has {len(ranks)}")
@@ -376,7 +362,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
 
 
 def _peaks(slots: Sequence[Slot], costs: Costs, num_ranks: int) -> tuple[int, float]:
-    """Returns the most activations that live at once on a rank, counted and by size."""
+    """The most activations that are alive at once on a rank, counted and by size."""
     size = [seconds * num_ranks / sum(costs.forward) for seconds in costs.forward]
     live, share, max_live, max_share = 0, 0.0, 0, 0.0
     for slot in slots:

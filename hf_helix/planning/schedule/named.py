@@ -2,8 +2,7 @@
 
 In:   the number of pipeline ranks P and of micro-batches M.
 Out:  a `Schedule`.
-Must hold: `hf_helix.planning.schedule.validate.validate` passes each. The builders know nothing of it. The names are
-those of `hf_helix.config.SCHEDULES`.
+Must hold: `validate` accepts each; the builders do not use it. The names are those of `hf_helix.config.SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule.validate import validate
 
 Step = tuple[tuple[int, str], ...]
-"""The stages and computation types of a slot, before it is known for which micro-batch."""
+"""The stages and computation types of a slot, without micro-batches."""
 
 
 def folded_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -55,7 +54,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns DeepSeek's DualPipeV on the fold: fused slots in the middle, I and W apart at both ends.
 
-    It is made for M >= 2P. With fewer, it is the schedule of 2P micro-batches without those that are missing.
+    It is made for M >= 2P; with fewer, it is the schedule of 2P micro-batches without the missing ones.
     """
     built_for = max(num_microbatches, 2 * num_ranks)
     schedule = [_numbered(_dualpipe_v_steps(rank, num_ranks, built_for)) for rank in range(num_ranks)]
@@ -102,12 +101,7 @@ def _numbered(steps: Iterable[Step]) -> list[Slot]:
 
 
 class NamedSchedule(NamedTuple):
-    """A schedule that has a name.
-
-    Attributes:
-        build: makes it from the number of ranks and of micro-batches.
-        placement: of the virtual stages.
-    """
+    """A builder, which takes the numbers of ranks and of micro-batches, and the placement of its virtual stages."""
 
     build: Callable[[int, int], Schedule]
     placement: str
@@ -120,14 +114,14 @@ NAMED_SCHEDULES = {
 }
 PLACEMENT_OF = {name: schedule.placement for name, schedule in NAMED_SCHEDULES.items()}
 FOLDED = tuple(name for name, placement in PLACEMENT_OF.items() if placement == FOLD)
-"""The schedules that `auto` chooses from, beside those that it makes: a model that is placed once can run each."""
+"""The schedules that `auto` may choose: all of one placement."""
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns the schedule of a name, validated.
 
     Args:
-        name: one of `NAMED_SCHEDULES`, or another name of one.
+        name: one of `NAMED_SCHEDULES`, or an alias.
         num_ranks: of the pipeline.
         num_microbatches: of the window.
 

@@ -1,9 +1,9 @@
-"""Schedulers: from what the user calls the schedule to the schedule of a window of any length.
+"""Schedulers: the schedule of a window of any length, by the name that a user gives.
 
-In:   a name, `auto` or the path of an action file; the number of pipeline ranks; for `auto`, what the stages cost.
+In:   a name, `auto` or the path of an action file; the number of pipeline ranks; for `auto`, the costs of the stages.
 Out:  a schedule.
-Must hold: a pure function of its inputs, the same on every rank; the placement does not depend on the window or the
-costs, so layers stay where they are.
+Must hold: a pure function of its inputs, the same on every rank; the placement depends neither on the window nor on the
+costs, so layers never move.
 """
 
 from __future__ import annotations
@@ -30,19 +30,16 @@ ON_ONE_RANK = "folded_1f1b"  # one rank has no bubble, so `auto` has nothing to 
 
 
 class Scheduler:
-    """Makes the schedule of a window.
-
-    Without costs, `auto` takes the best of a few schedules, as if all stages cost the same: nothing is searched before
-    something is measured, and a choice takes a fraction of a second in long windows, too.
+    """Makes the schedule of a window. Without costs, `auto` takes the best of a few schedules for equal stages.
 
     Args:
         name: of a schedule, `auto`, or the path of an action file.
         num_ranks: of the pipeline.
-        costs: of every virtual stage; None where nothing is measured.
+        costs: of every virtual stage; None without a measurement.
 
     Attributes:
         placement: of the virtual stages; of `auto`, the fold.
-        max_microbatches: of a window; None where there is no limit. An action file has only so many.
+        max_microbatches: of an action file; None without a limit.
 
     Raises:
         ValueError: no such schedule, or an action file that is damaged or for another number of ranks.
@@ -62,7 +59,7 @@ class Scheduler:
             self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
 
     def __call__(self, num_microbatches: int) -> Schedule:
-        """Returns the schedule of a window of so many micro-batches."""
+        """The schedule of a window."""
         if num_microbatches not in self._made:
             _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs)
             self._made[num_microbatches] = schedule
@@ -70,12 +67,12 @@ class Scheduler:
 
 
 def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
-    """Returns the names of the schedules that a run under `name` may choose from."""
+    """The names of the schedules that a run under `name` may choose from."""
     return (*FOLDED, AUTO) if name == AUTO and num_ranks > 1 else (name,)
 
 
 def candidates(name: str, profile: Profile) -> list[Scheduler]:
-    """Returns the schedulers that a run may choose from once its operators are measured, all of one placement."""
+    """The schedulers that a measured run may choose from, all of one placement."""
     num_ranks = profile.layout.num_ranks
     names = schedule_names(name, num_ranks)
     return [
@@ -89,7 +86,7 @@ def find_schedule(
     num_microbatches: int | None,
     costs: Callable[[Sequence[int]], Costs] | None = None,
 ) -> tuple[str, Schedule]:
-    """Returns the schedule that a user asks for, and its label.
+    """Returns the schedule of a name, and its label.
 
     Args:
         name: of a schedule, `auto` for the best found, or the path of an action file.
@@ -98,7 +95,7 @@ def find_schedule(
         costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
 
     Raises:
-        ValueError: as `choose_schedule`, `build_schedule` and `load_schedule`; or it is none of these.
+        ValueError: no such schedule, or as `choose_schedule`, `build_schedule` and `load_schedule`.
         OSError: as `load_schedule`.
     """
     count = 3 * num_ranks if num_microbatches is None else num_microbatches
@@ -125,12 +122,10 @@ def check_schedule(name: str) -> None:
 def simulate_layers(
     name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
 ) -> tuple[str, Simulated]:
-    """Simulates a schedule with equal layers; returns its label and what comes out.
+    """Simulates a schedule with equal layers; returns its label and the simulation.
 
     Args:
-        name: as of `find_schedule`.
-        num_ranks: as of `find_schedule`.
-        num_microbatches: as of `find_schedule`.
+        name, num_ranks, num_microbatches: as of `find_schedule`.
         num_layers: of the model; None for two for each rank.
         times: of a layer, as of `Costs.of_layers`.
     """
@@ -148,9 +143,9 @@ def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None
     """Returns the schedule of an action file, validated.
 
     Args:
-        path: of a text as `parse_schedule` reads it.
+        path: of a text for `parse_schedule`.
         num_ranks: of the pipeline.
-        num_microbatches: of the window; what the file has beyond them is left out. None for all of the file.
+        num_microbatches: of the window; the file may have more. None for all of the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -174,7 +169,7 @@ def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None
 
 
 def placement_of(schedule: Schedule) -> str:
-    """Returns the placement that a schedule is for, by its number of virtual stages.
+    """The placement of a schedule, by its number of virtual stages.
 
     Raises:
         ValueError: they are neither one nor two for each rank.

@@ -2,7 +2,7 @@
 
 In:   the schedule of every rank, the number of micro-batches, and the rank of every virtual stage.
 Out:  nothing, or an error that prints the schedule with an arrow at the first slot that is wrong.
-Must hold: it shares no code with what makes schedules, the slot clock included.
+Must hold: it shares no code with builders of schedules and the slot clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _waiting(slot: Slot, rank: int, dry_run: _DryRun) -> str:
 
 
 def _named(need: Action) -> str:
-    """Returns an action as an error names it: a full backward is an input gradient, too."""
+    """The action as an error names it: a full backward includes an input gradient."""
     return f"{Action(need.stage, 'B', need.microbatch)} or {need}" if need.computation_type == "I" else str(need)
 
 
@@ -77,10 +77,10 @@ class _DryRun:
         self.num_microbatches = num_microbatches
         self.ranks = ranks
         self.count = {(stage, part): 0 for stage in range(len(ranks)) for part in "FIW"}
-        """How many micro-batches have run each part of each stage; they run in order, so it is also the next one."""
+        """Micro-batches that have run each part of each stage; they run in order, so the count is also the next one."""
 
     def problem(self, slot: Slot, rank: int) -> str:
-        """Returns why a slot is wrong wherever it stands from here on; empty if it is not."""
+        """Why a slot can never run from here on; empty if it can."""
         if not slot.actions:
             return f"rank {rank} has an empty slot"
         return next(filter(None, (self._problem(action, rank) for action in slot.actions)), "")
@@ -100,7 +100,7 @@ class _DryRun:
         return ""
 
     def waits_for(self, slot: Slot) -> list[Action]:
-        """Returns the actions that a slot needs and that have not run."""
+        """The missing inputs of a slot."""
         needs = {need for action in slot.actions for need in self._needs(action)}
         return sorted(need for need in needs if self.count[need.stage, need.computation_type] <= need.microbatch)
 
@@ -120,7 +120,7 @@ class _DryRun:
                 self.count[action.stage, part] += 1
 
     def missing(self) -> list[Action]:
-        """Returns the actions that never ran; an input and a weight gradient that are both missing as one backward."""
+        """The actions that never ran; a missing I with its missing W as one B."""
         actions = []
         for stage in range(len(self.ranks)):
             for microbatch in range(self.num_microbatches):

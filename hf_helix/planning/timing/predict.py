@@ -37,14 +37,20 @@ class Prediction:
     Attributes:
         seconds: of the whole window.
         reduction_seconds: those at its end in which only gradient reductions run.
-        timeline: of all instructions, in the order of issue, rank by rank; None unless asked for.
-        instructions: those of the timeline.
+        drawn: the timeline, if it was asked for.
+        instructions: those of the timeline, in the order of issue, rank by rank.
     """
 
     seconds: float
     reduction_seconds: float
-    timeline: Timeline | None = field(default=None, repr=False)
+    drawn: Timeline | None = field(default=None, repr=False)
     instructions: Sequence[Instruction] = field(default=(), repr=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The timeline that was asked for."""
+        assert self.drawn is not None, "the timeline is kept by predict(..., timeline=True)"
+        return self.drawn
 
 
 @without_collection
@@ -82,7 +88,7 @@ def _predict_whole(ordered: OrderedWindow, profile: Profile) -> Prediction:
     arrays, order = ordered.arrays(profile.times)
     timeline = simulate(arrays.permuted(order), profile.contention)
     programs = (free_values(ordered.program(rank)) for rank in range(len(ordered.orders)))
-    return replace(_prediction(timeline), timeline=timeline, instructions=[each for made in programs for each in made])
+    return replace(_prediction(timeline), drawn=timeline, instructions=[each for made in programs for each in made])
 
 
 def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[Prediction, list[list[float]]]:

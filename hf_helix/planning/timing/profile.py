@@ -1,9 +1,9 @@
-"""Profiles: measured times of operators, alone and beside each other.
+"""Profiles: times of operators, alone and concurrent, measured or estimated.
 
-In:   what the profiler measured, or a file.
+In:   measurements or estimates.
 Out:  seconds of every operator, and how much operators slow each other down.
-Must hold: a profile holds the graphs it is for, so plans and pictures can be made from the file alone; it covers every
-operator, and its times are possible. Pairs that were not measured get the mean of their kinds.
+Must hold: a profile holds its graphs, so plans and pictures can be made from the file alone; it covers every operator,
+and its times are possible. A pair without a measurement has the mean slowdown of its kinds.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from hf_helix.planning.window.layout import (
 
 EMULATED_LINK = "emulated_link"
 REDUCTIONS_OVER = "gradient_sums"
-"""What `Profile.about` calls the speed of the emulated link, as text, and the kind of communication whose links sums of
-gradients and gathers of weights go over."""
+"""Keys of `Profile.about`: the speed of the emulated link, and the kind of communication whose links gradient
+reductions and weight gathers use."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two operators started together, one of each, whatever was repeated to measure it.
+    """Two operators started together, once each.
 
     Attributes:
         together: seconds until both are done (P_ij of the paper's equation 1).
-        first: seconds of the first, beside the second.
-        second: seconds of the second, beside the first.
+        first, second: seconds of each, concurrent with the other.
     """
 
     together: float
@@ -48,11 +47,10 @@ class Pair:
 
     @staticmethod
     def of(first: float, second: float, slowdown: float, slowdown_of_second: float) -> Pair:
-        """Returns what follows from two operators' slowdowns: started together, until the longer one has ended.
+        """The pair that follows from two slowdowns.
 
         Args:
-            first: seconds of the first alone.
-            second: seconds of the second alone.
+            first, second: seconds of each alone.
             slowdown: how many times longer the first takes while the second runs.
             slowdown_of_second: how many times longer the second takes while the first runs.
         """
@@ -66,17 +64,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """The times of the operators of a layout.
 
     Attributes:
-        about: what it was measured on and for, as text: hardware, versions, model, mesh, shapes.
-        layout: what a rank holds, with its graphs.
+        about: hardware, versions, model, mesh and shapes, as text.
+        layout: the units of a rank, with their graphs.
         times: seconds of each operator alone.
         spread: of each, the distance between the quartiles in parts of the median.
-        pairs: what was measured beside each other.
-        like: operators that do the same as another (a collective of the same size) -> that other, which `pairs` names.
-        bytes: of each operator that communicates, what a rank sends in it.
-        bare: seconds of each of them without the emulated link that `times` were measured on; empty without one.
+        pairs: operators measured concurrently.
+        like: an operator -> an equal one (a collective of the same size) that `pairs` names.
+        bytes: sent by a rank in each operator that communicates.
+        bare: seconds of each of these without the emulated link of `times`; empty without one.
     """
 
     about: Mapping[str, str]
@@ -100,7 +98,7 @@ class Profile:
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
-        """Returns the slowdown of every measured pair, and their mean for every pair of kinds."""
+        """The slowdown of every measured pair, and the mean for every pair of kinds."""
         measured: dict[tuple[Name, Name], float] = {}
         by_kind: dict[tuple[Kind, Kind], list[tuple[float, float]]] = {}
         for (a, b), pair in self.pairs.items():
@@ -110,7 +108,7 @@ class Profile:
         return measured, {kinds: _weighted_mean(slowdowns) for kinds, slowdowns in by_kind.items()}
 
     def kind(self, name: Name) -> Kind:
-        """Returns the kind of an operator."""
+        """The kind of an operator."""
         return Kind.GRADIENTS if is_per_step(name) else self._kinds[name]
 
     @property
@@ -119,7 +117,7 @@ class Profile:
         return self.slowdown if self.pairs else None
 
     def slowdown(self, name: Name, other: Name) -> float:
-        """How many times longer the first takes while the second runs beside it."""
+        """How many times longer the first takes while the second runs."""
         key = (self.like.get(name, name), self.like.get(other, other))
         measured, by_kind = self._slowdowns
         if key in measured:
@@ -130,41 +128,41 @@ class Profile:
         return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0)
 
     def _measured_as(self, name: Name) -> Kind:
-        """The kind whose pairs stand for an operator: sums of gradients and gathers of weights cost what
-        collectives between hosts cost, or those inside a host where there are no others."""
+        """The kind whose pairs stand for an operator: gradient reductions and weight gathers slow down as collectives
+        between hosts do, or inside a host if there are no others."""
         kind = self.kind(name)
         if kind is not Kind.GRADIENTS:
             return kind
         return Kind.INTER_NODE if Kind.INTER_NODE in self._kinds.values() else Kind.INTRA_NODE
 
     def overlap_efficiency(self, name: Name, other: Name) -> float:
-        """OEF, the paper's equation 1: 1 where the shorter is hidden, 0 where nothing is gained, below 0 a loss."""
+        """OEF, the paper's equation 1: 1 if the shorter is hidden, 0 without a gain, negative for a loss."""
         pair = self.pairs[name, other]
         alone = self.times[name], self.times[other]
         return (sum(alone) - pair.together) / min(alone)
 
 
 def rough_profile(layout: Layout) -> Profile:
-    """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
+    """A profile without a measurement: the relative cost of every operator, in milliseconds."""
     operators = (*named_operators(layout), *named_per_step(layout))
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
 def seconds_per_step(profile: Profile, rank: int) -> float:
-    """Seconds of all gathers of weights and sums of gradients of a pipeline rank."""
+    """Seconds of all weight gathers and gradient reductions of a pipeline rank."""
     return sum(profile.times[name] for name in names_per_step(profile.layout, rank))
 
 
-def slowdown_of(alone: float, beside: float, other: float) -> float:
+def slowdown_of(alone: float, concurrent: float, other: float) -> float:
     """Returns how many times longer an operator takes while another runs, from 1 to 10.
 
     Args:
-        alone: the seconds that it takes alone.
-        beside: the seconds that it takes when the other starts with it.
-        other: the seconds for which the other runs.
+        alone: seconds alone.
+        concurrent: seconds when both start together.
+        other: seconds of the other.
     """
-    shared = min(beside, other)
-    done_meanwhile = alone - (beside - shared)  # of its own work, in seconds alone
+    shared = min(concurrent, other)
+    done_meanwhile = alone - (concurrent - shared)  # in seconds alone
     return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
 
 
@@ -176,9 +174,9 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
     """Raises ValueError, naming the operator, where times are missing, unknown or impossible.
 
     Args:
-        layout: its operators are those that need a time.
+        layout: its operators need a time.
         times: seconds of every operator.
-        pairs: of operators that were timed beside each other.
+        pairs: of concurrent operators.
     """
     sums = {name for name, _ in named_reductions(layout)}
     gathers = {name for name, _ in named_gathers(layout)}

@@ -16,8 +16,8 @@ from typing import Any
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.text import first_difference, format_json, round_ms
-from hf_helix.planning.timing.profile import Name, Pair, Profile, join_name
-from hf_helix.planning.window.layout import GradientReduction, Layout, WeightGather
+from hf_helix.planning.timing.profile import Pair, Profile, join_name
+from hf_helix.planning.window.layout import GradientReduction, Layout, Name, WeightGather
 
 FORMAT = "hf_helix.profile/1"
 

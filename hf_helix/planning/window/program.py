@@ -1,9 +1,9 @@
 """Programs: everything one rank issues for a window, in one flat list.
 
-In:   a schedule, the units of every virtual stage, and a plan.
-Out:  the instructions of a rank in the order of issue, with what may be freed after each.
-Must hold: every operator of every micro-batch once, each after what it reads; a value is freed with its last reader,
-so what is alive follows from the program alone; what is sent over one way between two ranks arrives in the same order.
+In:   a schedule, a layout and a plan.
+Out:  a `Program`: the instructions of a rank in the order of issue, with the values that each frees.
+Must hold: every operator of every micro-batch once, each after its inputs; a value is freed by its last reader;
+messages between two ranks are received in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.repetition import order_window
 from hf_helix.planning.window.window import Window
 
-COPIES = (2, 6, 14)  # of a stretch, among which one is looked for that frees what all later ones free
+COPIES = (2, 6, 14)  # repetitions to write out until one frees the same as the next
 
 
 @dataclass(frozen=True, eq=False)
 class Program(Sequence[Instruction]):
-    """What one rank issues for a window; of a long window the steady state is there once.
+    """The instructions of a rank; a long window holds its repeated part once.
 
     Attributes:
-        once: the instructions of a window in which nothing is left out.
-        period: the part of it, from one place to another, that a longer window runs again right after it.
+        once: the instructions of a short window.
+        period: begin and end of the part of `once` that repeats.
         repeats: how many more times.
-        shift: micro-batches of a period; every time they are so many later, and so are those of what comes after.
-        slots: of the window `once`.
+        shift: micro-batch indices grow by `shift` per repetition.
+        slots: of the short window.
     """
 
     once: list[Instruction]
@@ -43,7 +43,7 @@ class Program(Sequence[Instruction]):
     slots: Sequence[Slot] = ()
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yields parts of `once` in the order of issue: begin, end, and by how many micro-batches they are later."""
+        """Yields parts of `once` in the order of issue: begin, end, and what to add to micro-batch indices."""
         yield 0, self.period[1], 0
         for number in range(1, self.repeats + 1):
             yield *self.period, number * self.shift
@@ -66,18 +66,18 @@ class Program(Sequence[Instruction]):
 def build_program(
     schedule: Schedule, layout: Layout, plan: Plan, rank: int, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> Program:
-    """What a rank issues for a window. The steady state of a long window is ordered once and repeated.
+    """Returns the program of a rank.
 
     Args:
         schedule: the window.
-        layout: what the ranks hold, with the graphs that the plan orders.
+        layout: the units of all ranks, with the graphs that the plan orders.
         plan: the order of issue.
         rank: of the pipeline.
-        keep: values that are never freed.
+        keep: values to keep alive.
         slots_ahead: see `Plan.issue`.
     """
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
-    front = len(layout.gathers_of(rank))  # what comes before all that is ordered
+    front = len(layout.gathers_of(rank))  # instructions before the plan's order
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
         once = free_values(made.ordered.program(rank), keep)
@@ -90,7 +90,7 @@ def build_program(
 
 
 def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -> bool:
-    """Whether the stretch behind one issues, frees and ends the same, `shift` micro-batches later."""
+    """Whether the next stretch issues, frees and ends the same, `shift` micro-batches later."""
 
     def key(instruction: Instruction, later: int) -> object:
         microbatch = instruction.microbatch - (later if instruction.operator else 0)
@@ -105,13 +105,13 @@ def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -
 def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
-    """The instructions of a window, rank by rank, each of them ordered.
+    """Returns the programs of all ranks, written out.
 
     Args:
         schedule: the slots of every rank.
-        layout: what the ranks hold.
-        plan: the order in which operators are issued.
-        keep: values that are never freed.
+        layout: the units of all ranks.
+        plan: the order of issue.
+        keep: values to keep alive.
         slots_ahead: see `Plan.issue`.
     """
     return [free_values(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
@@ -140,16 +140,15 @@ def validate_program(
     layout: Layout | None = None,
     slots: Sequence[Slot] = (),
 ) -> None:
-    """Checks a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
-    gradients add up, and transfers follow each other, in the order of the micro-batches, gradients are summed over
-    ranks once nothing more is added to them, and weights are gathered before a unit computes.
+    """Checks the program of a rank: no value is read before its writer or after it was freed, no operator runs twice,
+    gradients accumulate and transfers follow each other in the order of micro-batches, a gradient reduction follows all
+    its adders, and weights are gathered before their unit computes.
 
     Args:
         program: of one rank.
         sources: values that exist from the start, such as the gradient of the loss.
-        layout: says which operators share a gradient, which gradients are summed together, and which weights are
-            gathered; None where none are.
-        slots: of the rank; gradients that operators share add up in their order.
+        layout: with shared gradients, gradient reductions and weight gathers; None without them.
+        slots: of the rank; shared gradients accumulate in their order.
 
     Raises:
         ValueError: names the first instruction that is wrong.
@@ -168,7 +167,7 @@ def validate_program(
 
 
 class _Values:
-    """Says of an instruction that it reads what is not there, or has run already."""
+    """Finds reads of missing values, and operators that run twice."""
 
     def __init__(self, sources: Collection[Key]) -> None:
         self._sources = sources
@@ -192,7 +191,7 @@ class _Values:
 
 
 class _Order:
-    """Says of an instruction that gradients add up, or transfers follow each other, in another order than they must."""
+    """Finds accumulations and transfers out of order."""
 
     def __init__(self, slots: Sequence[Slot], layout: Layout | None) -> None:
         self._latest: dict[tuple[int, str, bool], int] = {}
@@ -213,9 +212,7 @@ class _Order:
 
 
 class _PerStep:
-    """Says of an instruction that it adds to gradients after their sum over ranks, or computes before its weights are
-    gathered.
-    """
+    """Finds additions to gradients after their reduction, and computations before their weight gathers."""
 
     def __init__(self, layout: Layout | None) -> None:
         self._reduced: set[int] = set()
@@ -242,7 +239,7 @@ class _PerStep:
 
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
-    """For every operator that shares a gradient, the turns in which operators add to it; one list for one gradient."""
+    """For every operator that shares a gradient, the turns of all its adders; one list for one gradient."""
     rows: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
     for row in layout.shared:
         turns: list[tuple[int, int, str]] = []

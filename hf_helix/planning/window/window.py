@@ -326,22 +326,23 @@ class Window:
 
         A gradient reduction has the micro-batch and the unit of the last instruction before it.
         """
+        instructions, indices, microbatches = self.pattern.instructions, self.indices, self.microbatches
         per_step = [op for _, op in (*named_reductions(self.layout), *named_gathers(self.layout))]
         made: list[Instruction] = []
-        last = NONE
+        last, count = NONE, len(indices)
         for place in order:
-            if place < 0:
-                made.append(barrier(~place))
-            elif place < len(self):
-                made.append(self.instruction(place))
+            if 0 <= place < count:
+                made.append(instructions[indices[place]].of(microbatches[place]))
                 last = place
+            elif place < 0:
+                made.append(barrier(~place))
             elif place < self.first_gather:
-                number, near = place - len(self), self.instruction(last)
+                near, number = self.instruction(last), place - count
                 made.append(Instruction(near.microbatch, near.unit, per_step[number], reduction=number))
             else:
                 number = place - self.first_gather
-                unit, op = self.layout.gathers[number].units[0], per_step[place - len(self)]
-                made.append(Instruction(min(self.microbatches, default=0), unit, op, gather=number))
+                unit, op = self.layout.gathers[number].units[0], per_step[place - count]
+                made.append(Instruction(min(microbatches, default=0), unit, op, gather=number))
         return made
 
     def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:

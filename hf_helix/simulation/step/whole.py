@@ -46,7 +46,7 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool,
         waits: as of `Whole`, where they are known; None to predict the window without gathers, too.
     """
     window = predict(plan, profile, schedule, timeline=drawn)
-    found = (window.instructions, window.timeline) if window.timeline else None
+    found = (window.instructions, window.drawn) if window.drawn else None
     if waits is None:
         without = replace(profile, layout=replace(profile.layout, gathers=()))
         waits = window.seconds - predict(plan, without, schedule).seconds if profile.layout.gathers else 0.0

@@ -57,7 +57,7 @@ def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int
     amounts, case = counted(model, bf16=bf16, tp_size=tp), case_of(tp=tp, dp=2, shard_optimizer=True)
     layout = layout_of(amounts, case)
     assert [made for made, _ in weight_gathers(amounts, layout, AXES)] == list(training.gathers)
-    assert [made for made, _ in gradient_sums(amounts, layout, case.spread_gradients)] == list(training.sums)
+    assert [made for made, _ in gradient_sums(amounts, layout, case.spread_gradients)] == list(training.reductions)
     assert len(training.gathers) >= 5 * (1 + bf16) - 2
 
 

@@ -74,7 +74,7 @@ def test_sums_are_those_of_training(
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
     result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
-    assert result == list(layout_of_training(model, tp_size=tp).sums)
+    assert result == list(layout_of_training(model, tp_size=tp).reductions)
     assert (len(result) > 1) == (bucket_bytes < 2**20)
 
 
@@ -115,7 +115,7 @@ def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
     amounts = counted(model, shard_parameters=True, dp_size=2)
     case = case_of(dp=2, shard_parameters=True)
     result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
-    assert result == list(layout_of_training(model, shard_parameters=True).sums)
+    assert result == list(layout_of_training(model, shard_parameters=True).reductions)
 
 
 def test_sums_to_parts_send_half() -> None:

@@ -4,21 +4,18 @@ In:   the forward and the backward graph of a block, and a profile.
 Out:  the fastest order of the space below, by the cost function (`simulate` and the profile's slowdowns).
 Must hold: a pure function, the same on all ranks; no order of the space is faster; never slower than `sequential`.
 
-The space is what the paper's equation 2 ranges over:
+The space of the paper's equation 2:
 
-- Sequences: weight gradients move. Each may be issued anywhere from its canonical place on; everything else, the chain,
-  stays in canonical order. Which weight gradients have been issued is part of the state of the dynamic programme, so
-  every sequence is searched and none is listed. At most `PENDING` may wait at a barrier; fewer in blocks so long that
-  the states would be more than `STATES`.
-- Segments: at most `SEGMENT` operators of each strand's chain, whatever weight gradients they make ready (so that one
-  beside the collective after its I makes one operator with it, the paper's "self-overlap"), and at most `MOVED` others.
-- Pairs: a segment of each strand, or of one alone, then a barrier, at which computation waits for communication and the
-  host for nothing. Two segments that both hold a local collective are never paired.
-- Within a pair there is one compute stream, so its computations run in turn: every interleaving is searched. A
-  collective is issued as soon as its strand has come to it, the forward's first.
-- Beside all these, `sequential`.
-
-A strand alone has nothing to pair with: it runs as under `sequential`, which holds the self-overlap.
+- Sequences: a weight gradient may be issued anywhere from its canonical place on; all other operators, the chain, keep
+  their order. The issued weight gradients are part of the state of the dynamic programme. At most `PENDING` wait at a
+  barrier; fewer in long blocks, so that there are at most `STATES` states.
+- Segments: at most `SEGMENT` operators of each strand's chain, the weight gradients that they make ready (the paper's
+  "self-overlap" with the collective after the I), and at most `MOVED` others.
+- Pairs: a segment of each strand, or of one alone, then a barrier, at which computation waits for communication. Two
+  segments with a local collective each are never paired.
+- Within a pair, every interleaving of the computations. A collective is issued as soon as its strand has come to it,
+  the forward's first.
+- `sequential`, also for a strand alone.
 """
 
 from __future__ import annotations
@@ -48,18 +45,17 @@ Bits = int
 """A set of movable operators."""
 
 State = tuple[int, int, Bits]
-"""How much of the forward chain and of the backward chain has been issued, and which movable operators."""
+"""Issued operators of the forward chain and of the backward chain (counts), and of the movable ones (a set)."""
 
 Segments = tuple[int, int, int, int, Bits]
-"""What runs between two barriers: chain[i:i + a] forward, chain[j:j + b] backward, as (i, a, j, b, movable)."""
+"""Operators between two barriers: chain[i:i + a] forward, chain[j:j + b] backward, as (i, a, j, b, movable)."""
 
 
 def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
     """The best pairing of segments (paper, section 4.2, equation 2).
 
     Args:
-        forward: the graph of the forward pass; None where the block has none.
-        backward: the graph of backward, likewise.
+        forward, backward: the graphs of the block; None where a strand is absent.
         profile: the times of the operators.
     """
     baseline = sequential(forward, backward, profile)
@@ -75,7 +71,7 @@ def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> O
 
 
 def _with_barriers(block: _Block, groups: Sequence[Sequence[int]]) -> Order:
-    """The groups in turn, a barrier after each; after one without communication it would do nothing and is left out."""
+    """The groups in turn, a barrier after each with communication."""
     order: list[str] = []
     for group in groups:
         order += [block.entries[i] for i in group]
@@ -90,9 +86,9 @@ class _Block:
     Attributes:
         chains: of each strand, the operators that stay in canonical order.
         movable: the others; bit m of a set stands for `movable[m]`.
-        places: of each movable one, its strand and how much of the chain comes before it.
-        follows: for each operator, the movable ones that must come before it.
-        waits: for each operator, the communication whose results it reads.
+        places: of each movable operator, its strand and the length of the chain before it.
+        follows: of each operator, its movable predecessors.
+        waits: of each operator, the communication whose results it reads.
     """
 
     def __init__(self, forward: Graph, backward: Graph, profile: Profile) -> None:
@@ -132,7 +128,7 @@ class _Block:
         return sum(1 << m for m, (strand, place) in enumerate(self.places) if place <= (i, j)[strand])
 
     def valid(self, state: State) -> bool:
-        """Whether whatever comes before an operator of the state is in it."""
+        """Whether the state includes the predecessors of its operators."""
         i, j, movable = state
         issued = (*self.chains[0][:i], *self.chains[1][:j], *self.members(movable))
         return all(not self.follows[n] & ~movable for n in issued)
@@ -156,18 +152,15 @@ class _Block:
         return simulate(arrays, self._slowdown).seconds
 
     def bound(self, group: Sequence[int]) -> float:
-        """Seconds that the operators take at least, issued in this order: what they take if none slows another down.
-
-        Without contention it is what `simulate` says, but for the last digits, which decide between equal orders.
-        """
+        """Seconds without contention: those of `simulate`, but for the last digits, which decide between equal
+        orders."""
         free, ends = [0.0] * len(STREAMS), dict[int, float]()
         for i in group:
             self.issue(i, free, ends)
         return max(free)
 
     def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
-        """Notes when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
-        by which the search prunes."""
+        """Updates the earliest end of an operator, in `ends`, and when each stream is free."""
         stream = self.streams[i]
         start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it
         for need in self.waits[i]:
@@ -181,7 +174,7 @@ def _moves(op: Operator) -> bool:
 
 
 class _Pairs:
-    """P(i, j) of the paper: the best time of two segments beside each other, found when it is asked for."""
+    """P(i, j) of the paper: the best time of two concurrent segments, computed on demand."""
 
     def __init__(self, block: _Block) -> None:
         self.block = block
@@ -190,7 +183,7 @@ class _Pairs:
         self.floors: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     def floor(self, segments: Segments) -> float:
-        """No interleaving is faster: each stream's load, and each strand alone; slowing down only adds."""
+        """A lower bound of all interleavings: each stream's load, and each strand alone."""
         i, a, j, b, movable = segments
         if (i, a, j, b) not in self.floors:
             block = self.block
@@ -205,7 +198,7 @@ class _Pairs:
         return max(compute + self.movable_seconds[movable], rest)
 
     def best(self, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Time and order of the best interleaving if it takes less than `limit`; otherwise some bound above that."""
+        """Time and order of the best interleaving if it takes less than `limit`; else a bound of at least `limit`."""
         known = self.known.get(segments)
         if known is None or (not known[1] and known[0] < limit):
             known = self.known[segments] = _Interleaving(self.block, segments, limit).best
@@ -213,7 +206,7 @@ class _Pairs:
 
 
 class _Interleaving:
-    """Depth first through the interleavings of two segments; `best` is (limit, no order) where none takes less."""
+    """Depth-first search of the interleavings of two segments; `best` is (limit, no order) if none takes less."""
 
     def __init__(self, block: _Block, segments: Segments, limit: float) -> None:
         i, a, j, b, self.movable = segments
@@ -229,7 +222,7 @@ class _Interleaving:
     def _extend(
         self, issued: tuple[int, int], movable: Bits, free: list[float], order: tuple[int, ...], compute: float
     ) -> None:
-        """Go on from an order of which `compute` seconds of computation are left."""
+        """Extends an order, with `compute` seconds of computation left."""
         block = self.block
         if len(order) == self.length:
             seconds = block.seconds_of(order)
@@ -244,7 +237,7 @@ class _Interleaving:
                 self._extend(next_issued, next_movable, then, (*order, n), left)
 
     def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
-        """Returns what can be issued next: a collective whose turn has come, or else any computation."""
+        """The next operators: a collective whose turn has come, or else any computation."""
         block, choices = self.block, []
         for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
             if count < len(segment) and not block.follows[segment[count]] & movable:
@@ -262,7 +255,7 @@ class _Interleaving:
 
 
 class _Search:
-    """Equation 2 over all states: the fastest way to each, by way of those before it."""
+    """Equation 2 over all states: the fastest path to each."""
 
     def __init__(self, block: _Block) -> None:
         self.block = block
@@ -291,7 +284,7 @@ class _Search:
         return list(self._states_with(0))
 
     def _states_with(self, pending: int) -> Iterator[State]:
-        """Every state after the first, each behind those that lead to it."""
+        """Every state after the first, each after its predecessors."""
         for (i, j), ready in self.ready.items():
             for issued in sorted(ready & ~waiting for waiting in _subsets(ready, pending)):
                 if (i or j or issued) and self.block.valid((i, j, issued)):
@@ -310,7 +303,8 @@ class _Search:
             self.reached[state] = best
 
     def _ways(self, state: State) -> Iterator[tuple[bool, float, State, Segments]]:
-        """More than one operator? A time that no way is below, the state a barrier earlier, what leads from there."""
+        """Paths to a state: whether of more than one operator, a lower bound, the state before, the segments
+        between."""
         i, j, issued = state
         for a in range(min(SEGMENT, i) + 1):
             local = self.local[0][i] > self.local[0][i - a]

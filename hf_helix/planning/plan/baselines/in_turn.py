@@ -1,11 +1,7 @@
-"""`sequential`: one strand at a time, the order that every other plan is measured against.
+"""Orders of a block that need no times: `sequential`, the baseline of all plans, and the paper's Wavelet+
+(`round_robin`).
 
-In:   the forward and the backward graph of a block (None: that strand is absent).
-Out:  an order of their operators.
-Must hold: a pure function, the same on all ranks.
-
-It is what Megatron-LM does. It overlaps one thing, as Megatron-LM does: the weight gradient of a column-parallel linear
-runs beside the reduce-scatter that follows its input gradient.
+Each takes the forward and the backward graph of a block (None: the strand is absent) and returns an order.
 """
 
 from __future__ import annotations
@@ -18,24 +14,25 @@ from hf_helix.planning.timing.profile import Profile
 
 
 def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order.
+    """One strand at a time, in canonical order, each with a barrier at its end.
+
+    As in Megatron-LM, one thing overlaps: the weight gradient of a column-parallel linear and the reduce-scatter after
+    its input gradient.
 
     Args:
-        forward: the graph of the forward pass; None where the block has none.
-        backward: the graph of backward, likewise.
-        profile: is not needed for it.
+        forward, backward: the graphs of the block.
+        profile: unused.
     """
     strands = (entries(forward, None), entries(None, backward))
     return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
 
 
 def round_robin(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """One operator of each strand in turn; what is left of the longer strand follows.
+    """One operator of each strand in turn; the rest of the longer strand follows.
 
     Args:
-        forward: the graph of the forward pass; None where the block has none.
-        backward: the graph of backward, likewise.
-        profile: is not needed for it.
+        forward, backward: the graphs of the block.
+        profile: unused.
     """
     turns = zip_longest(entries(forward, None), entries(None, backward))
     return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)

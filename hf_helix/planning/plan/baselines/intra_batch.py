@@ -28,8 +28,8 @@ from hf_helix.planning.graph.backward import (
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
 from hf_helix.planning.plan.plan import graphs_digest
-from hf_helix.planning.timing.profile import Name, Pair, Profile, is_per_step, named_operators
-from hf_helix.planning.window.layout import GradientReduction, Layout
+from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.window.layout import GradientReduction, Layout, Name, is_per_step, named_operators
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
