@@ -13,7 +13,7 @@ issue their collectives in the same order.
                         direction: each of two strands gets the weights of its next unit during the unit of the other.
     reduce_gradients    a reduction follows the last operator that adds to its bucket. The reductions of a rank run one
                         after the other; first complete, first issued is optimal. A plan only chooses when buckets are
-                        complete, see `hold_weights` of `planning.plan.search`.
+                        complete, see `defer_weight_gradients` of `planning.plan.search`.
     gather_weights      the gathers of a rank come first; they share the stream of the reductions, which is idle then.
 """
 
