@@ -51,16 +51,16 @@ class Operator:
 
     Attributes:
         name: unique in its graph.
-        kind: the stream that it runs on.
-        reads: the values that it takes; the gradient of value `v` is `d.v`.
-        writes: the values that it makes.
-        part: what it does.
-        forward_name: the declared operator that this one runs a part of; by default its own name.
+        kind: its stream.
+        reads: the values of its inputs; the gradient of value `v` is `d.v`.
+        writes: the values of its outputs.
+        part: see `Part`.
+        forward_name: the declared operator of which this operator is a part; by default its own name.
         splits_dgrad_wgrad: whether its backward has two parts, I and W; W reads all that forward read.
         wgrad_fraction: how much of W there is, from 1 (all of its weights are trained) to 0 (none: its backward has no
             W).
         backward_kind: the kind of its backward; None for the same.
-        accumulates: for each output, the partial gradient that is added to it, or None.
+        accumulates: for each output, the partial gradient to add, or None.
         ordered_after: predecessors by order alone; of this graph, not of the derived backward.
         saved_for_backward: values of the forward pass that its backward reads.
         has_saved_state: whether it also leaves unnamed state for its backward, such as tensors saved by autograd.
@@ -68,12 +68,12 @@ class Operator:
         recompute_when_selective: whether recomputing it is cheap for the memory it saves.
         control_deps: values that must exist although the operator does not read them, so that it does not run too
             early.
-        non_differentiable: those of `writes` that have no gradient (indices, counts).
-        host_read_sizes: those of `reads` that hold sizes, which the host reads when it issues the operator.
+        non_differentiable: outputs without a gradient (indices, counts).
+        host_read_sizes: inputs with sizes for the host, which reads them when it issues the operator.
         weights: values that hold unsharded parameters (ZeRO-3); the executor sets them in the model's modules, so they
             are no arguments of the operator.
-        dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
-        wgrad_weights: those of `weights` that its weight gradient reads as well.
+        dgrad_weights: the part of `weights` that its backward, or its input gradient, also reads.
+        wgrad_weights: the part of `weights` that its weight gradient also reads.
         ahead: by how many units it is prefetched, see `planning.window.passes`; 0 for none. Such an operator reads
             nothing.
         relative_cost: a rough relative time.

@@ -1,11 +1,9 @@
 """Recomputation (activation checkpointing): operators that backward runs again, so that less need be kept.
 
-In:   the forward graph of a layer, and how much to recompute; or a profile.
-Out:  the graph with the mark `recomputed` on those operators, from which `derive_backward` makes a backward that runs
-      them; the profile of such graphs.
+In:   the forward graph of a layer and a mode; or a profile.
+Out:  the graph with recomputed operators marked, for `derive_backward`; the profile of such graphs.
 Must hold: operators whose outputs no backward operator reads are not recomputed (the last linear, its reduce-scatter,
-the residual). Indices and counts are kept: they are small, and so what follows from them, such as how many rows go
-where, is the same the second time.
+the residual). Indices and counts are kept: they are small, and the recomputation must route rows as before.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ def recomputed(graph: Graph, mode: str) -> Graph:
 
     Args:
         graph: the forward graph.
-        mode: `none`; `selective`: operators that are cheap; `full`: all, so that only values that enter the unit are
-            kept.
+        mode: `none`; `selective`: cheap operators; `full`: all, so that only the inputs of the unit are kept.
     """
     if mode == NONE:
         return graph

@@ -63,7 +63,7 @@ def choose_schedule(
     policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
     candidates.append(run(SEARCHED, _listed(clock, policies)))
     for _, start in sorted(candidates, key=_merit)[: STARTS if search else 0]:
-        candidates.append(run(SEARCHED, _improve_schedule(start.schedule, clock, max_live)))
+        candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
     label, best = min(candidates, key=_merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
@@ -291,11 +291,16 @@ class _Candidate:
         return self.run.critical_path()
 
 
-def _improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Schedule:
+def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Schedule:
     """The fastest schedule of a random walk of small changes.
 
     A list schedule takes no choice back, although the best choice for a slot can be bad for later ones; this walk does.
     It uses no clock, hash or transcendental function, so it is the same on every machine.
+
+    Args:
+        schedule: the start of the walk.
+        clock: of its stages and micro-batches.
+        max_live: activations, each of one stage and micro-batch, alive at once on a rank.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)

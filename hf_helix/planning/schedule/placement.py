@@ -1,6 +1,6 @@
-"""Placements: which virtual stages a rank holds, and which layers a stage holds.
+"""Placements: the virtual stages of a rank, and the layers of a stage.
 
-In:   a placement and the number of pipeline ranks; the number of layers and what embedding and head cost.
+In:   a placement and the number of pipeline ranks; the number of layers, and the costs of embedding and head.
 Out:  the rank of every virtual stage, and the layers of every virtual stage.
 Must hold: stages are consecutive, disjoint and cover every layer; the embedding goes with the first stage and the head
 with the last. On the fold, rank r holds stages r and 2P-1-r, so both are on rank 0 and tied weights stay single (paper,

@@ -1,8 +1,10 @@
-"""Profiles as JSON files.
+"""Profiles and graphs as JSON files.
 
 In:   a `Profile`, or the path of a file.
-Out:  JSON that people can read, or the `Profile`.
-Must hold: a file that is damaged, of another version or for something else is an error that says which.
+Out:  readable JSON, or the `Profile`.
+Must hold: a file that is damaged, of another version or for other operators is an error that says so. The keys of an
+operator are the fields of `Operator`; a field with its default value is left out, so a new field with a default needs
+no other format.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ def load_profile(
     """Reads a profile file.
 
     Args:
-        about: what it must be for: every entry given here must be equal.
-        layout: what it is used for, whose graphs it must hold; None for its own.
+        about: entries of `Profile.about` that must be equal.
+        layout: the layout of the run, whose graphs the file must hold; None for that of the file.
 
     Raises:
-        ValueError: damaged, impossible, incomplete or for something else; says what, and how to make it anew.
+        ValueError: damaged, impossible, incomplete or for another run; the error says how to measure anew.
     """
     try:
         return _load(path, about or {}, layout)
@@ -124,7 +126,7 @@ def _split(text: str) -> Name:
 
 
 def profile_json(profile: Profile) -> str:
-    """The text form that is kept in files."""
+    """The text form of profile files."""
     operators: dict[str, dict[str, Any]] = {}
     for name, seconds in profile.times.items():
         figures: dict[str, Any] = {"ms": round_ms(seconds), "spread": round(profile.spread.get(name, 0.0), 3)}
@@ -163,7 +165,7 @@ def profile_json(profile: Profile) -> str:
 
 
 def _window_data(layout: Layout) -> dict[str, Any]:
-    """What a file says of sums of gradients and of gathers of weights; nothing where there are none."""
+    """The gradient reductions and weight gathers for a file; empty without any."""
     sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.reductions]
     gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
     return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
@@ -183,11 +185,11 @@ FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "Kind": (lambda kind: kind.value, Kind),
     "Kind | None": (lambda kind: kind and kind.value, lambda text: Kind(text) if text else None),
 }
-"""For the type of a field, how its value is written and how it is read."""
+"""By the type of a field: the writer and the reader of its value."""
 
 
 def graph_data(graph: Graph) -> dict[str, Any]:
-    """Returns what a file holds of a graph."""
+    """The data of a graph for a file."""
     return {
         "inputs": " ".join(graph.inputs),
         "outputs": " ".join(graph.outputs),

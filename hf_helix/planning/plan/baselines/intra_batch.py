@@ -1,14 +1,15 @@
 """The paper's intra-batch baseline (after MegaScale): one micro-batch at a time, collectives cut into tiles.
 
 In:   the graphs of the model's units, their profile, and a number of tiles.
-Out:  an `IntraBatchPlan`, and the graphs that it orders: each all-gather in front of a linear, and each reduce-scatter
-      behind one, is a row of tiles between those of the linear, so that even a single strand computes while it
-      communicates; and the profile of these graphs.
-Must hold: values that other operators read keep their names, so the rest of the graph is as before. The tiles of one
-linear add to its weight's gradient in one order. Nothing here is measured: the times of tiles are parts of the whole's.
+Out:  an `IntraBatchPlan`, the tiled graphs that it orders, and their profile. Each all-gather before a linear, and each
+      reduce-scatter after a linear, is cut into tiles, issued in turn with the tiles of the linear, so that even a
+      single strand overlaps computation and communication.
+Must hold: values with other readers keep their names, so the rest of the graph is unchanged. The tiles of a linear add
+to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the whole
+operator.
 
-All that knows of tiles is here, in `hf_helix.operators.tiling` (what tiles do to tensors) and in
-`hf_helix.runtime.tiled_stage` (a stage that runs them).
+Tiles also exist in `hf_helix.operators.tiling` (tensors) and in `hf_helix.runtime.tiled_stage` (a stage that runs
+tiles).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class IntraBatchPlan(BlockPlan):
         return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
 
     def profile_for(self, profile: Profile) -> Profile:
-        """The times and graphs of the tiles, derived from those of the whole operators."""
+        """The profile of the tiled graphs."""
         return tile_profile(profile, self.tiles)
 
     def data(self) -> Any:
@@ -79,7 +80,7 @@ class IntraBatchPlan(BlockPlan):
     def from_data(
         cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
     ) -> Self:
-        """The plan of what a file says of its tiles and blocks."""
+        """The plan from the tiles and blocks of a file."""
         tiles = data["tiles"]
         if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
             raise ValueError(f"tiles must be a whole number of at least 1, got {tiles!r}")
@@ -120,7 +121,7 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
 
     Args:
         graph: of whole operators.
-        tiles: how many; with 1, or where nothing can be cut, the graph stays as it is.
+        tiles: the number; with 1, or where nothing can be cut, the graph is unchanged.
 
     Raises:
         ValueError: fewer than one tile.
@@ -148,8 +149,7 @@ def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, Graph
 
 
 def tile_layout(layout: Layout, tiles: int) -> Layout:
-    """The layout with the graphs of all units cut into tiles. Every tile of a linear adds to its weight's gradient;
-    which operators share a gradient is left out."""
+    """The layout with tiled graphs. Every tile of a linear adds to the gradient of its weight; `shared` is left out."""
     graphs = tile_pairs(layout.graphs, tiles)
 
     def adders(unit: int, name: str) -> list[tuple[int, str]]:
@@ -165,8 +165,8 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
 
 
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
-    """The forward graph cut into tiles, and its backward: communication of tiles comes as early as it can, and the W's
-    of a row of tiles behind all of the row's I's that communication follows, so that they run beside it."""
+    """The tiled forward graph and its backward: communication of tiles as early as possible, and the W's of a row of
+    tiles after all I's of the row that communication follows, to overlap it."""
     forward = tile_graph(pair.forward, tiles)
     if forward is pair.forward:
         return pair
@@ -185,7 +185,7 @@ def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
     early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.recomputed)}
 
     def row_goes_on(op: Operator, following: Operator | None, waiting: Sequence[Operator]) -> bool:
-        """Whether the W's stay together, behind the communication of all tiles of their row."""
+        """Whether the W's wait until after the communication of all tiles of their row."""
         further = weights.get(following.name) if following else None
         return (
             op.kind.communicates
@@ -198,7 +198,7 @@ def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
 
 
 def sites(graph: Graph) -> list[Site]:
-    """Where a graph of whole operators can be tiled. A linear between a gather and a scatter goes with the gather."""
+    """The sites of a graph that can be tiled. A linear between a gather and a scatter is tiled with the gather."""
     readers: dict[str, list[Operator]] = {}
     for op in graph.operators:
         for value in op.reads:
@@ -220,10 +220,10 @@ def sites(graph: Graph) -> list[Site]:
 
 
 def tile_profile(profile: Profile, tiles: int) -> Profile:
-    """The profile of the tiled graphs, derived from the whole operators' times.
+    """The profile of the tiled graphs, derived from the times of whole operators.
 
-    A tile takes its part of the whole; cut and join take what the cheapest local operator of their graph takes forward,
-    since they copy a value once in either direction. Operators slow each other down as the whole ones do.
+    A tile takes its part of the whole; cut and join take as long as the cheapest local operator of their graph in
+    forward, since they copy a value once in either direction. Slowdowns are those of the whole operators.
     """
     if tiles == 1:
         return profile
@@ -254,10 +254,10 @@ def _fits(site: Site) -> bool:
 
 
 def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
-    """What stands in the place of the first and of the second operator, in canonical order.
+    """The tiles of the first and of the second operator, in canonical order.
 
     Args:
-        recomputed: whether backward runs again what comes before.
+        recomputed: whether backward recomputes the operators before.
     """
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
@@ -312,13 +312,13 @@ def _light(graph: Graph, tiles: int) -> float:
 
 
 def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
-    """What a tile of an operator is called: X.W becomes X.0.W."""
+    """The name of a tile of an operator: X.W becomes X.0.W."""
     unit, entry = name
     return unit, f"{entry[0]}.{op.forward_name}.{tile}{op.name.removeprefix(op.forward_name)}"
 
 
 def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
-    """Returns the operator that the time of a tiled graph's operator is taken from, and into how many parts.
+    """Returns the whole operator of a tiled graph's operator, and its number of parts.
 
     Args:
         name: of the operator of the tiled graph.
