@@ -17,7 +17,7 @@ from benchmarks.paper.published import FIGURE_11, WAVELET
 from benchmarks.paper.runs import Runs
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.window.program import build_program
 
 ROW, SCHEDULE = FIGURE_11[2], "folded_1f1b"
@@ -38,7 +38,7 @@ def main() -> None:
                 begin = time.process_time()
                 program = build_program(schedule, profile.layout, plan, 0)
                 built = time.process_time()
-                predict_seconds(plan, profile, schedule)
+                predict(plan, profile, schedule)
                 took = f"{built - begin:.2f}", f"{time.process_time() - built:.2f}"
                 rows.append((str(pp), str(count), rule, *took, str(len(program)), str(len(program.once))))
     header = ("pp", "micro-batches", "plan", "program s", "prediction s", "operators", "of them kept")

@@ -22,7 +22,7 @@ from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.runtime.runner import Runner
@@ -80,7 +80,7 @@ def predicted(rule: str, profile: Profile, microbatches: int) -> float:
     model, mesh = made_for(profile)
     schedule = schedule_for(profile, microbatches)
     plan = make_plan(rule, profile, model=model, mesh=mesh, schedule=schedule)
-    return predict_plan(plan, profile, schedule)[1].seconds
+    return predict(plan, profile, schedule, timeline=True).seconds
 
 
 def main() -> None:

@@ -20,11 +20,10 @@ from benchmarks.paper.runs import SEARCH, SEARCHING, Runs
 from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.timing.predict import predict_plan
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import window_instructions
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import work_of
+from hf_helix.planning.window.window import Window
 
 ROWS = (*FIGURE_11, *FIGURE_12, *FIGURE_13A)
 RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")
@@ -59,11 +58,11 @@ def shares(runs: Runs, row: Row, rules: Sequence[str] = RULES) -> Shares:
     seconds = {}
     for rule in rules:
         plan = make_plan(rule, chain, model="layer", mesh={}, schedule=schedule, searching=SEARCHING)
-        short, long = (predict_plan(plan, *fused(profile, count))[1].seconds for count in LAYERS)
+        short, long = (predict(plan, *fused(profile, count), timeline=True).seconds for count in LAYERS)
         seconds[rule] = (long - short) / (LAYERS[1] - LAYERS[0])
     first, schedule = fused(profile, LAYERS[0])
-    work = work_of(window_instructions(schedule, first.layout), first.layout, first.times)
-    return Shares(row, bound(work, first.layout) / LAYERS[0], seconds)
+    arrays = Window(schedule, first.layout).arrays(first.times)
+    return Shares(row, bound(arrays, first.layout) / LAYERS[0], seconds)
 
 
 def fused(profile: Profile, layers: int) -> tuple[Profile, Schedule]:

@@ -31,6 +31,7 @@ from benchmarks.paper.published import (
 from benchmarks.paper.runs import Run, Runs, case_of
 from benchmarks.paper.table import Artifact
 from hf_helix.config import RECOMPUTE
+from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.timing.profile import Pair

@@ -45,13 +45,13 @@ class PlanCommand(Command):
     def run(self) -> None:
         """Predict every rule, print the table, save a plan."""
         from hf_helix.planning.plan.bounds import lower_bound
-        from hf_helix.planning.timing.predict import predict_seconds
+        from hf_helix.planning.timing.predict import predict
 
         profile = read_profile(self.profile, self.recompute)
         schedule = schedule_for(profile, self.microbatches, self.schedule)
         limit = lower_bound(profile, schedule)
         plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
-        predicted = {rule: predict_seconds(plan, profile, schedule) for rule, plan in plans.items()}
+        predicted = {rule: predict(plan, profile, schedule).seconds for rule, plan in plans.items()}
         fastest = min(predicted, key=lambda rule: predicted[rule])
         saved = fastest if self.rule == FASTEST else self.rule
         print(f"a window of {self.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")

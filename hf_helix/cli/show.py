@@ -117,7 +117,7 @@ class ShowCommand(Command):
 
     def _show_plan(self, file: Path) -> None:
         from hf_helix.planning.plan.files import load_plan
-        from hf_helix.planning.timing.predict import predict_plan
+        from hf_helix.planning.timing.predict import predict
         from hf_helix.report.bars import bars_of_timeline
         from hf_helix.report.timeline import draw_timeline, text_timeline
 
@@ -131,9 +131,9 @@ class ShowCommand(Command):
             self._refuse(OF_PLANS_AND_SCHEDULES, "a comparison of two layers")
             other = plan_by(self.compare, profile, schedule_for(profile, COMPARED_MICROBATCHES))
             return self._show_strips([other, plan], profile)
-        program, timeline = predict_plan(plan, profile, schedule_for(profile, microbatches))
-        bars = bars_of_timeline(timeline, program)
-        title = f"{plan.rule}: {microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
+        predicted = predict(plan, profile, schedule_for(profile, microbatches), timeline=True)
+        bars = bars_of_timeline(predicted.timeline, predicted.instructions)
+        title = f"{plan.rule}: {microbatches} micro-batches, predicted {predicted.seconds * 1e3:,.1f} ms"
         if self.output is None:
             print(title, text_timeline(bars, self.width), sep="\n")
         else:

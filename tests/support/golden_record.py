@@ -41,7 +41,7 @@ from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.clock import stage_costs
 from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.timing.predict import predict_seconds
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_program, build_programs
@@ -107,10 +107,10 @@ def row_record(case: Case, windows: Sequence[tuple[str, int]]) -> Record:
             schedule = Scheduler(name, case.sizes["pp"], costs)(count)
             programs = build_programs(schedule, layout, plan)
             record[f"programs {rule} {name} {count}"] = [digest(program_data(program)) for program in programs]
-            record[f"seconds {rule} {name} {count}"] = predict_seconds(plan, profile, schedule)
+            record[f"seconds {rule} {name} {count}"] = predict(plan, profile, schedule).seconds
         if rule in ("greedy", "dhelix"):
             schedule = Scheduler(windows[0][0], case.sizes["pp"])(LONG)
-            record[f"seconds {rule} {LONG}"] = predict_seconds(plan, profile, schedule)
+            record[f"seconds {rule} {LONG}"] = predict(plan, profile, schedule).seconds
             record[f"programs {rule} {LONG}"] = [
                 digest(program_data(build_program(schedule, layout, plan, rank))) for rank in range(case.sizes["pp"])
             ]
@@ -148,7 +148,7 @@ def program_data(program: Sequence[Any]) -> list[object]:
             made.writes,
             sorted(made.frees),
             made.ends,
-            made.gradient_sum,
+            made.reduction,
             made.gather,
         ]
         for made in program
