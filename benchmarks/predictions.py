@@ -53,7 +53,7 @@ from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.peaks import peaks_of_window
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case, profile_of, simulate_plan
+from hf_helix.simulation.step import Case, profile_of, simulate_plan
 from hf_helix.tuning.candidates import plan_runners
 
 CPU = torch.device("cpu")
@@ -302,7 +302,7 @@ def compare(
         way, steps = replace(case, plan=plan), []
         for cluster in (before[speed], after[speed]):
             profile = profile_of(amounts, way, cluster, whole=True)
-            steps.append(simulate_plan(amounts, way, cluster, profile, planned.plan, whole=True))
+            steps.append(simulate_plan(amounts, way, cluster, profile, planned.plan))
         drawn = steps[0].drawn
         assert drawn is not None
         memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, *drawn))

@@ -1,8 +1,8 @@
-"""The doctor's quick prediction of a step against the one that is made operator by operator, layout by layout.
+"""The doctor's predictions of a step with few layers against those with all of them, layout by layout.
 
-`hf-helix doctor` finds the fastest of many layouts by what one more layer and one more micro-batch take, and sums of
-gradients beside the last backward by a rule, as the gathers of weights beside the first forward with `--optimizer`.
-`hf-helix simulate` orders and simulates all operators of a window, sums included. No device is needed.
+`hf-helix doctor` searches layouts with few layers on every stage (`Fidelity.QUICK`), and predicts those that it shows
+with few layers of one rank (`Fidelity.REDUCED`), or a whole pipeline; `hf-helix simulate` predicts all layers
+(`Fidelity.WHOLE`). All three ask the same clock. No device is needed.
 
     python -m benchmarks.quick_predictions --model recipes/models/llama-8b --clusters h100x8 l40sx8
 """
@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.sizes import Sizes, size_text
-from hf_helix.simulation.step.step import Case, simulate_step
+from hf_helix.simulation.step import Case, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 
 def main() -> None:
@@ -31,24 +32,26 @@ def main() -> None:
         "--sharded", type=int, nargs="+", default=[0, 1], choices=(0, 1), help="with whole, with spread weights"
     )
     options = parser.parse_args()
-    titles = ("cluster", "layout", "plan", "quick s", "whole s", "difference", "quick sums", "whole sums", "took s")
+    titles = ("cluster", "layout", "plan", "whole s", "quick", "reduced", "reductions", "whole", "took s")
     print("| " + " | ".join(titles) + " |\n|---|---|---" + "|---:" * 6 + "|")
     for name in options.clusters:
         cluster = load_cluster(name)
         paper = OnPaper(options.model, cluster)
         for case in cases(options):
             steps, took = [], []
-            for whole in (False, True):
+            amounts = paper.amounts(case)
+            for fidelity in (Fidelity.QUICK, Fidelity.REDUCED, Fidelity.WHOLE):
                 begin = time.process_time()
-                steps.append(simulate_step(paper.amounts(case), case, cluster, whole))
+                steps.append(simulate_step(amounts, case, cluster, fidelity))
                 took.append(time.process_time() - begin)
-            quick, exact = steps
+            quick, reduced, whole = steps
             sharded = " sharded" if case.shard_parameters else " shard_optimizer" if case.shard_optimizer else ""
             print(
                 f"| {name} | {size_text(case.sizes)}{sharded}, {case.microbatches} micro-batches | {case.plan} "
-                f"| {quick.seconds:.3f} | {exact.seconds:.3f} | {quick.seconds / exact.seconds - 1:+.2%} "
-                f"| {quick.sums / exact.seconds:.2%} | {exact.sums / exact.seconds:.2%} "
-                f"| {took[0]:.1f}, {took[1]:.1f} |",
+                f"| {whole.seconds:.3f} | {quick.seconds / whole.seconds - 1:+.2%} "
+                f"| {reduced.seconds / whole.seconds - 1:+.2%} "
+                f"| {reduced.sums / whole.seconds:.2%} | {whole.sums / whole.seconds:.2%} "
+                f"| {', '.join(f'{each:.1f}' for each in took)} |",
                 flush=True,
             )
 

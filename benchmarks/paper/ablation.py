@@ -20,9 +20,12 @@ from benchmarks.paper.published import DHELIX, MEGATRON, Row
 from benchmarks.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Action, Slot
+from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.simulation.step.steady import steady_layers
-from hf_helix.simulation.step.step import simulate_plan
+from hf_helix.planning.window.layout import Layout
+from hf_helix.simulation.step import simulate_plan
+from hf_helix.simulation.window import Fidelity
 
 STEPS = ("TP", "and CP", "and both at once", "and W's that move")
 WITHOUT: Sequence[Collection[str]] = (
@@ -50,9 +53,20 @@ def gains(runs: Runs, row: Row) -> list[float]:
             profile = exposed_only(profile, Kind.INTER_NODE)
         profile = ablate_profile(profile, without)
         plan = make_plan("dhelix", profile, model="", mesh={"tp_size": row.sizes.tp})
-        step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan)
+        step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan, Fidelity.REDUCED)
         result.append(baseline / (step.seconds + LAUNCH_SECONDS * barriers_of(plan, profile, row)))
     return result
+
+
+def layer_seconds(profile: Profile, layer: str) -> float:
+    """Returns the seconds of a layer's forward and of its backward for one strand, in a long chain of such layers."""
+    plan, graphs = make_plan("sequential", profile, model="", mesh={}), profile.layout.graphs
+    slots = (Slot(forward=Action(0, "F", 1)), Slot(backward=Action(0, "B", 0)))
+    short, long = (
+        sum(predict(plan, replace(profile, layout=chain), [[slot]]).seconds for slot in slots)
+        for chain in (Layout([layer] * count, {0: range(count)}, graphs) for count in (6, 10))
+    )
+    return (long - short) / 4
 
 
 def exposed_only(profile: Profile, kind: Kind) -> Profile:
@@ -63,15 +77,10 @@ def exposed_only(profile: Profile, kind: Kind) -> Profile:
     pairs = {key: pair for key, pair in profile.pairs.items() if not names & set(key)}
     moved = replace(ablate_profile(profile, (kind.value,)), pairs=pairs)
 
-    def seconds(altered: Profile) -> float:
-        plan = make_plan("sequential", altered, model="", mesh={})
-        layers = steady_layers(plan, altered, [layer])
-        return layers.forward[layer] + layers.backward[layer]
-
     def scaled(share: float) -> Profile:
         times = {name: each * share if name in names else each for name, each in profile.times.items()}
         return replace(moved, times=times)
 
     least = 1e-6
-    without, whole = seconds(scaled(least)), seconds(moved)
-    return scaled(max(least, (seconds(profile) - without) / (whole - without))) if whole > without else profile
+    without, whole, own = (layer_seconds(each, layer) for each in (scaled(least), moved, profile))
+    return scaled(max(least, (own - without) / (whole - without))) if whole > without else profile

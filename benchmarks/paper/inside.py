@@ -39,7 +39,7 @@ from hf_helix.planning.window.layout import named_operators
 from hf_helix.report.strands import draw_strips, strips_of_plans
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.memory import GRADIENT
-from hf_helix.simulation.step.step import memory_of_case
+from hf_helix.simulation.step import memory_of_case
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
 PARTS = ("computation", *AXES.values(), "DP")

@@ -14,7 +14,8 @@ from benchmarks.paper.runs import SEARCH, Runs, case_of, speed_of
 from hf_helix.config import RECOMPUTE
 from hf_helix.simulation.layouts import check_sizes, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Step, memory_of_case, simulate_step
+from hf_helix.simulation.step import Step, memory_of_case, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
@@ -48,7 +49,7 @@ def _fitting(runs: Runs, row: Row) -> Step | None:
             check_sizes(row.sizes, row.length, row.layers or shape.layers, max(1, shape.experts))
             amounts = runs.amounts(row, SEARCH, recompute)
             if memory_of_case(amounts, case).total <= cluster.device.memory:
-                return simulate_step(amounts, case, cluster)
+                return simulate_step(amounts, case, cluster, Fidelity.REDUCED)
         except ValueError:
             return None
     return None

@@ -36,8 +36,9 @@ from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.estimate import operator_seconds, rings, transfer_seconds
 from hf_helix.simulation.memory import ELEMENT, held_weights
-from hf_helix.simulation.step.step import Case, Step, profile_of, simulate_plan
-from hf_helix.simulation.step.sums import sums_behind
+from hf_helix.simulation.reductions import sums_behind
+from hf_helix.simulation.step import Case, Step, profile_of, simulate_plan
+from hf_helix.simulation.window import Fidelity
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
@@ -114,7 +115,7 @@ class Runs:
             profile = self.profile(row, method)
             plan = self._plan(row, method, profile)
             amounts, case, cluster = self.amounts(row, method), case_of(row, method), self.cluster(row)
-            step = simulate_plan(amounts, case, cluster, profile, plan)
+            step = simulate_plan(amounts, case, cluster, profile, plan, Fidelity.REDUCED)
             if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
                 step = _with_nothing_beside(step, amounts, profile.layout, cluster)
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
@@ -128,7 +129,8 @@ class Runs:
 
     def profile(self, row: Row, method: str) -> Profile:
         """Returns the times of a row's operators, with the layout that a method's schedule has."""
-        return profile_of(self.amounts(row, method), case_of(row, method), self.cluster(row))
+        has_reductions = method == SEARCH  # else these follow the window, see `_with_nothing_beside`
+        return profile_of(self.amounts(row, method), case_of(row, method), self.cluster(row), has_reductions)
 
     def amounts(self, row: Row, method: str = MEGATRON, recompute: str = "none") -> Amounts:
         """Returns what a rank of a row does.
@@ -188,7 +190,7 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
         sent = [Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype])) for axis, count in parts]
         gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
     sums = sums_behind(amounts, layout, axes, cluster, case.spread_gradients)
-    return replace(step, window=step.window - step.waits, waits=0.0, sums=sums, optimizer=step.optimizer + gathers)
+    return replace(step, sums=sums, optimizer=step.optimizer + gathers)
 
 
 def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
     from hf_helix.simulation.layouts import Ranking
-    from hf_helix.simulation.step.step import Step
+    from hf_helix.simulation.step import Step
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -125,19 +125,19 @@ def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
 
     from hf_helix.report.step import shards_line, step_lines
     from hf_helix.simulation.layouts import ONE_STRAND
-    from hf_helix.simulation.step.step import simulate_step
+    from hf_helix.simulation.step import simulate_step
 
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))
     if best.case.plan != ONE_STRAND:
         single = replace(best.case, plan=ONE_STRAND)
-        alone = simulate_step(paper.amounts(single), single, cluster, whole=best.is_whole, drawable=False)
+        alone = simulate_step(paper.amounts(single), single, cluster, best.fidelity)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
         )
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
-        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster, best.is_whole, drawable=False)))
+        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster, best.fidelity)))
 
 
 def parse_count(text: str) -> int:

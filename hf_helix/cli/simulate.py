@@ -20,7 +20,7 @@ from hf_helix.planning.collection import without_collection
 if TYPE_CHECKING:
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.step.step import Case
+    from hf_helix.simulation.step import Case
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -131,13 +131,13 @@ class SimulateCommand(OnCluster):
     def run(self) -> None:
         """Prints the time and the memory of a step."""
         from hf_helix.report.step import step_lines
-        from hf_helix.simulation.step.step import simulate_step
+        from hf_helix.simulation.step import simulate_step
 
         cluster = self.scaled_cluster()
         case = self._case(cluster)
         amounts = self.on_paper(cluster).amounts(case)
         rules = RULES if self.plan == ALL else (self.plan,)
-        steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster, whole=True) for rule in rules}
+        steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
         print("\n".join(step_lines(shown, cluster)))
         if len(steps) > 1:
@@ -150,7 +150,7 @@ class SimulateCommand(OnCluster):
 
     def _case(self, cluster: Cluster) -> Case:
         from hf_helix.simulation.sizes import Sizes
-        from hf_helix.simulation.step.step import Case
+        from hf_helix.simulation.step import Case
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()

@@ -36,7 +36,7 @@ from hf_helix.simulation.amounts.meter import meta_as
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import inter_node_axes
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case
+from hf_helix.simulation.step import Case
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
 """The types of matrix products, as clusters name them, and what autocast is told."""
@@ -140,11 +140,17 @@ class Kinds:
         places: the first layer of each kind.
         kinds: of every layer, its kind, as a place in `places`.
         tied: whether units of the model share weights.
+        flops_per_token: of forward and backward, without attention.
+        attention_flops: of attention, for a token and every token of the sequence.
+        head_cost: of head and loss, relative to a layer.
     """
 
     places: Sequence[int]
     kinds: Sequence[int]
     tied: bool
+    flops_per_token: float
+    attention_flops: float
+    head_cost: float
 
 
 def kinds_of(model: Any) -> Kinds:
@@ -172,7 +178,9 @@ def kinds_of(model: Any) -> Kinds:
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
-    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], tied)
+    flops, head_cost = token_flops(base), family.head_cost(base)
+    places, kinds = [keys.index(key) for key in distinct], [distinct.index(key) for key in keys]
+    return Kinds(places, kinds, tied, flops.linear, flops.attention_per_length, head_cost)
 
 
 def amounts_of(
@@ -259,10 +267,10 @@ def _declared(
 
 def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
     """Returns what a layout needs to know of the whole model, of which the stage has one layer of each kind."""
-    flops, head_cost = token_flops(base), family_of(base).head_cost(base)
     first, *layers, last = [unit.name for _, unit in sorted(stage.model.items())]
     units = [first, *(layers[kind] for kind in kinds.kinds), last]
-    return Model(type(base).__name__, units, head_cost, kinds.tied, flops.linear, flops.attention_per_length)
+    name = type(base).__name__
+    return Model(name, units, kinds.head_cost, kinds.tied, kinds.flops_per_token, kinds.attention_flops)
 
 
 def _one_of_each(stage: Stage) -> Stage:

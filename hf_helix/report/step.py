@@ -17,7 +17,7 @@ from hf_helix.simulation.fsdp import FSDP
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
 from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.sizes import size_text
-from hf_helix.simulation.step.step import Case, Step
+from hf_helix.simulation.step import Case, Step
 
 CLOSE = 0.05
 """Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""

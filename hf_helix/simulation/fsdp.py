@@ -39,7 +39,7 @@ from hf_helix.simulation.amounts.kernels import MATMUL, Transfer
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
-from hf_helix.simulation.step.step import (
+from hf_helix.simulation.step import (
     OPTIMIZER_BYTES,
     Case,
     Step,

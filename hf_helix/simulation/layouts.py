@@ -1,15 +1,14 @@
-"""Which layout is best: every one that can be built and fits, by predicted tokens per second.
+"""The search of layouts: every layout that can be built and fits, ranked by predicted tokens per second.
 
-In:   a model on paper, a cluster, the tokens of a step, and the length of a sequence.
-Out:  a `Ranking`: steps, the fastest first, and why each other layout was dropped.
-Must hold: those that lead the ranking are predicted operator by operator, the others from what a layer takes; a layout
-that cannot be cut, or needs more memory than a device has, is never proposed; plain data parallelism is among the
-candidates, and judged by the same rules.
+In:   the amounts of a model, a cluster, the tokens of a step, and the length of a sequence.
+Out:  a `Ranking`: steps, the fastest first, and the reason why each other layout was dropped.
+Must hold: all steps are predictions of the same clock, the leading ones at higher fidelity; a layout that cannot be
+cut, or needs more memory than a device has, is never proposed; plain data parallelism is among the candidates, and
+judged by the same rules.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,8 +22,8 @@ from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
 from hf_helix.simulation.memory import Memory, Peak, bytes_text
 from hf_helix.simulation.processes import in_processes
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.steady import Layers
-from hf_helix.simulation.step.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
+from hf_helix.simulation.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""
@@ -120,8 +119,7 @@ class Search:
         expert_capacity_factor: see `Case`.
         progress: told which part of the cases is done.
         workers: processes that search; 1 for this one alone.
-        leading: how many of the fastest are predicted operator by operator, plain data parallelism besides; they are
-            ranked by that.
+        leading: how many of the fastest are predicted at higher fidelity, plain data parallelism besides.
     """
 
     amounts: AmountsOf
@@ -139,7 +137,6 @@ class Search:
     workers: int = 1
     leading: int = 0
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
-    _layers: dict[str, dict[object, Layers]] = field(default_factory=lambda: defaultdict(dict))
 
     def run(self) -> Ranking:
         """Returns the layouts by speed; none where nothing fits.
@@ -165,33 +162,36 @@ class Search:
         return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
-        """Returns the steps, the fastest first, and those that turn out not to fit. Those that lead, which may become
-        others by it, and the fastest with data parallelism alone are predicted operator by operator."""
+        """Returns the steps, the fastest first, and those that turn out not to fit. Leading steps, which may become
+        others by it, and the fastest with data parallelism alone are predicted at higher fidelity."""
         unfit: list[Dropped] = []
         while True:
             steps = sorted(steps, key=lambda step: -step.tokens_per_second)
             plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
-            quick = {step.case: step for step in (*steps[: self.leading], *plain) if not step.is_whole}
+            leading = (*steps[: self.leading], *plain)
+            quick = {step.case: step for step in leading if step.fidelity is Fidelity.QUICK}
             if self.progress is not None:
                 self.progress(1 - (1 - SEARCHING) * min(1.0, len(quick) / max(1, self.leading)))
             if not quick:
                 return steps, unfit
-            made = dict(zip(quick, in_processes(self._whole, list(quick.values()), self.workers), strict=True))
+            made = dict(zip(quick, in_processes(self._exact, list(quick.values()), self.workers), strict=True))
             unfit += [each for each in made.values() if isinstance(each, Dropped)]
             looked_at = [made.get(step.case, step) for step in steps]
             steps = [each for each in looked_at if isinstance(each, Step)]
 
-    def _whole(self, quick: Step) -> Step | Dropped:
-        """Returns a step operator by operator. Where its programs need more memory than it seemed, the fastest way that
-        seems to need so much less is taken instead; where there is none, returns why.
+    def _exact(self, quick: Step) -> Step | Dropped:
+        """Returns a step at higher fidelity, without the optimizer in shards where that fits and is faster. Where the
+        programs need more memory than the schedule did, returns the fastest way that needs so much less, or why there
+        is none.
 
         Args:
-            quick: as it was found.
+            quick: a step at `Fidelity.QUICK`.
         """
         room, found = self.cluster.device.memory, quick
         while True:
+            found = self._with_whole_optimizer(found)
             case = found.case
-            step = simulate_step(self.amounts(case), case, self.cluster, whole=True, drawable=False)
+            step = self._simulated(case)
             needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
             if needed <= room:
                 return step
@@ -201,6 +201,12 @@ class Search:
                 why = f"needs {bytes_text(needed)} of a device that has {bytes_text(room)}, with all that saves memory"
                 return Dropped(case, why)
             found = other
+
+    def _simulated(self, case: Case) -> Step:
+        """Returns a step at higher fidelity: few layers of one rank say all of the others; a pipeline is predicted
+        whole, since its ranks wait for each other."""
+        fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
+        return simulate_step(self.amounts(case), case, self.cluster, fidelity)
 
     def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
         """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""
@@ -224,7 +230,7 @@ class Search:
         without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
         """
         fastest = self._fastest_of_strands(sizes)
-        whole = self._with_whole_optimizer(fastest.best) if isinstance(fastest.best, Step) else fastest.best
+        whole = fastest.best
         if not fastest.is_scarce or sizes.pp > 1 or not sizes.spread():
             return whole
         spread = self._fastest_of_strands(sizes, whole, shard_parameters=True).best
@@ -302,7 +308,7 @@ class Search:
                 case = self._fitting(case, best.case if best is not None else None)
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = simulate_step(self.amounts(case), case, self.cluster, known=self._layers[plan])
+            step = simulate_step(self.amounts(case), case, self.cluster, Fidelity.QUICK)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
@@ -312,11 +318,11 @@ class Search:
         return _Found(best, best.case.recompute != "none")
 
     def _with_whole_optimizer(self, step: Step) -> Step:
-        """Returns a step with the optimizer in shards, or the same without them where that fits and is faster."""
+        """Returns a step with the optimizer in shards, or the same without shards where that fits and is faster."""
         case = replace(step.case, shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
-        whole = simulate_step(self.amounts(case), case, self.cluster, known=self._layers[case.plan])
+        whole = simulate_step(self.amounts(case), case, self.cluster, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
     def _gather_seconds(self, case: Case) -> float:

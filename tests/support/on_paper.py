@@ -17,7 +17,7 @@ from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case
+from hf_helix.simulation.step import Case
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,

@@ -10,7 +10,7 @@ import pytest
 from support.paths import ROOT
 
 from benchmarks.paper.__main__ import main
-from benchmarks.paper.ablation import exposed_only
+from benchmarks.paper.ablation import exposed_only, layer_seconds
 from benchmarks.paper.artifacts import FIGURES, KINDS, makers_of
 from benchmarks.paper.published import (
     FIGURE_11,
@@ -28,7 +28,6 @@ from benchmarks.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines.intra_batch import tile_profile
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.simulation.step.steady import steady_layers
 
 PAGE = ROOT / "benchmarks" / "paper" / "README.md"
 
@@ -69,13 +68,9 @@ def test_what_one_strand_hides_is_left_out_of_the_first_step_of_figure_15(runs: 
     profile = runs.profile(FIGURE_12[2], MEGATRON)
     moved = exposed_only(profile, Kind.INTER_NODE)
 
-    def seconds(result):
-        layers = steady_layers(make_plan("sequential", result, model="", mesh={}), result, ["layer"])
-        return layers.forward["layer"] + layers.backward["layer"]
-
     assert Kind.INTER_NODE in {moved.kind(name) for name in profile.times} | {Kind.INTER_NODE}
     assert not [name for name in profile.times if name[0] == "layer" and moved.kind(name) is Kind.INTER_NODE]
-    assert seconds(moved) == pytest.approx(seconds(profile), rel=0.01)
+    assert layer_seconds(moved, "layer") == pytest.approx(layer_seconds(profile, "layer"), rel=0.01)
 
 
 def test_the_ring_of_the_papers_methods_turns_beside_attention(runs: Runs):

@@ -12,7 +12,8 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, Curve
 from hf_helix.simulation.fsdp import simulate_fsdp
-from hf_helix.simulation.step.step import Step, simulate_step
+from hf_helix.simulation.step import Step, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 LAYERS, RANKS, MICROBATCHES = 4, 4, 3
 FREE: dict[str, Any] = {"peak_tflops": {"bf16": 1e6}, "memory_gb_per_s": 1e9}
@@ -52,7 +53,7 @@ def test_weights_are_gathered_twice_and_gradients_reduced_once(amounts: Amounts,
 
 def test_what_is_gathered_beside_computation_does_not_show(amounts: Amounts):
     step = step_of(amounts, FAST)
-    plain = simulate_step(amounts, step.case, FAST)
+    plain = simulate_step(amounts, step.case, FAST, Fidelity.REDUCED)
     assert step.exposed[Kind.INTRA_NODE] == pytest.approx(0, abs=1e-6 * step.window)
     assert step.window == pytest.approx(plain.window - plain.casts, rel=0.01)
     assert step.optimizer == pytest.approx(plain.optimizer / RANKS)

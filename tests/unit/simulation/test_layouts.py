@@ -17,7 +17,8 @@ from hf_helix.simulation import layouts as searching
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.step import Case, memory_of_case, simulate_step
+from hf_helix.simulation.step import Case, memory_of_case, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -44,12 +45,12 @@ def ranking() -> Ranking:
         return search(paper, sequences=SEQUENCES)
 
 
-def search_of(sizes: Sizes, paper: OnPaper, cluster: Cluster, sequences: int = 32) -> Ranking:
+def search_of(sizes: Sizes, paper: OnPaper, cluster: Cluster, sequences: int = 32, leading: int = 0) -> Ranking:
     """What is found for some parallel sizes alone, which does not depend on what is found for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "layouts", lambda *_: [sizes])
         patch.setattr(Search, "_fsdp", lambda _: None)
-        return search(paper, cluster, sequences)
+        return search(paper, cluster, sequences, leading=leading)
 
 
 def reasons(ranking: Ranking) -> dict[Sizes, str]:
@@ -69,8 +70,8 @@ def test_the_fastest_comes_first_and_uses_no_more_tokens_than_asked_for(ranking:
     assert all(step.case.tokens == SEQUENCES * LENGTH for step in ranking.steps)
 
 
-def test_those_that_lead_are_predicted_operator_by_operator_and_ranked_by_that(ranking: Ranking):
-    """Plain data parallelism, too; what was only added up is ranked behind them by its quick prediction."""
+def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ranking: Ranking):
+    """Plain data parallelism, too; others are ranked behind them by their quick prediction."""
     leading, last = 2, ranking.steps[-1]
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
     searched = Search(paper.amounts, CLUSTER, SEQUENCES * LENGTH, LENGTH, paper.layers, leading=leading)
@@ -78,14 +79,14 @@ def test_those_that_lead_are_predicted_operator_by_operator_and_ranked_by_that(r
     steps, unfit = searched._with_leading([slow, *ranking.steps[1:]])
     assert not unfit
     assert [step.tokens_per_second for step in steps] == sorted((s.tokens_per_second for s in steps), reverse=True)
-    assert {step.case for step in steps} == {step.case for step in ranking.steps}
-    whole = [step for step in steps if step.is_whole]
-    assert set(map(id, steps[:leading])) <= set(map(id, whole))
-    assert any(is_plain(step.case) for step in whole)
-    for step in whole:
-        exact = simulate_step(paper.amounts(step.case), step.case, CLUSTER, whole=True)
-        assert step.seconds == pytest.approx(exact.seconds, rel=2e-3), "which is simulated from end to end"
-    assert not any(step.is_whole for step in ranking.steps), "nothing leads unless it is asked for"
+    assert {step.case.sizes for step in steps} == {step.case.sizes for step in ranking.steps}
+    exact = [step for step in steps if step.fidelity is not Fidelity.QUICK]
+    assert set(map(id, steps[:leading])) <= set(map(id, exact))
+    assert any(is_plain(step.case) for step in exact)
+    for step in exact:
+        drawn = simulate_step(paper.amounts(step.case), step.case, CLUSTER)
+        assert step.seconds == pytest.approx(drawn.seconds, rel=2e-3), "which is simulated from end to end"
+    assert all(step.fidelity is Fidelity.QUICK for step in ranking.steps), "nothing leads unless it is asked for"
 
 
 def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranking: Ranking):
@@ -100,7 +101,7 @@ def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranki
     (kept,), _ = leading(math.inf)
     (saving,), dropped = leading(0.99 * kept.memory.total)
     assert not dropped
-    assert saving.is_whole
+    assert saving.fidelity is not Fidelity.QUICK
     assert saving.case != kept.case
     assert saving.memory.total <= 0.99 * kept.memory.total
     steps, dropped = leading(0.1 * kept.memory.total)
@@ -188,11 +189,11 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     """Each of the many gathers takes a millisecond before anything is sent; all gradients are one sum."""
     paper = paper_of(num_hidden_layers=4)
     slow = replace(PAIR, node=replace(CLUSTER.node, latency=1e-3))
-    plain = search_of(Sizes(dp=2), paper, slow).plain()
+    plain = search_of(Sizes(dp=2), paper, slow, leading=1).plain()
     assert plain is not None
     assert not plain.case.shard_optimizer
     shared = replace(plain.case, shard_optimizer=True)
-    step = simulate_step(paper.amounts(shared), shared, slow)
+    step = simulate_step(paper.amounts(shared), shared, slow, Fidelity.REDUCED)
     assert plain.seconds < step.seconds
     assert step.memory.total < plain.memory.total
     line = shards_line(plain, step)

@@ -17,7 +17,7 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import build_programs
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.peaks import Peak, peak_of_program, peaks_of_schedules
-from hf_helix.simulation.step.step import layout_of
+from hf_helix.simulation.step import layout_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},

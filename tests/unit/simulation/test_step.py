@@ -13,7 +13,8 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines import dhelix
 from hf_helix.planning.schedule import auto
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.step.step import layout_of, simulate_step
+from hf_helix.simulation.step import layout_of, simulate_step
+from hf_helix.simulation.window import Fidelity
 
 # A network on which communication takes about as long as computation.
 CLUSTER = cluster_with(
@@ -48,9 +49,10 @@ def paper() -> OnPaper:
     return OnPaper(on_meta(num_hidden_layers=8), CLUSTER)
 
 
-def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, **case: Any) -> Any:
+def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, quick: bool = False, **case: Any) -> Any:
     wanted = case_of(**case)
-    return simulate_step(paper.amounts(wanted), wanted, cluster, whole)
+    fidelity = Fidelity.DRAWN if whole else Fidelity.QUICK if quick else Fidelity.REDUCED
+    return simulate_step(paper.amounts(wanted), wanted, cluster, fidelity)
 
 
 MICROBATCHES = {1: 8, 2: 14, 4: 12}
@@ -75,7 +77,7 @@ def cases(*plans: str) -> list[Any]:
 def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper):
     case = {**SIZES[name], "plan": plan, "schedule": "folded_1f1b"}
     case["microbatches"] = MICROBATCHES[case.get("pp", 1)]
-    quick, whole = (step_of(paper, whole, **case) for whole in (False, True))
+    quick, whole = (step_of(paper, whole, quick=not whole, **case) for whole in (False, True))
     assert whole.drawn is not None
     assert quick.drawn is None
     assert quick.window == pytest.approx(whole.window, rel=0.05)
@@ -92,7 +94,7 @@ def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool,
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, host_runs_ahead=runs_ahead))
     case = case_of(tp=2, dp=2, microbatches=4)
     amounts = paper.amounts(case)
-    drawn, predicted = (simulate_step(amounts, case, cluster, True, drawable=drawable) for drawable in (True, False))
+    drawn, predicted = (simulate_step(amounts, case, cluster, each) for each in (Fidelity.DRAWN, Fidelity.WHOLE))
     assert drawn.drawn is not None
     assert predicted.drawn is None
     assert drawn.memory == predicted.memory
@@ -113,8 +115,10 @@ def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: OnPaper):
 @pytest.mark.parametrize("name", ["tp2 pp2", "pp4"])
 def test_a_schedule_that_is_searched_takes_and_keeps_about_what_the_usual_ones_do(name: str, plan: str, paper: OnPaper):
     count = MICROBATCHES[SIZES[name]["pp"]]
-    quick, whole = (step_of(paper, whole, **SIZES[name], plan=plan, microbatches=count) for whole in (False, True))
-    assert quick.window == pytest.approx(whole.window, rel=0.05)
+    quick, whole = (
+        step_of(paper, whole, quick=not whole, **SIZES[name], plan=plan, microbatches=count) for whole in (False, True)
+    )
+    assert quick.window == pytest.approx(whole.window, rel=0.08), "a search gains up to 6 % here"
     # One strand alone leaves gaps, into which the search puts weight gradients that wait: what they need is kept.
     least = 0.85 if plan == "sequential" else 0.94
     assert least <= quick.memory.activations / whole.memory.activations <= 1.25

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,12 +11,12 @@ from support.on_paper import case_of, cluster_with, counted, layout_of_training,
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.gradients import buckets
+from hf_helix.simulation import reductions
 from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
+from hf_helix.simulation.reductions import gradient_sums, profile_with_sums
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import sums
-from hf_helix.simulation.step.step import layout_of
-from hf_helix.simulation.step.sums import exposed_sums, gradient_sums, profile_with_sums
+from hf_helix.simulation.step import layout_of
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}
@@ -28,30 +27,9 @@ HELD = 4 * sum(AMOUNTS.weights[name].trained for name in AMOUNTS.layout.units)
 INSIDE, ACROSS, ALONE = Ring(2, (1, 2)), Ring(2, (1, 1)), Ring(1, (1, 1))
 
 
-def exposed(copies: Ring) -> float:
-    axes: Mapping[str, Ring] = {"tp": INSIDE, "cp": ALONE, "experts": ALONE, "copies": copies, "expert_copies": ALONE}
-    return exposed_sums(PROFILE, AMOUNTS, axes, CLUSTER)
-
-
 def seconds_of(held: int) -> float:
     """Over two ranks each sends what it holds once; before, the gradients are put in one piece."""
     return held / 100e9 + 2 * held / 1000e9
-
-
-def test_what_fits_in_one_bucket_is_summed_once_backward_is_over():
-    assert exposed(ACROSS) == pytest.approx(seconds_of(HELD))
-    assert exposed(ALONE) == 0.0
-
-
-def test_full_buckets_are_summed_beside_backward(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "BUCKET_BYTES", HELD // 8)
-    last = seconds_of(HELD % (HELD // 8) or HELD // 8)
-    assert last <= exposed(ACROSS) < seconds_of(HELD)
-
-
-def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "BUCKET_BYTES", HELD // 8)
-    assert exposed(INSIDE) > exposed(ACROSS)
 
 
 @functools.cache
@@ -70,7 +48,7 @@ def test_sums_are_those_of_training(
     bucket_bytes: int, options: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same gradients in the same sums, completed by the same operators, in the same order."""
-    for module in (sums, buckets):
+    for module in (reductions, buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
     result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]

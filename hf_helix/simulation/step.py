@@ -1,18 +1,15 @@
-"""A whole optimizer step of a whole cluster: how long it takes, and what for.
+"""An optimizer step of a whole cluster: its time, its throughput, its memory.
 
 In:   the amounts of a rank, a case (layout, micro-batches, plan), and a cluster.
 Out:  a `Step`.
-Must hold: data-parallel replicas are equal, so one pipeline is simulated for all; the window's time is that of the cost
-function, whose rules are those of the executor.
-
-Long windows repeat themselves. So windows are simulated with few layers on a stage and few micro-batches, and what one
-more of each takes is added as often as there are more; a layout that is looked at in depth is simulated whole.
+Must hold: data-parallel replicas are equal, so one pipeline is simulated for all of them; the window is predicted by
+the clock of plans, with all layers or with few (`hf_helix.simulation.window`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
@@ -31,19 +28,13 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.simulation.peaks import peaks_of_schedules, peaks_of_window
+from hf_helix.simulation.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
-from hf_helix.simulation.step.steady import Layers, costs_under, exposed_seconds, steady_layers
-from hf_helix.simulation.step.sums import exposed_sums, profile_with_sums
-from hf_helix.simulation.step.whole import predict_whole
-from hf_helix.simulation.step.window import usual_schedules, window_of
+from hf_helix.simulation.window import Fidelity, Planned, WindowClock, usual_schedules
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
 gradient read once more for its norm."""
-
-WHOLE = 60_000
-"""Operators of a window up to which it is simulated whole, if asked for."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +103,19 @@ class Step:
     Attributes:
         case: what was simulated.
         window: seconds of forward and backward of all micro-batches, `waits` and `casts` included.
-        sums: seconds after it in which only gradients are summed, or, predicted quickly, which their sums add to it.
+        sums: seconds after it in which only gradients are reduced.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
         exposed: seconds of each kind of communication in a window that run beside no computation, likewise; without
-            those between stages unless the window was drawn, in which case they are known.
-        bubble: part of a window in which the pipeline's ranks wait for each other.
+            transfers between stages unless the window was drawn; empty at `Fidelity.QUICK`.
+        bubble: part of a window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`.
         memory: of the rank that needs most.
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
         gathers: seconds of those `loads` in which weights are gathered.
-        waits: seconds that gathers add to the window which happen once in it (`shard_optimizer`).
+        waits: seconds that gathers of `shard_optimizer` add to the window, once in it; 0 at `Fidelity.QUICK`.
         casts: seconds of the window in which weights are cast to the type of matrix products, once in it; none where
             they are gathered in that type.
-        is_whole: whether the window was predicted operator by operator.
+        fidelity: how much of the window was predicted.
         drawn: the programs and the timeline of the window, if it was kept for a picture.
     """
 
@@ -140,7 +131,7 @@ class Step:
     gathers: float = 0.0
     waits: float = 0.0
     casts: float = 0.0
-    is_whole: bool = False
+    fidelity: Fidelity = Fidelity.QUICK
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -189,18 +180,27 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        whole: whether the sums of gradients and the gathers of weights that happen once in a window are among them.
+        whole: whether gradient reductions and the gathers of weights that happen once in a window are among them.
 
     Raises:
         ValueError: the layout cannot be built.
     """
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
-    if whole:
-        axes = rings(cluster, case.sizes)
-        profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
-        if case.shard_optimizer:
-            profile = profile_with_gathers(profile, amounts, axes, cluster)
-    return profile
+    return with_reductions(profile, amounts, case, cluster) if whole else profile
+
+
+def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
+    """Returns a profile with the gradient reductions and the gathers of weights of a window.
+
+    Args:
+        profile: the times of the operators.
+        amounts: of a rank of this case's layout.
+        case: what is trained how.
+        cluster: what it runs on.
+    """
+    axes = rings(cluster, case.sizes)
+    profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
+    return profile_with_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else profile
 
 
 def memory_of_case(
@@ -218,7 +218,9 @@ def memory_of_case(
         ValueError: the layout cannot be built.
     """
     layout = layout or layout_of(amounts, case)
-    return _heaviest(amounts, layout, case, peaks or peaks_of_case(amounts, case, layout))
+    peaks = peaks or peaks_of_case(amounts, case, layout)
+    found = [memory_of(amounts, layout, rank, peak, case.sharing) for rank, peak in enumerate(peaks)]
+    return max(found, key=lambda memory: memory.total)
 
 
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
@@ -234,50 +236,47 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
-def _few_microbatches(
-    plan: Plan, profile: Profile, scheduler: Scheduler, case: Case, cluster: Cluster
-) -> tuple[Sequence[Instruction], Timeline | None]:
-    """Returns the instructions of all ranks, one rank after the other, in a window as long as memory depends on, and on
-    CPUs, whose memory depends on it, when they run."""
-    schedule = scheduler(min(case.microbatches, 2 * case.sizes.pp + 2))
-    if not cluster.device.host_runs_ahead:
-        predicted = predict(plan, profile, schedule, timeline=True)
-        return predicted.instructions, predicted.timeline
-    return [made for of_rank in build_programs(schedule, profile.layout, plan) for made in of_rank], None
+def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
+    """Returns the peak of each rank in a window as long as memory depends on, by the programs of its plan."""
+    schedule = Scheduler(case.schedule, case.sizes.pp)(min(case.microbatches, 2 * case.sizes.pp + 2))
+
+    def peaks(planned: Planned) -> list[float]:
+        layout = planned.profile.layout
+        if cluster.device.host_runs_ahead:
+            programs = build_programs(schedule, layout, planned.plan)
+            found = peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
+        else:  # on a CPU memory depends on when instructions run
+            found = peaks_of_window(amounts, layout, *_drawn(planned, schedule))
+        return [count for peak in found for count in (peak.activations, peak.weights, peak.gradients)]
+
+    counts = [round(each) for each in clock.extrapolated(peaks)]
+    return [Peak(*counts[place : place + 3]) for place in range(0, len(counts), 3)]
 
 
-def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak]) -> Memory:
-    """Returns the memory of the rank that needs most, given the peak of each."""
-    found = [memory_of(amounts, layout, rank, peak, case.sharing) for rank, peak in enumerate(peaks)]
-    return max(found, key=lambda memory: memory.total)
-
-
-def simulate_step(
-    amounts: Amounts,
-    case: Case,
-    cluster: Cluster,
-    whole: bool = False,
-    known: dict[object, Layers] | None = None,
-    drawable: bool = True,
-) -> Step:
+def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
     """Returns what an optimizer step takes.
 
     Args:
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        whole: whether to order and predict the window operator by operator.
-        drawable: whether whole windows of up to `WHOLE` operators are kept for a picture, and search their schedule;
-            else all are predicted by their steady state, and `Step.waits` by rule.
-        known: what this rule made of layers on this cluster in cases that were simulated before; takes up that of this
-            one. Layouts that differ in their pipeline have the same layers.
+        fidelity: how much of the window is predicted.
 
     Raises:
         ValueError: the layout cannot be built.
     """
-    profile = profile_of(amounts, case, cluster, whole)
-    plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-    return simulate_plan(amounts, case, cluster, profile, plan, whole, known, drawable)
+    profile = profile_of(amounts, case, cluster)
+
+    def made(profile: Profile) -> Plan:
+        if fidelity is Fidelity.QUICK:  # how many weight gradients are held back for reductions takes long to find
+            profile = replace(profile, layout=replace(profile.layout, sums=(), gathers=()))
+        return make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
+
+    def complete(profile: Profile) -> Profile:
+        return with_reductions(profile, amounts, case, cluster)
+
+    clock = WindowClock(profile, made, complete, case.schedule, case.microbatches, fidelity)
+    return _step(amounts, case, cluster, profile, clock)
 
 
 def simulate_plan(
@@ -286,9 +285,7 @@ def simulate_plan(
     cluster: Cluster,
     profile: Profile,
     plan: Plan,
-    whole: bool = False,
-    known: dict[object, Layers] | None = None,
-    drawable: bool = True,
+    fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
     """Returns what an optimizer step takes under a plan, whatever the case says of plans.
 
@@ -296,62 +293,47 @@ def simulate_plan(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        profile: the times of the operators, see `profile_of`.
+        profile: the times of the operators, see `profile_of`; without gradient reductions, none are in the window.
         plan: for this profile.
-        whole, known, drawable: as of `simulate_step`.
+        fidelity: how much of the window is predicted.
     """
-    layout = profile.layout
-    names = dict.fromkeys(amounts.model.units[1:-1])
-    key = (
-        tuple((name, seconds) for name, seconds in profile.times.items() if name[0] in names),
-        max(profile.times.values()),
-    )
-    layers = (known or {}).get(key) or steady_layers(plan, profile, list(names))
-    if known is not None:
-        known[key] = layers
-    costs = costs_under(profile, layers)
-    axes = rings(cluster, case.sizes)
-    window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
-    waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
-    drawn = None
-    if whole:
-        is_short = drawable and _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
-        scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
-        schedule = scheduler(case.microbatches)
-        found = predict_whole(plan, profile, schedule, is_short, None if drawable else waits)
-        seconds, sums, waits, drawn = found.seconds, found.sums, found.waits, found.drawn
+    has_reductions = profile.layout.reductions or profile.layout.gathers
+
+    def complete(profile: Profile) -> Profile:
+        return with_reductions(profile, amounts, case, cluster) if has_reductions else profile
+
+    clock = WindowClock(profile, lambda _: plan, complete, case.schedule, case.microbatches, fidelity)
+    return _step(amounts, case, cluster, profile, clock)
+
+
+def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
+    layout, busiest, window = profile.layout, clock.busiest, clock.time()
+    if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # whose memory is not known
+        peaks = peaks_of_case(amounts, case, layout)
+    elif window.drawing is not None:
+        programs, timeline = window.drawing
+        runs = None if cluster.device.host_runs_ahead else timeline
+        peaks = peaks_of_window(amounts, clock.planned.profile.layout, programs, runs)
     else:
-        sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
-        seconds = window.seconds + waits
-    if whole and plan.profile_for(profile) is profile:
-        programs, timeline = drawn or _few_microbatches(plan, profile, scheduler, case, cluster)
-        peaks = peaks_of_window(amounts, layout, programs, None if cluster.device.host_runs_ahead else timeline)
-        memory = _heaviest(amounts, layout, case, peaks)
-    else:  # tiles have other operators than those whose memory is known
-        memory = memory_of_case(amounts, case, layout)
-    loads = _loads(profile, layout, window.busiest, case.microbatches)
-    gathers_copies = case.shard_optimizer and bool(weight_gathers(amounts, layout, axes))
-    casts = cast_seconds(amounts, layout, cluster, gathers_copies)
-    seconds = casts + max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
-    exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
-    if drawn:
-        exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
-        exposed.pop(Kind.GRADIENTS, None)  # they are in `sums` and in `waits`
+        peaks = _peaks_of_programs(amounts, case, cluster, clock)
+    loads = _loads(profile, layout, busiest, case.microbatches)
+    gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
+    casts = cast_seconds(amounts, layout, cluster, gathers_weights)
     return Step(
         case,
-        seconds,
-        sums,
+        casts + max(window.seconds, _host_seconds(layout, busiest, case.microbatches, cluster)),
+        window.reductions,
         _optimizer(amounts, layout, case, cluster),
         loads,
-        exposed,
-        window.bubble,
-        memory,
+        {kind: min(seconds, loads[kind]) for kind, seconds in window.exposed.items() if loads[kind]},
+        window.bubble / window.seconds,
+        memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
-        case.microbatches * _gather_seconds(profile, layout, window.busiest),
-        waits,
+        case.microbatches * _gather_seconds(profile, layout, busiest),
+        window.waits,
         casts,
-        whole,
-        drawn,
+        clock.fidelity,
+        window.drawing,
     )
 
 

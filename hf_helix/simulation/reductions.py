@@ -1,31 +1,37 @@
-"""Sums of gradients over ranks: which there are, what each takes, and how long they last after the backward beside
-which they begin.
+"""Communication that happens once in a window: reductions of gradients, and gathers of weights with `shard_optimizer`.
 
-In:   the gradients that the units of every rank complete, and the axes over which they are summed.
-Out:  the layout's sums as the runtime makes them, a profile that knows them, seconds.
-Must hold: gradients are summed in the buckets that training fills, each once the last of them is complete; a link
-carries in all what it can, so sums make way for what backward sends over the same link, or it for them.
+In:   the gradients and the weights of every unit, and the ranks of every axis.
+Out:  the gradient reductions and the gathers of a layout, and a profile with their seconds.
+Must hold: both are those of training, in the same buckets and in the same order; `hf_helix.planning` says where they
+stand in a window. Operators that share a link each get half of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.schedule.clock import part_of
 from hf_helix.planning.timing.profile import Pair, Profile
-from hf_helix.planning.window.layout import GradientReduction, Layout, Name, named_operators, named_reductions
+from hf_helix.planning.window.layout import (
+    GradientReduction,
+    Layout,
+    Name,
+    WeightGather,
+    named_gathers,
+    named_operators,
+    named_reductions,
+)
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
+from hf_helix.simulation.amounts.kept import KeptWeights
 from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.simulation.memory import GRADIENT
+from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER
 
-HELD_PARTS = 8
-"""Numbers of units that hold weight gradients back which are looked at: so many parts of all units of a rank."""
+COPY = ELEMENT["bf16"]
+"""Bytes of an element of a copy of weights, in a type of half the size."""
 
 
 def gradient_sums(
@@ -125,92 +131,6 @@ def _contended(
     return pairs
 
 
-def exposed_sums(
-    profile: Profile,
-    amounts: Amounts,
-    axes: Mapping[str, Ring],
-    cluster: Cluster,
-    spread: Collection[str] = (),
-    holds: bool = False,
-) -> float:
-    """Returns the seconds in which gradients are still summed once the last backward has gone through all stages.
-
-    Args:
-        profile, amounts, axes, cluster, spread: as of `profile_with_sums`.
-        holds: whether the plan holds weight gradients back, so many that most sums are hidden.
-    """
-    layout = profile.layout
-    completed = _completed(amounts, layout, axes, cluster, spread)
-    if not completed:
-        return 0.0
-    passes = [_pass_of(profile, name, amounts, axes) for name in layout.units]
-    count = max(len(_computing(layout, rank)) for rank in range(layout.num_ranks)) if holds else 0
-    found = [_last_backward(layout, passes, completed, held) for held in dict.fromkeys(_spread(count))]
-    plain = found[0].computed
-    return max(0.0, min(max(each.computed, each.summed) for each in found) - plain)
-
-
-class _Pass(NamedTuple):
-    """The backward of a unit: seconds of weight gradients, seconds of all else, and those of the latter in which the
-    link of the sums carries nothing else."""
-
-    weights: float
-    chain: float
-    free: float
-
-
-class _Ends(NamedTuple):
-    """When the last computation of a window ends, and when its last sum of gradients does."""
-
-    computed: float
-    summed: float
-
-
-def _spread(count: int) -> list[int]:
-    return [round(count * part / HELD_PARTS) for part in range(HELD_PARTS + 1)]
-
-
-def _computing(layout: Layout, rank: int) -> list[int]:
-    return [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
-
-
-def _pass_of(profile: Profile, name: str, amounts: Amounts, axes: Mapping[str, Ring]) -> _Pass:
-    seconds = {"W": 0.0, "I": 0.0}
-    for op in profile.layout.graphs[name].backward.operators:
-        if not op.receives and not op.ahead:
-            seconds[part_of(op)] += profile.times[name, f"B.{op.name}"]
-    weights, chain = seconds["W"], seconds["I"]
-    free = free_seconds(profile, name, amounts, axes) - weights if name in amounts.weights else chain
-    return _Pass(weights, chain, max(0.0, free))
-
-
-def _last_backward(layout: Layout, passes: Sequence[_Pass], completed: Mapping[int, float], held: int) -> _Ends:
-    """Returns how the backward of the last micro-batch ends, which goes through all stages of a pipeline.
-
-    Args:
-        layout: of all ranks of a pipeline.
-        passes: of each unit.
-        completed: of each unit that completes gradients, the seconds of their sums.
-        held: so many units at the front of each rank compute their weight gradients behind everything else.
-    """
-    behind = {unit for rank in range(layout.num_ranks) for unit in _computing(layout, rank)[:held]}
-    now, computed, summed = 0.0, [0.0] * layout.num_ranks, [0.0] * layout.num_ranks
-    for unit in range(len(layout.units) - 1, -1, -1):
-        rank, (weights, chain, free) = layout.rank_of(unit), passes[unit]
-        if unit not in behind:
-            chain, free = chain + weights, free + weights
-        left, now = max(0.0, summed[rank] - now - free), now + chain
-        computed[rank], summed[rank] = now, max(summed[rank], now + left) if left else summed[rank]
-        if unit not in behind and unit in completed:
-            summed[rank] = max(now, summed[rank]) + completed[unit]
-    for unit in sorted(behind, reverse=True):
-        rank = layout.rank_of(unit)
-        computed[rank] += passes[unit].weights
-        if unit in completed:
-            summed[rank] = max(computed[rank], summed[rank]) + completed[unit]
-    return _Ends(max(computed), max(summed))
-
-
 def sums_behind(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
 ) -> float:
@@ -239,26 +159,81 @@ def _completed(
     return completed
 
 
-def free_seconds(
-    profile: Profile, name: str, amounts: Amounts, axes: Mapping[str, Ring], forward: bool = False
-) -> float:
-    """Returns the seconds of a unit's backward in which the link of the sums carries nothing else.
+# -- gathers of weights ------------------------------------------------------------------------------------------------
+
+
+def weight_gathers(
+    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring]
+) -> list[tuple[WeightGather, KeptWeights]]:
+    """Returns the gathers of all ranks of a pipeline, each with the weights that it gathers.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+        axes: where the ranks of every axis stand; what no other rank has copies of is not gathered.
+    """
+    found = []
+    units = list(layout.units)
+    for unit, name in enumerate(units):
+        for kept in amounts.kept:
+            if kept.units[0] == name and axes[_axis(kept)].size > 1:
+                others = (units.index(other) for other in kept.units[1:])  # there is one of each that shares weights
+                found.append((WeightGather((unit, *others), kept.name, kept.bytes), kept))
+    return found
+
+
+def _axis(kept: KeptWeights) -> str:
+    return EXPERT_COPIES if kept.is_experts else COPIES
+
+
+def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
+    """Returns the profile with the gathers of weights in its layout; the same where no rank has copies.
 
     Args:
         profile: the times of the operators.
-        name: of the unit.
         amounts: of a rank of this layout.
         axes: where the ranks of every axis stand.
-        forward: whether its forward is meant instead.
+        cluster: what it runs on.
     """
-    crosses = axes[COPIES].crosses or axes[EXPERT_COPIES].crosses
-    free = 0.0
-    for entry, op in profile.layout.graphs[name].entries():
-        if entry.startswith("F.") is not forward:
-            continue
-        sent = amounts.operators[name, entry].transfers
-        if not any(axes[each.axis].size > 1 and axes[each.axis].crosses == crosses for each in sent):
-            free += profile.times[name, entry]
-        elif op.ahead:  # beside computation
-            free -= profile.times[name, entry]
-    return max(0.0, free)
+    found = weight_gathers(amounts, profile.layout, axes)
+    if not found:
+        return profile
+    layout = replace(profile.layout, gathers=[gather for gather, _ in found])
+    seconds = (gather_seconds(kept, axes, cluster) for _, kept in found)
+    times = dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))
+    return replace(profile, layout=layout, times={**profile.times, **times})
+
+
+def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster) -> float:
+    """Returns the seconds in which a rank casts its part of some weights, if need be, and gathers all of them.
+
+    Args:
+        kept: the weights.
+        axes: where the ranks of every axis stand.
+        cluster: what it runs on.
+    """
+    ring, device = axes[_axis(kept)], cluster.device
+    own = kept.elements / ring.size
+    cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
+    sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
+    return max(LEAST, device.moving_seconds(cast) + transfer_seconds(sent, ring, cluster))
+
+
+def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
+    """Returns the seconds in which the first forward pass of a window, on its way through all stages, casts weights to
+    the type of matrix products; later ones find the copies.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+        cluster: what it runs on.
+        gathered: whether weights are cast before they are gathered (`gather_seconds`), and only others here.
+    """
+    found = 0.0
+    for name in layout.units:
+        cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
+        # What a later unit shares is kept as it is trained, for the first one, which looks rows up in it.
+        if any(name in each.units[1:] for each in amounts.kept):
+            cast += amounts.copies[name]
+        found += cluster.device.moving_seconds(cast * (1 + PARAMETER / COPY))
+    return found

@@ -1,0 +1,444 @@
+"""The window of a step: its seconds by the clock of plans, whole or at reduced fidelity.
+
+In:   a profile with its gradient reductions and weight gathers, a rule or a plan, the name of a schedule.
+Out:  a `WindowTime`.
+Must hold: every figure is a prediction of `hf_helix.planning`; reduced fidelity changes the number of layers and the
+number of ranks that are predicted, and nothing else.
+
+Deep models and long windows repeat themselves. At reduced fidelity two windows are predicted, with few layers on every
+stage and with one period of layers more, and the difference is added for each period that is left out. Of a pipeline,
+all ranks are predicted for a short window; further micro-batches add what the busiest rank takes for them by itself.
+Both steps are linear extrapolations of the same prediction.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from hf_helix.config import AUTO
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.auto import listed_schedules
+from hf_helix.planning.schedule.clock import USUAL_GAIN, Costs, simulate_schedule, stage_costs
+from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
+from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
+from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.predict import WindowParts, parts_of, predict
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.window import COMPUTE, STREAMS
+from hf_helix.runtime.trace import Interval, common, merge
+
+PERIODS = 12
+"""Layers of the longest period that is looked for among the layers of a model."""
+
+WAITING = 4
+"""Micro-batches of the window in which gathers of weights are waited for; later ones find all weights."""
+
+COMPARED = (4, 6)
+"""Micro-batches of the two windows whose difference says what communication one more of them exposes."""
+
+CHOSEN = 3
+"""Micro-batches, for each rank of the pipeline, of the window on which the schedules of "auto" are compared."""
+
+REMEMBERED = 4
+"""Micro-batches, for each rank of the pipeline, of a window as long as memory depends on."""
+
+OPERATORS = 60_000
+"""Operators of a window up to which all of them are simulated one by one, and can be drawn."""
+
+MakePlan = Callable[[Profile], Plan]
+Complete = Callable[[Profile], Profile]
+"""Adds the gradient reductions and the gathers of weights to a profile that has none."""
+
+Drawing = tuple[Sequence[Instruction], Timeline]
+
+
+class Fidelity(Enum):
+    """How much of a window is predicted.
+
+    Attributes:
+        QUICK: few layers; a plan that is found without gradient reductions; memory by the schedule. For a search.
+        REDUCED: few layers, with exposed communication, waits, and memory by the programs.
+        WHOLE: all layers and ranks; long windows by their steady state.
+        DRAWN: likewise, but short windows operator by operator, under the schedule that a run would search.
+    """
+
+    QUICK = "quick"
+    REDUCED = "reduced"
+    WHOLE = "whole"
+    DRAWN = "drawn"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers and ranks are predicted."""
+        return self in (Fidelity.WHOLE, Fidelity.DRAWN)
+
+
+LAYERS = {Fidelity.QUICK: (2, 3), Fidelity.REDUCED: (2, 4), Fidelity.WHOLE: (2, 3), Fidelity.DRAWN: (2, 3)}
+FEWEST = 1, 2
+"""Layers on a stage of the two windows of which others are extrapolated; of a pipeline in a search, the fewest."""
+
+
+@dataclass(frozen=True)
+class WindowTime:
+    """The seconds of a window.
+
+    Attributes:
+        seconds: of the window without the gradient reductions at its end.
+        reductions: seconds at the end in which gradients are reduced and nothing else runs.
+        waits: seconds of the window that gathers of weights add, once in it.
+        bubble: seconds in which the busiest rank waits for other ranks.
+        exposed: seconds of each kind of communication that run beside no computation, on the busiest rank.
+        drawing: the programs and the timeline, where every operator was simulated.
+    """
+
+    seconds: float
+    reductions: float
+    waits: float = 0.0
+    bubble: float = 0.0
+    exposed: Mapping[Kind, float] = field(default_factory=dict)
+    drawing: Drawing | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A profile with a plan for it.
+
+    Attributes:
+        profile: with gradient reductions and gathers of weights.
+        plan: the order of issue.
+    """
+
+    profile: Profile
+    plan: Plan
+
+
+class WindowClock:
+    """Predicts the window of a case.
+
+    Args:
+        profile: of all layers and ranks, without gradient reductions and gathers of weights.
+        make_plan: returns the plan of a profile; called for each number of layers, and once at whole fidelity.
+        complete: adds gradient reductions and gathers of weights to a profile.
+        schedule: the name of a schedule, "auto", or the path of an action file.
+        microbatches: of the window.
+        fidelity: how much is predicted.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        make_plan: MakePlan,
+        complete: Complete,
+        schedule: str,
+        microbatches: int,
+        fidelity: Fidelity,
+    ) -> None:
+        self.layout = profile.layout
+        self.fidelity = fidelity
+        self.busiest = busiest_rank(profile)
+        self._profile, self._make_plan, self._complete, self._microbatches = profile, make_plan, complete, microbatches
+        self._ranks = self.layout.num_ranks
+        self._asked = schedule
+
+    @functools.cached_property
+    def _costs(self) -> Costs:
+        """Returns the costs of the stages, by which a schedule is chosen."""
+        costs = stage_costs(self._profile)
+        return replace(costs, gain=1.0) if runs_one_strand(self._reduced[0][0].plan.rule) else costs
+
+    @functools.cached_property
+    def _named(self) -> str:
+        return named_schedule(self._asked, self.layout, self._microbatches, self._costs)
+
+    @functools.cached_property
+    def planned(self) -> Planned:
+        """Returns the profile and the plan of all layers."""
+        return self._planned(self.layout)
+
+    @property
+    def changes_operators(self) -> bool:
+        """Whether the plan orders other operators than those of the profile, such as tiles."""
+        planned = self._reduced[0][0]
+        return planned.plan.profile_for(planned.profile) is not planned.profile
+
+    @functools.cached_property
+    def _reduced(self) -> tuple[Sequence[Planned], float]:
+        """Returns profiles and plans for few layers and for more layers, and by how many times their difference the
+        whole layout has more than the latter; one with all layers where there are few."""
+        is_quick_pipeline = self._ranks > 1 and self.fidelity is Fidelity.QUICK
+        layouts, times = reduced_layers(self.layout, FEWEST if is_quick_pipeline else LAYERS[self.fidelity])
+        if self.fidelity.is_whole:
+            plan = self.planned.plan
+            return [Planned(self._complete(replace(self._profile, layout=each)), plan) for each in layouts], times
+        return [self._planned(each) for each in layouts], times
+
+    def _planned(self, layout: Layout) -> Planned:
+        profile = self._complete(replace(self._profile, layout=layout))
+        return Planned(profile, self._make_plan(profile))
+
+    def extrapolated(self, value: Callable[[Planned], Sequence[float]]) -> list[float]:
+        """Returns values of all layers, each at least 0, from the values of few layers.
+
+        Args:
+            value: returns as many values for each number of layers.
+        """
+        made, times = self._reduced
+        far = value(made[-1])
+        near = value(made[0]) if times else far
+        return [max(0.0, second + times * (second - first)) for first, second in zip(near, far, strict=True)]
+
+    def time(self) -> WindowTime:
+        """Returns the seconds of the window."""
+        if self.fidelity is Fidelity.QUICK:
+            seconds, reductions, _ = self.extrapolated(self._seconds)
+            return WindowTime(seconds, reductions)
+        used: set[Kind] = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
+        kinds: list[Kind] = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
+        seconds, reductions, alone = self.extrapolated(self._seconds)
+        (waits,) = self.extrapolated(self._waits)
+        exposed = self.extrapolated(functools.partial(self._exposed, kinds))
+        drawing = None
+        by_kind: dict[Kind, float] = dict(zip(kinds, exposed, strict=True))
+        if self.fidelity.is_whole:
+            drawing = self._drawing() if self.fidelity is Fidelity.DRAWN else None
+            parts = parts_of(drawing[1]) if drawing else self._parts(self.planned, self._microbatches)
+            seconds, reductions = parts.whole - parts.sums, parts.sums
+            if drawing:
+                by_kind = {kind: found for kind, (_, found) in exposed_seconds(drawing[1], self.busiest).items()}
+                by_kind.pop(Kind.GRADIENTS, None)  # in `reductions` and in `waits`
+        bubble = max(0.0, seconds - alone) if self._ranks > 1 else 0.0
+        return WindowTime(seconds, reductions, waits, bubble, by_kind, drawing)
+
+    def _drawing(self) -> Drawing | None:
+        """Returns the window operator by operator; None where it has too many."""
+        operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
+        if operators * self._microbatches > OPERATORS:
+            return None
+        schedule = Scheduler(self._asked, self._ranks, self._costs)(self._microbatches)
+        return predict_plan(self.planned.plan, self.planned.profile, schedule)
+
+    def _seconds(self, planned: Planned) -> Sequence[float]:
+        """Returns the seconds of the window without the gradient reductions at its end, those of the reductions, and
+        those of the busiest rank by itself."""
+        few = self._few
+        parts = self._parts(planned, few)
+        seconds = parts.whole - parts.sums
+        if few == self._microbatches and (self._ranks == 1 or self.fidelity is Fidelity.QUICK):
+            return seconds, parts.sums, seconds
+        own = self._own(planned)
+        long, short = (self._alone(own, count) for count in (self._microbatches, few))
+        return seconds + long - short, parts.sums, long
+
+    def _waits(self, planned: Planned) -> Sequence[float]:
+        profile = planned.profile
+        if not profile.layout.gathers:
+            return [0.0]
+        without = replace(profile, layout=replace(profile.layout, gathers=()))
+        few = min(self._few, WAITING)
+        whole, bare = (self._parts(each, few).whole for each in (planned, replace(planned, profile=without)))
+        return [whole - bare]
+
+    def _exposed(self, kinds: Sequence[Kind], planned: Planned) -> Sequence[float]:
+        """Returns the exposed seconds of each kind of communication."""
+        counts = [min(self._microbatches, count) for count in COMPARED]
+        own, found = self._own(planned), []
+        for count in counts:
+            timeline = predict_timeline(own.plan, own.profile, self._on_one_rank(count))
+            by_kind = exposed_seconds(timeline)
+            found.append([by_kind.get(kind, (0.0, 0.0))[1] for kind in kinds])
+        further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
+        return [last + further * (last - first) for first, last in zip(*found, strict=True)]
+
+    @property
+    def _few(self) -> int:
+        """Returns the micro-batches for which all ranks are predicted."""
+        return self._microbatches if self._ranks == 1 else min(self._microbatches, self._ranks + 1)
+
+    def _parts(self, planned: Planned, microbatches: int) -> WindowParts:
+        schedule = schedule_of(self._named, self._ranks, microbatches)
+        return predict(planned.plan, planned.profile, schedule)
+
+    def _own(self, planned: Planned) -> Planned:
+        """Returns the profile of the busiest rank alone, under the same plan."""
+        if self._ranks == 1:
+            return planned
+        layout = rank_layout(planned.profile.layout, self.busiest)
+        return replace(planned, profile=self._complete(replace(self._profile, layout=layout)))
+
+    def _alone(self, own: Planned, microbatches: int) -> float:
+        """Returns the seconds of a window of one rank, without the gradient reductions at its end."""
+        parts = predict(own.plan, own.profile, self._on_one_rank(microbatches))
+        return parts.whole - parts.sums
+
+    def _on_one_rank(self, microbatches: int) -> Schedule:
+        return schedule_of(self._named if self._named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
+
+
+# -- fewer layers, fewer ranks -----------------------------------------------------------------------------------------
+
+
+def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[Layout], float]:
+    """Returns a layout with few layers on every stage and a layout with more, and by how many times their difference
+    the whole layout has more than the latter; the layout itself where it has too few layers to leave any out.
+
+    Args:
+        layout: of all layers.
+        numbers: of layers on a stage, or of their periods where layers differ; stages with more layers keep more.
+    """
+    layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
+    stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
+    for period in range(1, PERIODS + 1):
+        runs = [_repeating(names, layers, period) for names in stages]
+        kinds = {tuple(sorted(names[start : start + period])) for names, (start, _) in zip(stages, runs, strict=True)}
+        few, more = (min(length for _, length in runs) // period - number for number in numbers)
+        if more > 0 and len(kinds) == 1:
+            made = [_without(layout, stages, runs, count * period) for count in (few, more)]
+            return made, more / (few - more)
+    return [layout], 0.0
+
+
+def _repeating(names: Sequence[str], layers: Iterable[str], period: int) -> tuple[int, int]:
+    """Returns where the longest run of layers with this period starts among the units of a stage, and its length."""
+    start, best = (0, 0), (0, 0)
+    for place in range(len(names)):
+        if names[place] not in layers:
+            start = place + 1, 0
+            continue
+        begin, length = start
+        repeats = length < period or names[place] == names[place - period]
+        start = (begin, length + 1) if repeats else (place - period + 1, period)
+        best = start if start[1] > best[1] else best
+    return best
+
+
+def _without(layout: Layout, stages: Sequence[Sequence[str]], runs: Sequence[tuple[int, int]], count: int) -> Layout:
+    """Returns a layout without so many layers of every stage."""
+    kept: list[list[int]] = []
+    for chunk, names, (start, _) in zip(layout.chunks.values(), stages, runs, strict=True):
+        assert len(chunk) == len(names)
+        kept.append([*chunk[:start], *chunk[start + count :]])
+    return sub_layout(layout, kept, layout.ranks)
+
+
+def rank_layout(layout: Layout, rank: int) -> Layout:
+    """Returns the units of one rank of a pipeline as a layout of their own, without the transfers between ranks."""
+    kept = [
+        [unit for unit in chunk if not layout.transfers(unit)]
+        for stage, chunk in layout.chunks.items()
+        if layout.ranks[stage] == rank
+    ]
+    return sub_layout(layout, kept, (0,) * len(kept))
+
+
+def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
+    """Returns some units of a layout as a layout, without gradient reductions and gathers of weights.
+
+    Args:
+        layout: of all units.
+        stages: the units of each virtual stage.
+        ranks: of each virtual stage.
+    """
+    units = [unit for stage in stages for unit in stage]
+    numbers = {unit: number for number, unit in enumerate(units)}
+    chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
+    return Layout([layout.units[unit] for unit in units], chunks, layout.graphs, (), ranks)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def schedule_of(name: str, num_ranks: int, microbatches: int) -> Schedule:
+    """Returns the schedule of a window, made once: many layouts have the same.
+
+    Args:
+        name: of the schedule.
+        num_ranks: of the pipeline.
+        microbatches: of the window.
+    """
+    return Scheduler(name, num_ranks)(microbatches)
+
+
+def possible_names(name: str, num_ranks: int) -> Sequence[str]:
+    """Returns the names of the schedules that a name stands for: "auto" for those on the fold, without a search."""
+    if name != AUTO:
+        return [name]
+    return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
+
+
+def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
+    """Returns the schedules that memory is counted for, of a window as long as memory depends on.
+
+    Args:
+        name: of the schedule; "auto" may take any on the fold, and one that puts off weight gradients.
+        num_ranks: of the pipeline.
+        microbatches: of the window.
+        two_strands: whether forward and backward run beside each other.
+    """
+    count = min(microbatches, REMEMBERED * num_ranks)
+    named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
+    return [*named, *_listed(num_ranks, count, two_strands)] if name == AUTO and num_ranks > 1 else named
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Schedule]:
+    costs = Costs.of_layers([1] * (2 * num_ranks), gain=USUAL_GAIN if two_strands else 1.0)
+    return listed_schedules(num_ranks, microbatches, costs)
+
+
+def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:
+    """Returns the name of the fastest of the schedules that a name stands for.
+
+    Args:
+        name: of a schedule, or "auto".
+        layout: of all ranks of a pipeline.
+        microbatches: of the window.
+        costs: of the virtual stages.
+    """
+    names = possible_names(name, layout.num_ranks)
+    if len(names) == 1:
+        return names[0]
+    count = min(microbatches, CHOSEN * layout.num_ranks)
+
+    def seconds(each: str) -> float:
+        return simulate_schedule(schedule_of(each, layout.num_ranks, count), layout.ranks, costs).seconds
+
+    return min(names, key=seconds)
+
+
+def busiest_rank(profile: Profile) -> int:
+    """Returns the rank of a pipeline with the most work for a micro-batch."""
+    layout = profile.layout
+    seconds: dict[str, float] = {}
+    for name, pair in layout.graphs.items():
+        seconds[name] = sum(profile.times[name, entry] for entry, op in pair.entries() if not op.receives)
+    loads = [sum(seconds[layout.units[unit]] for unit in layout.units_of(rank)) for rank in range(layout.num_ranks)]
+    return loads.index(max(loads))
+
+
+def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
+    """Returns, for each kind of communication, its seconds, and those that run beside no computation of the rank."""
+    work = timeline.arrays
+    spans: dict[int, list[Interval]] = {}  # of each queue, which runs one instruction after the other
+    streams: dict[int, int] = {}
+    for place, queue in enumerate(work.queues()):
+        if work.entries[place] >= 0 and work.rank(place) == rank and timeline.ends[place] > timeline.starts[place]:
+            spans.setdefault(queue, []).append((timeline.starts[place], timeline.ends[place]))
+            streams[queue] = work.streams[place]
+    computing = merge(span for queue, mine in spans.items() if streams[queue] == COMPUTE for span in mine)
+    found: dict[Kind, tuple[float, float]] = {}
+    for queue, mine in spans.items():
+        if streams[queue] != COMPUTE:
+            alone = sum(end - start for start, end in sorted(mine))  # the same floats, however a timeline is numbered
+            hidden = sum(end - start for start, end in common(merge(mine), computing))
+            before = found.get(STREAMS[streams[queue]], (0.0, 0.0))
+            found[STREAMS[streams[queue]]] = before[0] + alone, before[1] + alone - hidden
+    return found
