@@ -62,10 +62,10 @@ def work(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any) -> tuple[dict[Any, float], Any]:
     """Seconds of every operator, measured and estimated."""
     from hf_helix.config import HelixConfig
-    from hf_helix.engine.on_paper import amounts_of
+    from hf_helix.doctor.estimate import estimate_profile
+    from hf_helix.doctor.simulated import amounts_of
     from hf_helix.engine.synthetic import Workload, model_on_meta
     from hf_helix.measure.operators import measure_profile
-    from hf_helix.simulation.estimate import estimate_profile
     from hf_helix.simulation.sizes import Sizes
 
     config, shape = HelixConfig(tp_size=tp_size, link=options.link), model_config(options)

@@ -37,7 +37,9 @@ from transformers import LlamaConfig, MixtralConfig
 
 from benchmarks.common import markdown, options_of
 from hf_helix.config import HelixConfig, parse_link
-from hf_helix.engine.on_paper import OnPaper
+from hf_helix.doctor.peaks import peaks_of_window
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import Case, profile_of, simulate_plan
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, waiting_entry
 from hf_helix.measure.links import measure_waiting
@@ -51,9 +53,7 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.peaks import peaks_of_window
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, profile_of, simulate_plan
 from hf_helix.tuning.candidates import plan_runners
 
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def compare(
         expert_capacity_factor=layout.capacity,
     )
     assert link is not None
-    amounts = OnPaper(shape, next(iter(before.values()))).amounts(case)
+    amounts = SimulatedModel(shape, next(iter(before.values()))).amounts(case)
     runners = {}
     for speed, cluster in before.items():
         profile = profile_of(amounts, case, cluster, whole=True)

@@ -13,11 +13,11 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from hf_helix.engine.on_paper import OnPaper
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import Case, simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.sizes import Sizes, size_text
-from hf_helix.simulation.step import Case, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     print("| " + " | ".join(titles) + " |\n|---|---|---" + "|---:" * 6 + "|")
     for name in options.clusters:
         cluster = load_cluster(name)
-        paper = OnPaper(options.model, cluster)
+        paper = SimulatedModel(options.model, cluster)
         for case in cases(options):
             steps, took = [], []
             amounts = paper.amounts(case)

@@ -26,6 +26,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("measure", "tuning", "simulation", "checkpoint"),
     ("report",),
     ("engine",),
+    ("doctor",),
     ("testing",),
     ("integrations", "cli", "__main__"),
 )

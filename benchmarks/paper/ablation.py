@@ -18,14 +18,14 @@ from itertools import pairwise
 from benchmarks.paper.ablate import ablate_profile
 from benchmarks.paper.published import DHELIX, MEGATRON, Row
 from benchmarks.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
+from hf_helix.doctor.step import simulate_plan
+from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
-from hf_helix.simulation.step import simulate_plan
-from hf_helix.simulation.window import Fidelity
 
 STEPS = ("TP", "and CP", "and both at once", "and W's that move")
 WITHOUT: Sequence[Collection[str]] = (

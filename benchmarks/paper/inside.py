@@ -31,6 +31,8 @@ from benchmarks.paper.published import (
 from benchmarks.paper.runs import Run, Runs, case_of
 from benchmarks.paper.table import Artifact
 from hf_helix.config import RECOMPUTE
+from hf_helix.doctor.memory import GRADIENT
+from hf_helix.doctor.step import memory_of_case
 from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
@@ -38,8 +40,6 @@ from hf_helix.planning.timing.profile import Pair
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.report.strands import draw_strips, strips_of_plans
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.memory import GRADIENT
-from hf_helix.simulation.step import memory_of_case
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
 PARTS = ("computation", *AXES.values(), "DP")

@@ -12,10 +12,10 @@ from dataclasses import replace
 from benchmarks.paper.published import MEGATRON, MODELS, Row
 from benchmarks.paper.runs import SEARCH, Runs, case_of, speed_of
 from hf_helix.config import RECOMPUTE
-from hf_helix.simulation.layouts import check_sizes, layouts
+from hf_helix.doctor.layouts import check_sizes, layouts
+from hf_helix.doctor.step import Step, memory_of_case, simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Step, memory_of_case, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:

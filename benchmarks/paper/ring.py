@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
-from hf_helix.simulation.amounts.amounts import Amounts
 
 JOIN, BLOCK, RING = "attention.join", "attention.block{}", "attention.ring"
 

@@ -24,21 +24,22 @@ from dataclasses import dataclass, replace
 from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
-from hf_helix.engine.on_paper import OnPaper
+from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
+from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
+from hf_helix.doctor.memory import ELEMENT, held_weights
+from hf_helix.doctor.reductions import sums_behind
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import Case, Step, profile_of, simulate_plan
+from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators
-from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.estimate import operator_seconds, rings, transfer_seconds
-from hf_helix.simulation.memory import ELEMENT, held_weights
-from hf_helix.simulation.reductions import sums_behind
-from hf_helix.simulation.step import Case, Step, profile_of, simulate_plan
-from hf_helix.simulation.window import Fidelity
+from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
@@ -93,7 +94,7 @@ class Runs:
 
     def __init__(self, clusters: Mapping[str, Cluster] | None = None) -> None:
         self.clusters = dict(clusters or {})
-        self._models: dict[tuple[str, int | None, str], OnPaper] = {}
+        self._models: dict[tuple[str, int | None, str], SimulatedModel] = {}
         self._amounts: dict[tuple[object, ...], Amounts] = {}
         self._runs: dict[tuple[Row, str], Run] = {}
 
@@ -151,11 +152,11 @@ class Runs:
             self._amounts[key] = padded if is_ours else with_megatron_ring(padded)
         return self._amounts[key]
 
-    def model(self, row: Row) -> OnPaper:
+    def model(self, row: Row) -> SimulatedModel:
         """Returns the model of a row, on the row's cluster."""
         key = row.model, row.layers, row.cluster
         if key not in self._models:
-            self._models[key] = OnPaper(build_model(row.model, row.layers), self.cluster(row))
+            self._models[key] = SimulatedModel(build_model(row.model, row.layers), self.cluster(row))
         return self._models[key]
 
     def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
@@ -164,7 +165,7 @@ class Runs:
         plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, searching=SEARCHING)
         if isinstance(plan, IntraBatchPlan):
             times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
-            return TiledOnPaper(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)
+            return TiledSimulated(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)
         return plan
 
 
@@ -247,7 +248,7 @@ def _padded(amounts: Amounts, factor: float) -> Amounts:
 
 
 @dataclass(frozen=True)
-class TiledOnPaper(IntraBatchPlan):
+class TiledSimulated(IntraBatchPlan):
     """An intra-batch plan whose tiles take what the cluster says of such small products and messages.
 
     Attributes:

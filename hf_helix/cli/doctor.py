@@ -20,10 +20,10 @@ from hf_helix.config import AUTO, HelixConfig, format_rate
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
-    from hf_helix.engine.on_paper import OnPaper
+    from hf_helix.doctor.layouts import Ranking
+    from hf_helix.doctor.simulated import SimulatedModel
+    from hf_helix.doctor.step import Step
     from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.layouts import Ranking
-    from hf_helix.simulation.step import Step
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -53,10 +53,10 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
+        from hf_helix.doctor.report import dropped_lines, ranking_lines
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
-        from hf_helix.report.step import dropped_lines, ranking_lines
         from hf_helix.simulation.sizes import size_text
 
         tokens = parse_count(self.batch_tokens)
@@ -75,7 +75,8 @@ class DoctorCommand(OnCluster):
         best = ranking.steps[0]
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         if self.network is None and not assumes_rows:  # a run is told nothing that was only supposed
-            remember(base_of(paper.model), ranking, cluster, tokens)
+            speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
+            remember(base_of(paper.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
         print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for")
         if cluster.nodes > 1:
@@ -95,10 +96,10 @@ class DoctorCommand(OnCluster):
             self.write.write_text(launch_file(best, cluster))
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
 
-    def _search(self, paper: OnPaper, cluster: Cluster, tokens: int) -> Ranking:
+    def _search(self, paper: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
         """Returns the layouts with enough memory, the fastest first."""
+        from hf_helix.doctor.layouts import Search
         from hf_helix.measure.progress import progress_bar
-        from hf_helix.simulation.layouts import Search
         from hf_helix.simulation.processes import usable_cores
 
         with progress_bar() as progress:
@@ -119,13 +120,13 @@ class DoctorCommand(OnCluster):
             ).run()
 
 
-def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
+def _print_best(best: Step, paper: SimulatedModel, cluster: Cluster) -> None:
     """Prints the parts of the best step, and the gain over one strand or of sharding the optimizer."""
     from dataclasses import replace
 
-    from hf_helix.report.step import shards_line, step_lines
-    from hf_helix.simulation.layouts import ONE_STRAND
-    from hf_helix.simulation.step import simulate_step
+    from hf_helix.doctor.layouts import ONE_STRAND
+    from hf_helix.doctor.report import shards_line, step_lines
+    from hf_helix.doctor.step import simulate_step
 
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))

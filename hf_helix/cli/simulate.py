@@ -18,9 +18,9 @@ from hf_helix.config import RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 
 if TYPE_CHECKING:
-    from hf_helix.engine.on_paper import OnPaper
+    from hf_helix.doctor.simulated import SimulatedModel
+    from hf_helix.doctor.step import Case
     from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.step import Case
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -57,7 +57,7 @@ class OnCluster(Command):
             cluster = _resized(cluster, self.gpus)
         return cluster if self.network is None else _linked(cluster, self.network)
 
-    def on_paper(self, cluster: Cluster) -> OnPaper:
+    def on_paper(self, cluster: Cluster) -> SimulatedModel:
         """Returns the model, with adapters if they are asked for.
 
         Raises:
@@ -65,7 +65,7 @@ class OnCluster(Command):
         """
         import torch
 
-        from hf_helix.engine.on_paper import TYPES, OnPaper
+        from hf_helix.doctor.simulated import TYPES, SimulatedModel
         from hf_helix.engine.synthetic import adapted_on_meta
 
         path, rank = configuration_file(self.model), self.lora_r
@@ -74,7 +74,7 @@ class OnCluster(Command):
                 f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself"
             )
         dtype = TYPES[self.dtype] or torch.float32
-        paper = OnPaper(adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path, cluster)
+        paper = SimulatedModel(adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path, cluster)
         capacity = self.expert_capacity_factor
         if capacity is not None and paper.experts == 1:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: {paper.name} has no experts; leave it out")
@@ -130,8 +130,8 @@ class SimulateCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the time and the memory of a step."""
-        from hf_helix.report.step import step_lines
-        from hf_helix.simulation.step import simulate_step
+        from hf_helix.doctor.report import step_lines
+        from hf_helix.doctor.step import simulate_step
 
         cluster = self.scaled_cluster()
         case = self._case(cluster)
@@ -149,8 +149,8 @@ class SimulateCommand(OnCluster):
             _draw(self.output, shown)
 
     def _case(self, cluster: Cluster) -> Case:
+        from hf_helix.doctor.step import Case
         from hf_helix.simulation.sizes import Sizes
-        from hf_helix.simulation.step import Case
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()

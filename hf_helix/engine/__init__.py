@@ -2,7 +2,6 @@
 
 engine            trains windows, evaluates, clips, saves: what the Trainer and the loop call
 build             cuts a whole model and makes its runner
-on_paper          layouts of a model without the machine: what a rank computes, moves and keeps
 diagnostics       what can be measured of it: the figures of the logs, overlap, comparisons, memory, traces
 microbatches      from batches to what a runner takes
 checks            what cannot be run, refused by name

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,9 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
+from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.sizes import Sizes, size_text
 from hf_helix.tuning.cache import cache_root, model_digest, write_file
-
-if TYPE_CHECKING:
-    from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.layouts import Ranking
 
 CLEARLY = 1.1
 """How many times as fast another layout must be predicted to be."""
@@ -59,27 +56,25 @@ class Machine:
     dtype: str
 
 
-def remember(model: Any, ranking: Ranking, cluster: Cluster, tokens: int) -> Path:
-    """Writes what the doctor found.
+def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype: str, length: int, tokens: int) -> Path:
+    """Writes what the doctor found to a file in the cache.
 
     Args:
         model: the whole model.
-        ranking: its layouts, at least one.
-        cluster: what they were simulated for.
-        tokens: of a step, as the doctor was told.
+        speeds: predicted tokens per second of each layout, at least one.
+        cluster: the cluster of the predictions.
+        dtype: the type of matrix products.
+        length: tokens in a sequence.
+        tokens: tokens of a step, as asked for.
     """
-    layouts = [
-        {"layout": size_text(step.case.sizes), "tokens_per_second": round(step.tokens_per_second)}
-        for step in ranking.steps
-    ]
-    case = ranking.steps[0].case
+    layouts = [{"layout": size_text(sizes), "tokens_per_second": round(speed)} for sizes, speed in speeds.items()]
     path = _file(model, cluster.devices)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "format": FORMAT,
         "cluster": cluster.name,
-        "machine": vars(Machine(cluster.device.name, cluster.devices, cluster.nodes, case.dtype)),
-        "length": case.length,
+        "machine": vars(Machine(cluster.device.name, cluster.devices, cluster.nodes, dtype)),
+        "length": length,
         "tokens": tokens,
         "layouts": layouts,
     }

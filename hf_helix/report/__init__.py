@@ -6,7 +6,6 @@ strands       two layers under two plans, on one axis of time
 pipeline      what every rank of a schedule runs
 heatmap       which operators overlap well, and where time goes
 operators     what a rank runs, and how its parameters are cut, as text
-step          steps on paper as text: one layout in depth, and many beside each other
 comparison    what a plan gains over others, here and on other links
 scorecard     what one plan hides
 live          the figures of the logs

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
+COPIES, EXPERT_COPIES = "copies", "expert_copies"
+"""The axes of data-parallel replicas: of ranks with equal parameters, or equal experts, and different tokens."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,12 @@ from support.tuning_jobs import hasty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import Case as DoctorCase
+from hf_helix.doctor.step import simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.build import declare
-from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
@@ -46,11 +50,8 @@ from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_program, build_programs
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.sizes import Sizes, size_text
-from hf_helix.simulation.step.step import Case as DoctorCase
-from hf_helix.simulation.step.step import simulate_step
 
 PLANS = ("sequential", "round_robin", "greedy", "search", "dhelix")
 NEAR = 1e-9  # predicted seconds that differ by a smaller part are equal
@@ -71,7 +72,9 @@ def layout_of(case: Case) -> Layout:
     """The layout that training makes, seen from the first rank, without process groups."""
     sizes, config = case.sizes, HelixConfig(**case.helix)
     copies = {"copies": sizes["dp"] * sizes["cp"], "expert_copies": sizes["dp"] * sizes["cp"] // sizes["ep"]}
-    made = paper_mesh(sizes, case.options.get("inter_node_axes") or (), False, copies if config.spreads else None).mesh
+    made = simulated_mesh(
+        sizes, case.options.get("inter_node_axes") or (), False, copies if config.spreads else None
+    ).mesh
     groups = {f"{name}_group": object() if size > 1 else None for name, size in copies.items()}
     group = object() if sizes["dp"] > 1 else None
     pipe = Pipe(list(range(sizes["pp"])), None, {0: object(), 1: object()})  # type: ignore[dict-item]
@@ -190,12 +193,12 @@ def doctor_records() -> Iterator[tuple[str, Record]]:
     for name in DOCTOR_MODELS:
         for cluster_name in DOCTOR_CLUSTERS:
             cluster = load_cluster(cluster_name)
-            simulated = OnPaper(f"recipes/models/{name}", cluster)
+            simulated = SimulatedModel(f"recipes/models/{name}", cluster)
             for options in DOCTOR_CASES:
                 case = DoctorCase(**{"batch": 1, "length": 4096, "microbatches": 8, **options})
                 amounts, record = simulated.amounts(case), {}
                 for whole in (False, True):
-                    step = simulate_step(amounts, case, cluster, whole)
+                    step = simulate_step(amounts, case, cluster, Fidelity.DRAWN if whole else Fidelity.QUICK)
                     record["whole" if whole else "quick"] = {
                         "window": step.window,
                         "sums": step.sums,

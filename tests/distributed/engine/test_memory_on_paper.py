@@ -11,13 +11,13 @@ from support.at_once import collectives_at_once, collectives_kept
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.on_paper import amounts_of
+from hf_helix.doctor.held import held_until_waited
+from hf_helix.doctor.peaks import peak_of_program
+from hf_helix.doctor.simulated import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
-from hf_helix.simulation.held import held_until_waited
-from hf_helix.simulation.peaks import peak_of_program
 
 MICROBATCHES, BATCH, LENGTH = 3, 2, 128
 MODEL: dict[str, Any] = {

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from support.on_paper import cluster_with, on_meta
+from support.simulated import cluster_with, on_meta
 
-from hf_helix.engine.on_paper import OnPaper
-from hf_helix.simulation.layouts import Ranking, Search
+from hf_helix.doctor.layouts import Ranking, Search
+from hf_helix.doctor.simulated import SimulatedModel
 
 CLUSTER = cluster_with(devices_per_node=2, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
 LENGTH = 64
 
 
 def search(workers: int, dtype: str = "bf16") -> Ranking:
-    paper = OnPaper(on_meta(), CLUSTER)
+    paper = SimulatedModel(on_meta(), CLUSTER)
     return Search(paper.amounts, CLUSTER, 32 * LENGTH, LENGTH, paper.layers, dtype=dtype, workers=workers).run()
 
 

@@ -27,7 +27,6 @@ from benchmarks.paper.runs import SEARCH, Runs
 from benchmarks.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines.intra_batch import tile_profile
-from hf_helix.planning.plan.registry import make_plan
 
 PAGE = ROOT / "benchmarks" / "paper" / "README.md"
 

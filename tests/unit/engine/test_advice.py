@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.on_paper import on_meta
+from support.simulated import on_meta
 
+from hf_helix.doctor.layouts import Ranking, Search
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.engine.advice import Machine, better_layout, known_layouts, remember
-from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.layouts import Ranking, Search
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.tuning.cache import model_digest
 
@@ -24,7 +24,7 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")
 @pytest.fixture(scope="module")
 def advised() -> tuple[Any, Ranking, Cluster]:
     cluster = replace(load_cluster("h100x8"), devices_per_node=2)
-    paper = OnPaper(on_meta(num_key_value_heads=4), cluster)
+    paper = SimulatedModel(on_meta(num_key_value_heads=4), cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Search, "_fsdp", lambda _: None)  # nothing is said of plain FSDP, which takes long to simulate
         return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
@@ -35,8 +35,10 @@ def known(
     advised: tuple[Any, Ranking, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Ranking]:
     monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
-    remember(*advised, TOKENS)
-    return advised[:2]
+    model, ranking, cluster = advised
+    speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
+    remember(model, speeds, cluster, "bf16", LENGTH, TOKENS)
+    return model, ranking
 
 
 def sizes_of(sizes: Sizes) -> dict[str, int]:

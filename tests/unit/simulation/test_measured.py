@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_helix.doctor.amounts.kernels import MATMUL, OTHER, Kernel, Transfer
+from hf_helix.doctor.amounts.meter import attention_kernel
+from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve, link_entry
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
 from hf_helix.measure.links import METHODS, TimedCollective, fit
-from hf_helix.simulation.amounts.kernels import MATMUL, OTHER, Kernel, Transfer
-from hf_helix.simulation.amounts.meter import attention_kernel
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.estimate import Ring, kernel_seconds, transfer_seconds
 
 
 def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hf_helix.simulation.amounts.meter import Meter, attention_kernel
+from hf_helix.doctor.amounts.meter import Meter, attention_kernel
 
 aten = torch.ops.aten
 

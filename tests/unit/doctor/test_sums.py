@@ -7,16 +7,16 @@ import functools
 from typing import Any
 
 import pytest
-from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
+from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
+from hf_helix.doctor import reductions
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.estimate import Ring, estimate_profile, rings
+from hf_helix.doctor.reductions import gradient_sums, profile_with_sums
+from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.gradients import buckets
-from hf_helix.simulation import reductions
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.estimate import Ring, estimate_profile, rings
-from hf_helix.simulation.reductions import gradient_sums, profile_with_sums
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import layout_of
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_helix.doctor.amounts.kernels import Transfer
 from hf_helix.operators.communication.transport import Axis, Copies, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
+from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 META = torch.device("meta")
 
 
-class PaperTransport(Transport):
+class SimulatedTransport(Transport):
     """Notes what is sent, and sends nothing.
 
     Args:
@@ -66,25 +67,25 @@ class PaperTransport(Transport):
 
 
 @dataclass(frozen=True)
-class PaperMesh:
+class SimulatedMesh:
     """A mesh on paper, and what was sent over it."""
 
     mesh: Mesh
     log: list[Transfer]
 
 
-def paper_mesh(
+def simulated_mesh(
     sizes: Mapping[str, int],
     inter_node_axes: Collection[str] = (),
     sums_in_place: bool = True,
     spread: Mapping[str, int] | None = None,
-) -> PaperMesh:
+) -> SimulatedMesh:
     """Returns the mesh of the first rank of a layout, with the whole model on one rank of the pipeline.
 
     Args:
         sizes: of "tp", "cp" and "ep"; 1 where left out.
         inter_node_axes: those of them that communicate between nodes.
-        sums_in_place: see `PaperTransport`.
+        sums_in_place: see `SimulatedTransport`.
         spread: the axes that weights are spread over, with their ranks; None for no spreading.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
@@ -93,7 +94,7 @@ def paper_mesh(
     def axis(name: str, size: int, *kinds: str) -> Axis:
         crosses = any(kind in inter_node_axes for kind in kinds)
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
-        return Axis(PaperTransport(name, size, sums_in_place, log), kind)
+        return Axis(SimulatedTransport(name, size, sums_in_place, log), kind)
 
     def spread_over(name: str) -> Copies | None:
         size = (spread or {}).get(name, 1)
@@ -119,4 +120,4 @@ def paper_mesh(
         copies=spread_over(COPIES),
         expert_copies=spread_over(EXPERT_COPIES),
     )
-    return PaperMesh(mesh, log)
+    return SimulatedMesh(mesh, log)

@@ -3,7 +3,7 @@
 In:   the amounts of a rank, a case (layout, micro-batches, plan), and a cluster.
 Out:  a `Step`.
 Must hold: data-parallel replicas are equal, so one pipeline is simulated for all of them; the window is predicted by
-the clock of plans, with all layers or with few (`hf_helix.simulation.window`).
+the clock of plans, with all layers or with few (`hf_helix.doctor.window`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.estimate import estimate_profile, rings
+from hf_helix.doctor.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
+from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
+from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
+from hf_helix.doctor.window import Fidelity, Planned, WindowClock, usual_schedules
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
@@ -23,14 +29,8 @@ from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.planning.window.program import build_programs
-from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import estimate_profile, rings
-from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
-from hf_helix.simulation.peaks import peaks_of_schedules, peaks_of_window
-from hf_helix.simulation.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.window import Fidelity, Planned, WindowClock, usual_schedules
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
@@ -246,7 +246,8 @@ def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: Wi
             programs = build_programs(schedule, layout, planned.plan)
             found = peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
         else:  # on a CPU memory depends on when instructions run
-            found = peaks_of_window(amounts, layout, *_drawn(planned, schedule))
+            predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
+            found = peaks_of_window(amounts, layout, predicted.instructions, predicted.timeline)
         return [count for peak in found for count in (peak.activations, peak.weights, peak.gradients)]
 
     counts = [round(each) for each in clock.extrapolated(peaks)]
@@ -269,7 +270,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
 
     def made(profile: Profile) -> Plan:
         if fidelity is Fidelity.QUICK:  # how many weight gradients are held back for reductions takes long to find
-            profile = replace(profile, layout=replace(profile.layout, sums=(), gathers=()))
+            profile = replace(profile, layout=replace(profile.layout, reductions=(), gathers=()))
         return make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
 
     def complete(profile: Profile) -> Profile:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.on_paper import case_of, cluster_with, counted, on_meta
+from support.simulated import case_of, cluster_with, counted, on_meta
 
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.fsdp import simulate_fsdp
+from hf_helix.doctor.step import Step, simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, Curve
-from hf_helix.simulation.fsdp import simulate_fsdp
-from hf_helix.simulation.step import Step, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 LAYERS, RANKS, MICROBATCHES = 4, 4, 3
 FREE: dict[str, Any] = {"peak_tflops": {"bf16": 1e6}, "memory_gb_per_s": 1e9}

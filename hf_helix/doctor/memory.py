@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from hf_helix.doctor.amounts.amounts import Amounts, Weights
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES
-from hf_helix.simulation.amounts.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""

@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.on_paper import cluster_with, on_meta
+from support.simulated import cluster_with, on_meta
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.on_paper import OnPaper
-from hf_helix.report.step import shards_line
-from hf_helix.simulation import layouts as searching
+from hf_helix.doctor import layouts as searching
+from hf_helix.doctor.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.doctor.report import shards_line
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import Case, memory_of_case, simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.simulation.cluster import Cluster, divisors
-from hf_helix.simulation.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, memory_of_case, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -27,12 +27,12 @@ SEQUENCES = 512  # of a step: so many that sums of gradients are a small part of
 
 
 @functools.cache
-def paper_of(model_type: str = "llama", **options: Any) -> OnPaper:
+def paper_of(model_type: str = "llama", **options: Any) -> SimulatedModel:
     """What layouts of a model do on a node, counted once for all tests: rates and memory of devices do not matter."""
-    return OnPaper(on_meta(model_type, **options), CLUSTER)
+    return SimulatedModel(on_meta(model_type, **options), CLUSTER)
 
 
-def search(paper: OnPaper, cluster: Cluster = CLUSTER, sequences: int = 32, **options: Any) -> Ranking:
+def search(paper: SimulatedModel, cluster: Cluster = CLUSTER, sequences: int = 32, **options: Any) -> Ranking:
     tokens = sequences * LENGTH
     return Search(paper.amounts, cluster, tokens, LENGTH, paper.layers, paper.experts, **options).run()
 
@@ -45,7 +45,7 @@ def ranking() -> Ranking:
         return search(paper, sequences=SEQUENCES)
 
 
-def search_of(sizes: Sizes, paper: OnPaper, cluster: Cluster, sequences: int = 32, leading: int = 0) -> Ranking:
+def search_of(sizes: Sizes, paper: SimulatedModel, cluster: Cluster, sequences: int = 32, leading: int = 0) -> Ranking:
     """What is found for some parallel sizes alone, which does not depend on what is found for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "layouts", lambda *_: [sizes])

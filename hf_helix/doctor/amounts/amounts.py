@@ -15,6 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_helix.doctor.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
+from hf_helix.doctor.amounts.kernels import Kernel, Transfer
+from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
+from hf_helix.doctor.amounts.meter import FusedKernels, Meter, Metered
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import Layout, Name, named_operators
@@ -22,10 +26,6 @@ from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
-from hf_helix.simulation.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
-from hf_helix.simulation.amounts.kernels import Kernel, Transfer
-from hf_helix.simulation.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
-from hf_helix.simulation.amounts.meter import FusedKernels, Meter, Metered
 
 Adders = tuple[tuple[int, str], ...]
 """Operators of backward, as (unit, name), that add to a gradient."""
@@ -192,7 +192,7 @@ class _Done(Event):
         self.kind, self.label = kind, label
 
 
-class PaperStreams(Streams):
+class SimulatedStreams(Streams):
     """Runs everything at once, and notes what is sent under which label.
 
     Args:
@@ -235,14 +235,14 @@ def count_amounts(
     """Returns what the operators of a runner do for a micro-batch.
 
     Args:
-        runner: of one rank, on a mesh on paper, with `PaperStreams`, under the plan `sequential`.
+        runner: of one rank, on a mesh on paper, with `SimulatedStreams`, under the plan `sequential`.
         batch: a micro-batch on the meta device.
         handed_on: bytes of what a unit hands to the next.
         model: the whole model.
         spread: the axes that weights are spread over, with their ranks.
     """
     streams = runner.executor.streams
-    assert isinstance(streams, PaperStreams)
+    assert isinstance(streams, SimulatedStreams)
     first, second, watch = _counted(runner, batch, streams)
     stage, layout = runner.stage, runner.layout
     labels = {
@@ -282,7 +282,7 @@ def count_amounts(
     )
 
 
-def _counted(runner: Runner, batch: MicroBatch, streams: PaperStreams) -> tuple[Meter, Meter, LifetimeTrace]:
+def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tuple[Meter, Meter, LifetimeTrace]:
     """What was counted in a first window and in a further one, and what lived how long in the latter."""
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
@@ -299,7 +299,7 @@ def _counted(runner: Runner, batch: MicroBatch, streams: PaperStreams) -> tuple[
     return first, second, watch
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> LifetimeTrace:
+def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Meter) -> LifetimeTrace:
     streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):

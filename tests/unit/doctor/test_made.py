@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_helix.simulation.amounts import made
-from hf_helix.simulation.amounts.made import made_on_meta
+from hf_helix.doctor.amounts import made
+from hf_helix.doctor.amounts.made import made_on_meta
 
 aten = torch.ops.aten
 

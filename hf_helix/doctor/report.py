@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
+from hf_helix.doctor.fsdp import FSDP
+from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
+from hf_helix.doctor.memory import bytes_text
+from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.fsdp import FSDP
-from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
-from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.sizes import size_text
-from hf_helix.simulation.step import Case, Step
 
 CLOSE = 0.05
 """Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""

@@ -20,11 +20,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel
+from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models.graph import norms
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
-from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel
-from hf_helix.simulation.amounts.made import made_on_meta, tensors_in
 
 aten = torch.ops.aten
 

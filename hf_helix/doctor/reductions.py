@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
+from hf_helix.doctor.amounts.kept import KeptWeights
+from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
+from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import (
@@ -23,12 +28,8 @@ from hf_helix.planning.window.layout import (
     named_reductions,
 )
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
-from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
-from hf_helix.simulation.amounts.kept import KeptWeights
-from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER
+from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 COPY = ELEMENT["bf16"]
 """Bytes of an element of a copy of weights, in a type of half the size."""

@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 from support.arrays import arrays_of
-from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
+from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
-from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.timing.clock import simulate
-from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.program import build_program
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.estimate import Ring, estimate_profile, rings
-from hf_helix.simulation.reductions import (
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.estimate import Ring, estimate_profile, rings
+from hf_helix.doctor.reductions import (
     cast_seconds,
     gather_seconds,
     gradient_sums,
@@ -26,9 +20,15 @@ from hf_helix.simulation.reductions import (
     profile_with_sums,
     weight_gathers,
 )
+from hf_helix.doctor.step import Case, layout_of, simulate_step
+from hf_helix.doctor.window import Fidelity
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.window.program import build_program
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, layout_of, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 CLUSTER = cluster_with(
     nodes=2,

@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from support.on_paper import cluster_with, counted, on_meta
+from support.simulated import cluster_with, counted, on_meta
 
-from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.window.layout import named_operators
-from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
-from hf_helix.simulation.estimate import (
+from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
+from hf_helix.doctor.estimate import (
     Ring,
     Sizes,
     estimate_profile,
@@ -21,6 +19,8 @@ from hf_helix.simulation.estimate import (
     rings,
     transfer_seconds,
 )
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.window.layout import named_operators
 
 GB = 10**9
 

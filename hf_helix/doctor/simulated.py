@@ -16,6 +16,11 @@ import torch
 from torch import nn
 
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts
+from hf_helix.doctor.amounts.mesh import META, SimulatedMesh, simulated_mesh
+from hf_helix.doctor.amounts.meter import meta_as
+from hf_helix.doctor.estimate import inter_node_axes
+from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
@@ -30,19 +35,14 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.simulation.amounts.amounts import Amounts, Model, PaperStreams, count_amounts
-from hf_helix.simulation.amounts.mesh import META, PaperMesh, paper_mesh
-from hf_helix.simulation.amounts.meter import meta_as
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import inter_node_axes
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
 """The types of matrix products, as clusters name them, and what autocast is told."""
 
 
-class OnPaper:
+class SimulatedModel:
     """A model whose layouts are counted, each once.
 
     Args:
@@ -167,7 +167,7 @@ def kinds_of(model: Any) -> Kinds:
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))
-    whole = declare(model, config, paper_mesh({}).mesh, modes_of(layers, None, config)).stage
+    whole = declare(model, config, simulated_mesh({}).mesh, modes_of(layers, None, config)).stage
     keys = [
         (
             family.layer_key(base, place),
@@ -220,7 +220,7 @@ def amounts_of(
     try:
         _cut(stage, paper)
         plan = baseline_plan(stage.layout, model=type(base).__name__, mesh=config.option_sizes)
-        streams = PaperStreams(paper.log)
+        streams = SimulatedStreams(paper.log)
         runner = Runner(stage, plan, paper.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
@@ -233,7 +233,7 @@ def amounts_of(
             parameter.data, parameter.grad = value, None
 
 
-def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> PaperMesh:
+def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
     """Returns the mesh of a layout.
 
     Args:
@@ -242,7 +242,7 @@ def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: 
         dp_size: as of `amounts_of`.
         inter_node_axes: the axes that communicate between nodes.
     """
-    return paper_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
+    return simulated_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
 
 def _sizes(config: HelixConfig) -> dict[str, int]:
@@ -256,7 +256,7 @@ def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
 
 
 def _declared(
-    model: Any, config: HelixConfig, paper: PaperMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
+    model: Any, config: HelixConfig, paper: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
 ) -> Stage:
     """Returns the embedding, the first layer of each kind and the head, uncut; arguments as of `amounts_of`."""
     base = base_of(model)
@@ -281,7 +281,7 @@ def _one_of_each(stage: Stage) -> Stage:
     return place_units(list(units.values()))
 
 
-def _cut(stage: Stage, paper: PaperMesh) -> None:
+def _cut(stage: Stage, paper: SimulatedMesh) -> None:
     for parameter, placement in stage.all_placements.items():
         axis = paper.mesh.axis_of(placement)
         parameter.grad = None

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.on_paper import LLAMA, counted, on_meta
+from support.simulated import LLAMA, counted, on_meta
 
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL
+from hf_helix.doctor.memory import Sharing
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL
-from hf_helix.simulation.memory import Sharing
 
 BATCH, LENGTH = 2, 32
 TOKENS = BATCH * LENGTH

@@ -32,14 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import Pair
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.amounts.kernels import MATMUL, Transfer
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
-from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
-from hf_helix.simulation.step import (
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.kernels import MATMUL, Transfer
+from hf_helix.doctor.estimate import Ring, estimate_profile, rings, transfer_seconds
+from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
+from hf_helix.doctor.step import (
     OPTIMIZER_BYTES,
     Case,
     Step,
@@ -47,6 +44,9 @@ from hf_helix.simulation.step import (
     memory_of_case,
     model_flops,
 )
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.profile import Pair
+from hf_helix.simulation.cluster import Cluster
 
 FP32_LOGITS = 3
 """Tensors in fp32 as large as the logits that are alive at once in the loss of Transformers. On an H100, cross-entropy

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_helix.doctor.amounts.mesh import simulated_mesh
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import KeptFlat, keep_units
 from hf_helix.runtime.zero import readers_of
-from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
-from hf_helix.simulation.amounts.mesh import paper_mesh
+from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -
         units: whose parameters are not in flats.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    several = paper_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh  # whatever their number, pieces are the same
+    several = simulated_mesh(
+        {}, spread={COPIES: 2, EXPERT_COPIES: 2}
+    ).mesh  # whatever their number, pieces are the same
     return keep_units(units, several.spread_over, autocast_dtype)
 
 

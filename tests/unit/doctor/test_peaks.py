@@ -6,8 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.on_paper import case_of, counted, on_meta
+from support.simulated import case_of, counted, on_meta
 
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.peaks import Peak, peak_of_program, peaks_of_schedules
+from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -15,9 +18,6 @@ from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import build_programs
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.peaks import Peak, peak_of_program, peaks_of_schedules
-from hf_helix.simulation.step import layout_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_helix.doctor.amounts.meter import Allocated, Meter
 from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
@@ -25,7 +26,6 @@ from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
-from hf_helix.simulation.amounts.meter import Allocated, Meter
 
 Place = tuple[int, str]
 """An operator: the index of its unit, and its entry in a plan."""

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.on_paper import LLAMA, case_of, cluster_with, on_meta
+from support.simulated import LLAMA, case_of, cluster_with, on_meta
 
-from hf_helix.engine.on_paper import OnPaper
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import layout_of, simulate_step
+from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines import dhelix
 from hf_helix.planning.schedule import auto
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.step import layout_of, simulate_step
-from hf_helix.simulation.window import Fidelity
 
 # A network on which communication takes about as long as computation.
 CLUSTER = cluster_with(
@@ -45,11 +45,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def paper() -> OnPaper:
-    return OnPaper(on_meta(num_hidden_layers=8), CLUSTER)
+def paper() -> SimulatedModel:
+    return SimulatedModel(on_meta(num_hidden_layers=8), CLUSTER)
 
 
-def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, quick: bool = False, **case: Any) -> Any:
+def step_of(
+    paper: SimulatedModel, whole: bool = False, cluster: Cluster = CLUSTER, quick: bool = False, **case: Any
+) -> Any:
     wanted = case_of(**case)
     fidelity = Fidelity.DRAWN if whole else Fidelity.QUICK if quick else Fidelity.REDUCED
     return simulate_step(paper.amounts(wanted), wanted, cluster, fidelity)
@@ -74,7 +76,7 @@ def cases(*plans: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", "dhelix"))
-def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper):
+def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: SimulatedModel):
     case = {**SIZES[name], "plan": plan, "schedule": "folded_1f1b"}
     case["microbatches"] = MICROBATCHES[case.get("pp", 1)]
     quick, whole = (step_of(paper, whole, quick=not whole, **case) for whole in (False, True))
@@ -89,7 +91,7 @@ def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnP
 
 
 @pytest.mark.parametrize("runs_ahead", [True, False], ids=["GPU", "CPU"])
-def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool, paper: OnPaper):
+def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool, paper: SimulatedModel):
     """What collectives hold does, and on CPUs they hold it until they are over."""
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, host_runs_ahead=runs_ahead))
     case = case_of(tp=2, dp=2, microbatches=4)
@@ -100,7 +102,7 @@ def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool,
     assert drawn.memory == predicted.memory
 
 
-def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: OnPaper):
+def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: SimulatedModel):
     """Tiles have other names than the operators that contention is known of; sums of gradients have the same."""
 
     def seconds(factor: float) -> float:
@@ -113,7 +115,9 @@ def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: OnPaper):
 
 @pytest.mark.parametrize("plan", ["sequential", "greedy"])
 @pytest.mark.parametrize("name", ["tp2 pp2", "pp4"])
-def test_a_schedule_that_is_searched_takes_and_keeps_about_what_the_usual_ones_do(name: str, plan: str, paper: OnPaper):
+def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
+    name: str, plan: str, paper: SimulatedModel
+):
     count = MICROBATCHES[SIZES[name]["pp"]]
     quick, whole = (
         step_of(paper, whole, quick=not whole, **SIZES[name], plan=plan, microbatches=count) for whole in (False, True)
@@ -125,13 +129,13 @@ def test_a_schedule_that_is_searched_takes_and_keeps_about_what_the_usual_ones_d
 
 
 @pytest.mark.parametrize(("name", "count"), [("tp2 dp2", 20), pytest.param("pp4", 32, marks=pytest.mark.slow)])
-def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: int, paper: OnPaper):
+def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: int, paper: SimulatedModel):
     long, whole = (step_of(paper, each, **SIZES[name], microbatches=count) for each in (False, True))
     assert long.window == pytest.approx(whole.window, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy"))
-def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: OnPaper):
+def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: SimulatedModel):
     faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
     faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))
     slow, fast = (step_of(paper, cluster=each, plan=plan, **SIZES[name]) for each in (CLUSTER, faster))
@@ -139,14 +143,14 @@ def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: OnPaper):
     assert fast.sums <= slow.sums
 
 
-def test_two_strands_hide_what_one_exposes(paper: OnPaper):
+def test_two_strands_hide_what_one_exposes(paper: SimulatedModel):
     one, two = (step_of(paper, plan=plan, **SIZES["tp2 dp2"]) for plan in ("sequential", "greedy"))
     assert two.window < one.window
     assert two.exposed[Kind.INTRA_NODE] < one.exposed[Kind.INTRA_NODE] <= one.loads[Kind.INTRA_NODE] * 1.001
     assert one.window == pytest.approx(one.loads[Kind.COMPUTE] + one.exposed[Kind.INTRA_NODE], rel=0.02)
 
 
-def test_figures_of_a_step_agree(paper: OnPaper):
+def test_figures_of_a_step_agree(paper: SimulatedModel):
     step = step_of(paper, tp=2, dp=2, microbatches=6, batch=2)
     assert step.case.tokens == 2 * 2 * 64 * 6
     assert step.seconds == step.window + step.sums + step.optimizer
@@ -158,7 +162,7 @@ def test_figures_of_a_step_agree(paper: OnPaper):
     assert step.tflops == pytest.approx([each / step.seconds / 1e12 for each in step.model_flops])
 
 
-def test_data_parallel_copies_cost_their_sums_alone(paper: OnPaper):
+def test_data_parallel_copies_cost_their_sums_alone(paper: SimulatedModel):
     one, two = step_of(paper, tp=2), step_of(paper, tp=2, dp=2)
     assert one.window == two.window
     assert one.sums == 0.0 < two.sums
@@ -169,7 +173,7 @@ def test_data_parallel_copies_cost_their_sums_alone(paper: OnPaper):
 
 
 @pytest.mark.parametrize("plan", ["sequential", "greedy"])
-def test_a_whole_window_has_its_sums(plan: str, paper: OnPaper) -> None:
+def test_a_whole_window_has_its_sums(plan: str, paper: SimulatedModel) -> None:
     """Sum by sum, on a stream of their own; what shows behind the last computation is little more than the last."""
     step = step_of(paper, True, tp=2, dp=2, microbatches=4, plan=plan)
     assert step.drawn is not None
@@ -182,14 +186,14 @@ def test_a_whole_window_has_its_sums(plan: str, paper: OnPaper) -> None:
     assert step_of(paper, True, tp=2, microbatches=4, plan=plan).sums == 0.0
 
 
-def test_recomputation_trades_time_for_memory(paper: OnPaper):
+def test_recomputation_trades_time_for_memory(paper: SimulatedModel):
     steps = [step_of(paper, tp=2, recompute=mode) for mode in ("none", "selective", "full")]
     assert steps[0].seconds < steps[1].seconds < steps[2].seconds
     assert steps[0].memory.activations > steps[1].memory.activations > steps[2].memory.activations
     assert steps[0].model_flops == steps[2].model_flops
 
 
-def test_a_host_that_issues_slowly_bounds_the_window(paper: OnPaper):
+def test_a_host_that_issues_slowly_bounds_the_window(paper: SimulatedModel):
     slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3))
     step, quick = step_of(paper, cluster=slow, tp=2), step_of(paper, tp=2)
     assert step.window > 5 * quick.window
@@ -197,13 +201,13 @@ def test_a_host_that_issues_slowly_bounds_the_window(paper: OnPaper):
     assert step.window == pytest.approx(operators * 1e-3, rel=0.3)
 
 
-def test_what_a_pipeline_cannot_hold_is_refused(paper: OnPaper):
+def test_what_a_pipeline_cannot_hold_is_refused(paper: SimulatedModel):
     case = case_of(pp=8)
     with pytest.raises(
         ValueError, match="8 layers and pp_size=8 needs at least 16; the largest pp_size that fits is 4"
     ):
         simulate_step(paper.amounts(case), case, CLUSTER)
-    tied = OnPaper(on_meta(tie_word_embeddings=True), CLUSTER)
+    tied = SimulatedModel(on_meta(tie_word_embeddings=True), CLUSTER)
     case = case_of(pp=2, schedule="1f1b")
     with pytest.raises(ValueError, match=r"shares the weights of embedding and head, .* use schedule='auto'"):
         layout_of(tied.amounts(case), case)
@@ -215,7 +219,7 @@ def test_what_a_pipeline_cannot_hold_is_refused(paper: OnPaper):
     )
 
 
-def test_spread_weights_are_kept_in_parts_and_gathered_for_a_while(paper: OnPaper):
+def test_spread_weights_are_kept_in_parts_and_gathered_for_a_while(paper: SimulatedModel):
     whole, spread = step_of(paper, dp=4), step_of(paper, dp=4, shard_parameters=True)
     kept, mine = whole.memory, spread.memory
     assert (mine.weights, mine.states) == (kept.weights / 4, kept.states / 4)
@@ -227,7 +231,7 @@ def test_spread_weights_are_kept_in_parts_and_gathered_for_a_while(paper: OnPape
     assert step_of(paper, dp=1, shard_parameters=True).seconds == step_of(paper, dp=1).seconds
 
 
-def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: OnPaper):
+def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: SimulatedModel):
     whole, shared = step_of(paper, dp=4), step_of(paper, dp=4, shard_optimizer=True)
     assert shared.memory.weights == whole.memory.weights / 4
     assert shared.memory.states == whole.memory.states / 4
@@ -241,7 +245,7 @@ def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: OnPaper
 
 
 @pytest.mark.parametrize("name", ["dp4", "tp2 dp2", "pp2 dp2"])
-def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, paper: OnPaper):
+def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, paper: SimulatedModel):
     """They wait for the same, which here is much: the link is slow."""
     case = {**{"dp4": {"dp": 4}, **SIZES}[name], "microbatches": 4, "schedule": "folded_1f1b"}
     quick, whole = (step_of(paper, each, **case, shard_optimizer=True) for each in (False, True))

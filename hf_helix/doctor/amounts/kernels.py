@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
 
-COPIES, EXPERT_COPIES = "copies", "expert_copies"
-"""The axes of ranks that hold the same of a parameter, or of an expert, and see other tokens."""
-
 
 @dataclass(frozen=True)
 class Kernel:

@@ -28,7 +28,7 @@ from hf_helix.planning.schedule.clock import USUAL_GAIN, Costs, simulate_schedul
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
 from hf_helix.planning.timing.clock import Timeline
-from hf_helix.planning.timing.predict import WindowParts, parts_of, predict
+from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
@@ -208,34 +208,35 @@ class WindowClock:
         drawing = None
         by_kind: dict[Kind, float] = dict(zip(kinds, exposed, strict=True))
         if self.fidelity.is_whole:
-            drawing = self._drawing() if self.fidelity is Fidelity.DRAWN else None
-            parts = parts_of(drawing[1]) if drawing else self._parts(self.planned, self._microbatches)
-            seconds, reductions = parts.whole - parts.sums, parts.sums
+            parts = self._drawn() if self.fidelity is Fidelity.DRAWN else None
+            drawing = (parts.instructions, parts.timeline) if parts else None
+            parts = parts or self._parts(self.planned, self._microbatches)
+            seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
             if drawing:
                 by_kind = {kind: found for kind, (_, found) in exposed_seconds(drawing[1], self.busiest).items()}
                 by_kind.pop(Kind.GRADIENTS, None)  # in `reductions` and in `waits`
         bubble = max(0.0, seconds - alone) if self._ranks > 1 else 0.0
         return WindowTime(seconds, reductions, waits, bubble, by_kind, drawing)
 
-    def _drawing(self) -> Drawing | None:
+    def _drawn(self) -> Prediction | None:
         """Returns the window operator by operator; None where it has too many."""
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
         schedule = Scheduler(self._asked, self._ranks, self._costs)(self._microbatches)
-        return predict_plan(self.planned.plan, self.planned.profile, schedule)
+        return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
         """Returns the seconds of the window without the gradient reductions at its end, those of the reductions, and
         those of the busiest rank by itself."""
         few = self._few
         parts = self._parts(planned, few)
-        seconds = parts.whole - parts.sums
+        seconds = parts.seconds - parts.reduction_seconds
         if few == self._microbatches and (self._ranks == 1 or self.fidelity is Fidelity.QUICK):
-            return seconds, parts.sums, seconds
+            return seconds, parts.reduction_seconds, seconds
         own = self._own(planned)
         long, short = (self._alone(own, count) for count in (self._microbatches, few))
-        return seconds + long - short, parts.sums, long
+        return seconds + long - short, parts.reduction_seconds, long
 
     def _waits(self, planned: Planned) -> Sequence[float]:
         profile = planned.profile
@@ -243,7 +244,7 @@ class WindowClock:
             return [0.0]
         without = replace(profile, layout=replace(profile.layout, gathers=()))
         few = min(self._few, WAITING)
-        whole, bare = (self._parts(each, few).whole for each in (planned, replace(planned, profile=without)))
+        whole, bare = (self._parts(each, few).seconds for each in (planned, replace(planned, profile=without)))
         return [whole - bare]
 
     def _exposed(self, kinds: Sequence[Kind], planned: Planned) -> Sequence[float]:
@@ -251,8 +252,8 @@ class WindowClock:
         counts = [min(self._microbatches, count) for count in COMPARED]
         own, found = self._own(planned), []
         for count in counts:
-            timeline = predict_timeline(own.plan, own.profile, self._on_one_rank(count))
-            by_kind = exposed_seconds(timeline)
+            predicted = predict(own.plan, own.profile, self._on_one_rank(count), timeline=True)
+            by_kind = exposed_seconds(predicted.timeline)
             found.append([by_kind.get(kind, (0.0, 0.0))[1] for kind in kinds])
         further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
         return [last + further * (last - first) for first, last in zip(*found, strict=True)]
@@ -262,7 +263,7 @@ class WindowClock:
         """Returns the micro-batches for which all ranks are predicted."""
         return self._microbatches if self._ranks == 1 else min(self._microbatches, self._ranks + 1)
 
-    def _parts(self, planned: Planned, microbatches: int) -> WindowParts:
+    def _parts(self, planned: Planned, microbatches: int) -> Prediction:
         schedule = schedule_of(self._named, self._ranks, microbatches)
         return predict(planned.plan, planned.profile, schedule)
 
@@ -276,7 +277,7 @@ class WindowClock:
     def _alone(self, own: Planned, microbatches: int) -> float:
         """Returns the seconds of a window of one rank, without the gradient reductions at its end."""
         parts = predict(own.plan, own.profile, self._on_one_rank(microbatches))
-        return parts.whole - parts.sums
+        return parts.seconds - parts.reduction_seconds
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self._named if self._named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)

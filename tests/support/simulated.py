@@ -9,15 +9,15 @@ import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.simulated import Kinds, amounts_of
+from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
-from hf_helix.engine.on_paper import Kinds, amounts_of
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.window.layout import Layout
-from hf_helix.simulation.amounts.amounts import Amounts
-from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,
@@ -53,7 +53,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     """What the runtime makes of a model on two data-parallel ranks, with these options of `HelixConfig`."""
     config = HelixConfig(**helix)
     spread = {"copies": 2, "expert_copies": 2} if config.spreads else None
-    mesh = paper_mesh({"tp": config.tp_size}, spread=spread).mesh
+    mesh = simulated_mesh({"tp": config.tp_size}, spread=spread).mesh
     group: Any = object()
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
     modes = ["none"] * model.config.num_hidden_layers

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.on_paper import case_of, cluster_with, counted, on_meta
+from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.simulated import SimulatedModel, kinds_of
 from hf_helix.engine.build import declare
-from hf_helix.engine.on_paper import OnPaper, kinds_of
 from hf_helix.models.families.llama import Llama
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.simulation.amounts.mesh import paper_mesh
 
 LAYERS = 3
 
@@ -62,7 +62,7 @@ def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected
     model, config = make(), HelixConfig(**helix)
     kinds = kinds_of(model)
     assert list(kinds.kinds) == expected
-    mesh = paper_mesh({"tp": 2}).mesh
+    mesh = simulated_mesh({"tp": 2}).mesh
     whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).stage
     result = counted(model, kinds=kinds, **helix)
     assert list(result.model.units) == list(whole.layout.units)
@@ -88,7 +88,7 @@ def test_what_the_whole_model_hides_is_refused():
 
 
 def test_what_leaves_a_node_is_of_another_kind_and_counts_the_same():
-    paper = OnPaper(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
+    paper = SimulatedModel(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
     inside, across = (paper.amounts(case_of(ep=2, pp=pp, dp=2, length=32)) for pp in (1, 2))
     result = [
         {name for name, op in named_operators(each.layout) if op.kind is Kind.INTER_NODE} for each in (inside, across)

@@ -3,7 +3,7 @@
 In:   the memory that operators allocate, and a rank's program or its schedule.
 Out:  `Peak`s.
 Must hold: of a program, each piece of memory is freed once nothing holds it any more
-(`hf_helix.simulation.amounts.lifetimes`), a collective on its way included (`hf_helix.simulation.held`). Before there
+(`hf_helix.doctor.amounts.lifetimes`), a collective on its way included (`hf_helix.doctor.held`). Before there
 are programs, two strands take turns layer by layer, which is what plans promise to need no more than (one layer's
 activations apart). What is sent to another stage of the pipeline is freed when the next transfer begins.
 """
@@ -15,17 +15,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
+from hf_helix.doctor.amounts.lifetimes import outputs_of
+from hf_helix.doctor.held import Held, held_until_over, held_until_waited
+from hf_helix.doctor.memory import GRADIENT, Peak
 from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.timing.clock import Timeline
 from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name
-from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
-from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
-from hf_helix.simulation.amounts.lifetimes import outputs_of
-from hf_helix.simulation.held import Held, held_until_over, held_until_waited
-from hf_helix.simulation.memory import GRADIENT, Peak
+from hf_helix.simulation.sizes import EXPERT_COPIES
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
