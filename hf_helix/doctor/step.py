@@ -16,7 +16,7 @@ from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
-from hf_helix.doctor.window import Fidelity, Planned, WindowClock, usual_schedules
+from hf_helix.doctor.window import Fidelity, WindowClock, usual_schedules
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
@@ -240,18 +240,13 @@ def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: Wi
     """Returns the peak of each rank in a window as long as memory depends on, by the programs of its plan."""
     schedule = Scheduler(case.schedule, case.sizes.pp)(min(case.microbatches, 2 * case.sizes.pp + 2))
 
-    def peaks(planned: Planned) -> list[float]:
-        layout = planned.profile.layout
-        if cluster.device.host_runs_ahead:
-            programs = build_programs(schedule, layout, planned.plan)
-            found = peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
-        else:  # on a CPU memory depends on when instructions run
-            predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
-            found = peaks_of_window(amounts, layout, predicted.instructions, predicted.timeline)
-        return [count for peak in found for count in (peak.activations, peak.weights, peak.gradients)]
-
-    counts = [round(each) for each in clock.extrapolated(peaks)]
-    return [Peak(*counts[place : place + 3]) for place in range(0, len(counts), 3)]
+    planned = clock.all_layers  # memory is not linear in the number of layers: the place of its peak depends on it
+    layout = planned.profile.layout
+    if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run
+        predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
+        return peaks_of_window(amounts, layout, predicted.instructions, predicted.timeline)
+    programs = build_programs(schedule, layout, planned.plan)
+    return peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
 
 
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:

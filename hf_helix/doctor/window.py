@@ -164,6 +164,13 @@ class WindowClock:
         return self._planned(self.layout)
 
     @property
+    def all_layers(self) -> Planned:
+        """Returns the profile of all layers, with the plan of few layers at reduced fidelity."""
+        if self.fidelity.is_whole:
+            return self.planned
+        return Planned(self._complete(self._profile), self._reduced[0][-1].plan)
+
+    @property
     def changes_operators(self) -> bool:
         """Whether the plan orders other operators than those of the profile, such as tiles."""
         planned = self._reduced[0][0]
