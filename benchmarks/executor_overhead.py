@@ -38,7 +38,7 @@ from hf_helix.operators.base import (
     SplitComputation,
     TensorOperator,
     Tensors,
-    Work,
+    TransferFn,
 )
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
@@ -120,7 +120,7 @@ class IdleCommunication(Communication):
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         return self.outputs if part is Part.F else self.gradients, _do_nothing
 
 

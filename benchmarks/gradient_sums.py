@@ -85,18 +85,18 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
     seconds, sums = [], Kind.GRADIENTS.value
     for _ in range(repeats):
         trace = trace_window(runner, window, complete=True)
-        seconds.append(max(all_gather_object(trace.busy(False, sums) - trace.beside(sums))))
+        seconds.append(max(all_gather_object(trace.busy(False, sums) - trace.overlapped(sums))))
     return statistics.median(seconds)
 
 
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
     """The median seconds of each way, all in turn."""
     from hf_helix.measure.overlap import time_in_turn
-    from hf_helix.runtime.gradients.reduce import complete_gradients
+    from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 
     def behind() -> None:
         plain.train_window(window, complete=False)
-        complete_gradients(plain.stage.units, plain.mesh, plain.executor.streams)
+        reduce_all_gradients(plain.stage.units, plain.mesh, plain.executor.streams)
 
     works = {
         "none": functools.partial(plain.train_window, window, complete=False),

@@ -36,7 +36,7 @@ from hf_helix.models.graph import builder, norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators import explicit, matmul_dtype
-from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears import accumulate
 from hf_helix.operators.unit import Unit
@@ -233,13 +233,13 @@ def _compiled_as_counted(kernels: Kernels) -> Iterator[None]:
 @contextmanager
 def _weights_apart(kernels: Kernels) -> Iterator[None]:
     """Copies of weights count for the window, not for the micro-batch that comes first."""
-    copy = matmul_dtype.joined_copy
+    copy = matmul_dtype.joined_cast
 
     def counted(*given: Any) -> Tensor:
         with kernels.run(WINDOW if kernels.running else None):
             return copy(*given)
 
-    with _replaced(matmul_dtype, "joined_copy", counted):
+    with _replaced(matmul_dtype, "joined_cast", counted):
         yield
 
 
@@ -338,7 +338,7 @@ class _WatchedCommunication(Communication):
     def __init__(self, operator: Communication, counter: _Counter) -> None:
         self._operator, self._counter = operator, counter
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         return self._counter.run(part, self._operator.prepare, call, part, *inputs)
 
 

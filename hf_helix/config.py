@@ -32,7 +32,6 @@ RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep", "dp")
-PARAMETERS, OPTIMIZER = "parameters", "optimizer"  # see HelixConfig.spreads
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -236,12 +235,9 @@ class HelixConfig:
         return self.tp_size * self.pp_size * self.cp_size
 
     @property
-    def spreads(self) -> str | None:
-        """What data-parallel ranks spread over each other: `parameters` with all that belongs to them (ZeRO-3), or what
-        the `optimizer` steps (ZeRO-1)."""
-        if self.shard_parameters:
-            return PARAMETERS
-        return OPTIMIZER if self.shard_optimizer else None
+    def zero_stage(self) -> int:
+        """The stage of ZeRO: 3 with `shard_parameters`, 1 with `shard_optimizer`, 0 with neither."""
+        return 3 if self.shard_parameters else int(self.shard_optimizer)
 
     @property
     def option_sizes(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
 from hf_helix.runtime.distributed.groups import share_process
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, mesh_of, world_size
-from hf_helix.runtime.failures.endings import said_elsewhere
+from hf_helix.runtime.failures.endings import remote_description
 
 LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""
@@ -133,7 +133,7 @@ def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
 def _failed(subject: Subject, config: HelixConfig, error: Exception) -> Proof:
     """The proof of a layout that ranks could not be given. Collective."""
     trace = "" if isinstance(error, ValueError) else traceback.format_exc()  # a ValueError says all that users need
-    traces = all_gather_object("" if said_elsewhere(error) else trace)
+    traces = all_gather_object("" if remote_description(error) else trace)
     return Proof(subject.name, _layout(config), failure=shared_reason(error), trace=next(filter(None, traces), ""))
 
 

@@ -255,7 +255,7 @@ class Case:
         path = TRACES / name.replace(" ", "-")
         write_perfetto(path, [trace.spans])
         busy = trace.busy(compute=False)
-        return f"{trace.beside() / busy if busy else 0:.1%} overlapped in runs/gpu/{path.name}"
+        return f"{trace.overlapped() / busy if busy else 0:.1%} overlapped in runs/gpu/{path.name}"
 
 
 def lone_workload(sizes: Sizes, device: torch.device) -> Workload:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu.windows import Local
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event, Streams, Work
+from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event, Streams, TransferFn
 
 CYCLES = 1.7e9
 """Of a second of `torch.cuda._sleep`, about."""
@@ -80,7 +80,7 @@ class PacedStreams(CudaStreams):
         super().__init__(device)
         self.pace: Pace = at_once
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
         event = super().issue(kind, work, after, label, lane)
         sleep(self.pace(), torch.device("cuda"))
         return event
@@ -89,7 +89,7 @@ class PacedStreams(CudaStreams):
 class Forgetful(PacedStreams):
     """Mistake: what communication reads and writes is not kept until it is over."""
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
         event: Any = super().issue(kind, work, after, label, lane)
         event.keep = None
         return event

@@ -132,7 +132,7 @@ def compare(report: Report, case: Case, outcome: dict[str, Any], wanted: tuple[l
     figure = f"losses {losses:.1e}, norms of gradients {norms:.1e} off the unsplit model's (at most {CLOSE:.0e})"
     kept = f", kept {outcome['kept']}" if outcome["kept"] else ""
     report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {outcome['seconds']:.1f} s")
-    if case.config.spreads:
+    if case.config.zero_stage:
         figure = f"an optimizer steps {outcome['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
         report.check(f"{case.name}: parameters are spread", outcome["share"] <= MOST_STEPPED, figure)
     before, after = (value / 2**20 for value in outcome["memory"])

@@ -195,7 +195,7 @@ def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
     placements, owners = stage.all_placements, stage.owners
     tensors = persistent_tensors(model)
     shapes: dict[str, tuple[int, ...]] = {
-        name: placements.get(tensor, COPIED).whole_shape(tensor.shape)
+        name: placements.get(tensor, COPIED).full_shape(tensor.shape)
         for name, tensor in tensors.items()
         if owners.get(tensor, stage.rank) == stage.rank
     }

@@ -58,7 +58,7 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
         for name, source in sources.items():
             if tensors[name].is_local:
                 out = model.get_parameter_or_buffer(name)
-                whole.lend(out)
+                whole.unshard(out)
                 with checkpoint.reader() as reader:
                     tensors[name].read(source, name, out, model, reader)
 
@@ -138,7 +138,7 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
         if id(tensor) not in made:
             placement, is_local = placements.get(tensor, COPIED), owners.get(tensor, stage.rank) == stage.rank
             has_shape = tensor.numel() > 0 or is_local
-            shape = placement.whole_shape(tensor.shape) if has_shape else None
+            shape = placement.full_shape(tensor.shape) if has_shape else None
             axis = mesh.axis_of(placement)
             made[id(tensor)] = ModelTensor(name, shape, tensor.is_floating_point(), is_local, placement, axis)
         by_name[name] = made[id(tensor)]

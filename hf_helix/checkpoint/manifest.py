@@ -166,7 +166,7 @@ def describe_parameters(
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     mine: Parameters = {
         about.name: {
-            "shape": list(about.whole_shape(parameter)),
+            "shape": list(about.full_shape(parameter)),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trained": about.trained,
             "group": group_of.get(parameter),

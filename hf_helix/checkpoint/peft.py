@@ -53,7 +53,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
             with safe_open(path, "pt") as file:
                 for key, name in names.items():
                     weight = weights[name]
-                    slices.lend(weight)
+                    slices.unshard(weight)
                     if stage.owners[weight] == stage.rank:
                         placement = stage.all_placements[weight]
                         axis = mesh.axis_of(placement)
@@ -80,7 +80,7 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
     for key, name in names.items():
         held = tuple(weights[name].shape)
         # The shape of what other pipeline ranks hold is not known here.
-        wanted = placements[name].whole_shape(held) if weights[name].numel() else shapes[key]
+        wanted = placements[name].full_shape(held) if weights[name].numel() else shapes[key]
         if shapes[key] != wanted:
             raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted)} in the model")
 

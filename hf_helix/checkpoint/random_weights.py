@@ -97,7 +97,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
                 _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
             for name in names:
                 out = model.get_parameter(name)
-                whole.lend(out)
+                whole.unshard(out)
                 tensors[name].copy_slice(outline.get_parameter(name), out)
 
 

@@ -157,7 +157,7 @@ class _Writer:
         """Gathers what is spread of the parameters that a source is made into. Collective over these ranks."""
         if self.whole.is_needed:
             for name in source.convert(self.model, self.layout.tensors.__getitem__):
-                self.whole.lend(self.tensors[name])
+                self.whole.unshard(self.tensors[name])
 
     def _parts(self, source: Source) -> list[TensorPart] | None:
         """The tensors on disk, or slices of them, that this rank writes of a source; None where it holds nothing of it,
@@ -178,7 +178,7 @@ class _Writer:
 
     def _has_turn(self, source: Source, placement: Placement) -> bool:
         """Whether this rank writes, among those that hold the same slice: the one that has written fewest bytes."""
-        group = self.mesh.copies_of(placement)
+        group = self.mesh.replica_group_of(placement)
         if group is None:
             return True
         ranks = dist.get_process_group_ranks(group)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.stage import Stage
@@ -60,7 +60,7 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     for name, module in model.named_modules():
         _materialize_buffers(model, name, module, mesh.device)
     owners = stage.owners
-    spread = {parameter for flat in stage.flats for parameter in flat.placements}
+    spread = {parameter for flat in stage.flat_parameters for parameter in flat.placements}
     for parameter, placement in stage.all_placements.items():
         if not parameter.is_meta:
             continue
@@ -70,9 +70,9 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
         value = torch.empty(held, dtype=parameter.dtype, device=mesh.device).expand(shape)
         # `parameter.data = value` is refused from one device to another.
         swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
-    for flat in stage.flats:
-        if not flat.is_spread:
-            flat.spread(mesh.device)
+    for flat in stage.flat_parameters:
+        if not flat.is_sharded:
+            flat.shard_in_place(mesh.device)
 
 
 def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
@@ -145,7 +145,7 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
     if axis.rank > 0:
         send_on_host(value, ranks[0])
         return None
-    whole = torch.empty(placement.whole_shape(value.shape), dtype=value.dtype)
+    whole = torch.empty(placement.full_shape(value.shape), dtype=value.dtype)
     placement.paste(whole, value.cpu(), axis.size, 0)
     for number, source in enumerate(ranks[1:], 1):
         places = placement.slices(whole, axis.size, number)
@@ -160,7 +160,7 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
     """Whether a rank holds only a part of the model. The same on every rank."""
-    return bool(stage.flats) or has_slices(stage, mesh)
+    return bool(stage.flat_parameters) or has_slices(stage, mesh)
 
 
 def has_slices(stage: Stage, mesh: Mesh) -> bool:
@@ -214,10 +214,12 @@ class WholeSlices:
     """
 
     def __init__(self, stage: Stage, written: bool = False) -> None:
-        self._flats = {parameter: flat for flat in stage.flats if flat.is_spread for parameter in flat.placements}
+        self._flats = {
+            parameter: flat for flat in stage.flat_parameters if flat.is_sharded for parameter in flat.placements
+        }
         self._written = written
-        self._max_lent = max([MOST, *(len(set(unit.flats.values())) for unit in stage.units.values())])
-        self._lent: dict[Flat, None] = {}  # the one that was used last comes last
+        self._max_unsharded = max([MOST, *(len(set(unit.flat_parameters.values())) for unit in stage.units.values())])
+        self._unsharded: dict[FlatParameter, None] = {}  # the one that was used last comes last
 
     @property
     def is_needed(self) -> bool:
@@ -230,10 +232,10 @@ class WholeSlices:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for flat in list(self._lent):
+        for flat in list(self._unsharded):
             self._return(flat)
 
-    def lend(self, tensor: Any) -> None:
+    def unshard(self, tensor: Any) -> None:
         """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over.
 
         Raises:
@@ -242,17 +244,17 @@ class WholeSlices:
         flat = self._flats.get(tensor)
         if flat is None:
             return
-        if flat in self._lent:
-            del self._lent[flat]
+        if flat in self._unsharded:
+            del self._unsharded[flat]
         else:
-            if len(self._lent) == self._max_lent:
-                self._return(next(iter(self._lent)))
-            flat.check_not_lent()
-            flat.lend(flat.gather())
-        self._lent[flat] = None
+            if len(self._unsharded) == self._max_unsharded:
+                self._return(next(iter(self._unsharded)))
+            flat.check_resharded()
+            flat.unshard(flat.gather())
+        self._unsharded[flat] = None
 
-    def _return(self, flat: Flat) -> None:
-        if self._written and flat.lent is not None:
-            flat.keep(flat.lent)
-        flat.take_back()
-        del self._lent[flat]
+    def _return(self, flat: FlatParameter) -> None:
+        if self._written and flat.unsharded is not None:
+            flat.load_full(flat.unsharded)
+        flat.reshard()
+        del self._unsharded[flat]

@@ -50,9 +50,9 @@ class WholeTensor(Tensor):
 
     @staticmethod
     def __new__(cls, about: LocalParameter, local: Tensor) -> WholeTensor:
-        whole = about.whole_shape(local)
+        whole = about.full_shape(local)
         made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
-        made.local, made._pieces, made._is_written = local, about.pieces(local), about.is_first_copy
+        made.local, made._pieces, made._is_written = local, about.pieces(local), about.is_first_replica
         return made
 
     @classmethod
@@ -127,7 +127,7 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
     states = list(_saved_states(parameters, local, folder))
     counters = {
-        key for parameter, key, _, saved in states if local[parameter].whole_shape(parameter) and _is_scalar(saved)
+        key for parameter, key, _, saved in states if local[parameter].full_shape(parameter) and _is_scalar(saved)
     }
     for parameter, key, name, saved in states:
         if isinstance(saved, BytesStorageMetadata):
@@ -167,12 +167,12 @@ def _saved_states(
             continue
         key, _, mark = key.partition("@")
         about = local[parameter]
-        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.whole_shape(parameter):
+        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.full_shape(parameter):
             yield parameter, key, name, saved
         elif mark.partition("of")[2] != about.mark.partition("of")[2]:
             raise ValueError(
                 f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
-                f"{list(about.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size, or for "
+                f"{list(about.full_shape(parameter))}, so it cannot be cut for another tp_size or ep_size, or for "
                 "another number of ranks with shard_optimizer=True or shard_parameters=True; resume with those of the "
                 "checkpoint"
             )
@@ -195,7 +195,7 @@ def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, save
         counts: whether it is one number for any parameter, such as the number of steps.
     """
     dtype = saved.properties.dtype
-    if "@" in name or counts or saved.size != about.whole_shape(parameter):
+    if "@" in name or counts or saved.size != about.full_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)
     return WholeTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 

@@ -286,5 +286,5 @@ def _cut(stage: Stage, paper: SimulatedMesh) -> None:
         axis = paper.mesh.axis_of(placement)
         parameter.grad = None
         parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
-    for flat in stage.flats:
-        flat.spread(META)
+    for flat in stage.flat_parameters:
+        flat.shard_in_place(META)

@@ -28,15 +28,15 @@ from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.zero1 import keep_units
-from hf_helix.operators.zero.zero3 import spread_units
+from hf_helix.operators.zero.zero1 import apply_zero1
+from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.gradients.buckets import layout_with_sums
+from hf_helix.runtime.gradients.buckets import layout_with_reductions
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.streams import make_streams
@@ -151,7 +151,7 @@ def declare(
         family.head_cost(base),
         config.layers_per_stage,
     )
-    layout = layout_with_gathers(layout_with_sums(stage.layout, stage.model, mesh), stage.model, mesh)
+    layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=layout), called)
 
 
@@ -197,9 +197,9 @@ def _declare_units(
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
     if config.shard_parameters:
-        units = number_distinct_graphs(spread_units(units, mesh.spread_over, autocast_dtype))
+        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
     elif config.shard_optimizer:
-        units = keep_units(units, mesh.spread_over, autocast_dtype)
+        units = apply_zero1(units, mesh.shard_axes, autocast_dtype)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called)
@@ -226,6 +226,6 @@ def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) 
     else:
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
-    for flat in stage.flats:
-        if not flat.is_spread:
-            flat.spread(mesh.device)
+    for flat in stage.flat_parameters:
+        if not flat.is_sharded:
+            flat.shard_in_place(mesh.device)

@@ -51,7 +51,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
+from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
@@ -127,7 +127,9 @@ class Engine(Diagnostics):
     def _make_graphs(self) -> WindowGraphs | None:
         if not self.config.cuda_graphs:
             return None
-        reason = why_never(self.mesh, self.runner, self.config.expert_capacity_factor, is_peft(self.model))
+        reason = reason_against_all_graphs(
+            self.mesh, self.runner, self.config.expert_capacity_factor, is_peft(self.model)
+        )
         if reason is not None:
             say(f"cuda_graphs=True: windows run without CUDA graphs: {reason}")
         return WindowGraphs(say) if reason is None else None
@@ -203,12 +205,12 @@ class Engine(Diagnostics):
     # -- training ------------------------------------------------------------------------------------------------
 
     def extents(self, batches: Sequence[Any]) -> Tensor:
-        """Returns how far the ids, labels and positions of a window reach, for `limits.judge`; waits for nothing."""
+        """Returns how far the ids, labels and positions of a window reach, for `limits.raise_if_invalid`; waits for nothing."""
         return extents(batches, self.mesh.device)
 
     def check_extents(self, batch: Any) -> None:
-        """Refuses a batch that was not announced in a window, as `limits.judge`. Waits for the device."""
-        self.limits.judge([self.extents([batch]).tolist()])
+        """Refuses a batch that was not announced in a window, as `limits.raise_if_invalid`. Waits for the device."""
+        self.limits.raise_if_invalid([self.value_bounds([batch]).tolist()])
 
     @plain_parameters()
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[Tensor]:
@@ -266,7 +268,7 @@ class Engine(Diagnostics):
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the gradient of the whole model, on every rank. Collective."""
         stage = self.runner.stage
-        return gradient_norm(stage.placements, self.mesh, stage.flats)
+        return gradient_norm(stage.placements, self.mesh, stage.flat_parameters)
 
     @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -315,8 +317,8 @@ class Engine(Diagnostics):
     def free_spread_parameters(self) -> None:
         """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
         copies what is on `cpu`."""
-        for flat in self.runner.stage.flats:
-            flat.take_back()
+        for flat in self.runner.stage.flat_parameters:
+            flat.reshard()
 
     @plain_parameters()
     def step_parts(self, optimizer: Any) -> None:

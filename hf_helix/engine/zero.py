@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_helix.checkpoint.shard import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
-from hf_helix.operators.zero.zero1 import kept_flats
+from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import plain_parameters
@@ -37,7 +37,7 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
     owners = stage.owners
     for parameter, placement in stage.all_placements.items():
         axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
-        whole = placement.whole_shape(parameter.shape) if owners[parameter] == stage.rank else None
+        whole = placement.full_shape(parameter.shape) if owners[parameter] == stage.rank else None
         for key, state in states.items():
             if not isinstance(state, Tensor) or not state.dim():
                 continue
@@ -63,7 +63,7 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
         if callable(method):
             function = plain_parameters()(getattr(method, "__func__", method))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
+    optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
@@ -73,12 +73,12 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
         for key, state in states.items()
         if parameter.dim() and not getattr(state, "ndim", 0)
     }
-    for flat in stage.flats:
+    for flat in stage.flat_parameters:
         for parameter, shard in flat.shards.items():
             if parameter in optimizer.state:
                 states = optimizer.state.pop(parameter).items()
                 optimizer.state[shard] = {
-                    key: state if key in counters else flat.part_of(state, parameter) for key, state in states
+                    key: state if key in counters else flat.owned_part(state, parameter) for key, state in states
                 }
 
 
@@ -138,20 +138,22 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
     with plain_parameters():
-        for flat in stage.flats:
-            flat.check_not_lent()
+        for flat in stage.flat_parameters:
+            flat.check_resharded()
         # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
-        before = {flat: flat.shard.clone() for flat in kept_flats(stage.flats) if flat.cast_to is None}
+        before = {
+            flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.cast_to is None
+        }
         with watched():
             meet("whole_weights() is entered")
-            for flat in stage.flats:
-                flat.lend(flat.gather())
+            for flat in stage.flat_parameters:
+                flat.unshard(flat.gather())
         try:
             with direct_use_allowed():
                 yield model
         finally:
-            for flat in stage.flats:
-                flat.take_back()
+            for flat in stage.flat_parameters:
+                flat.reshard()
             for flat, stretch in before.items():
                 flat.shard.copy_(stretch)
-                flat.outdate()
+                flat.mark_stale()

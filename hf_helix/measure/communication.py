@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from hf_helix.measure.overlap import forget_gradients
 from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, hold, time_repeats
-from hf_helix.operators.zero.zero1 import KeptFlat
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.window.layout import Name, named_gathers, named_reductions
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket
-from hf_helix.runtime.gradients.reduce import Reduction
+from hf_helix.runtime.gradients.reduce import GradientReduction
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
@@ -63,7 +63,7 @@ def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
         for parameter in bucket.placements:
             if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
                 parameter.grad = torch.zeros_like(parameter)
-        Reduction([bucket], runner.mesh, streams).finish()
+        GradientReduction([bucket], runner.mesh, streams).finish()
 
     issuing = ISSUING_SLOWEST + ISSUING * len(bucket.placements)  # their gradients are made, and moved
     try:
@@ -74,7 +74,7 @@ def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
 
 def _most_copies(bucket: Bucket, mesh: Mesh) -> int:
     """How many ranks add to a gradient of the bucket at most."""
-    groups = [mesh.copies_of(placement) for placement in bucket.placements.values()]
+    groups = [mesh.replica_group_of(placement) for placement in bucket.placements.values()]
     return max(dist.get_world_size(group) for group in groups if group is not None)
 
 
@@ -159,21 +159,21 @@ def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]],
     sent: dict[Name, int] = {}
     for number in layout.gathers_of(runner.stage.rank):
         gather = layout.gathers[number]
-        flat = runner.stage.model[gather.units[0]].flats[gather.name]
-        assert isinstance(flat, KeptFlat)
-        length = flat.axis, flat.piece.nbytes
+        flat = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        assert isinstance(flat, Zero1FlatParameter)
+        length = flat.gather_axis, flat.buffer.nbytes
         if length not in known:
             known[length] = _time_gather(runner, flat, repeats)
         seconds[names[number]] = known[length]
-        sent[names[number]] = flat.piece.nbytes // flat.axis.size * (flat.axis.size - 1)
+        sent[names[number]] = flat.buffer.nbytes // flat.gather_axis.size * (flat.gather_axis.size - 1)
     return seconds, sent
 
 
-def _time_gather(runner: Runner, flat: KeptFlat, repeats: int) -> list[float]:
+def _time_gather(runner: Runner, flat: Zero1FlatParameter, repeats: int) -> list[float]:
     """The seconds of a gather on its stream, without the first."""
     streams = runner.executor.streams
 
     def repeat() -> None:
-        streams.wait(streams.issue(flat.sums.kind, flat.refresh(), (), flat.name))
+        streams.wait(streams.issue(flat.reduce_axis.kind, flat.refresh(), (), flat.name))
 
     return time_repeats(streams, repeat, repeats, ISSUING_SLOWEST)

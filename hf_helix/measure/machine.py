@@ -30,7 +30,7 @@ def machine(runner: Runner) -> dict[str, str]:
         "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
         "hosts": str(len(set(all_gather_object(host_name())))),
         "torch": torch.__version__,
-        REDUCTIONS_OVER: runner.mesh.sums_kind.value if runner.layout.reductions else "",
+        REDUCTIONS_OVER: runner.mesh.reduction_kind.value if runner.layout.reductions else "",
         EMULATED_LINK: runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
     return all_gather_object({key: value for key, value in known.items() if value})[0]

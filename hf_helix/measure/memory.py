@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_helix.measure.overlap import forget_gradients
-from hf_helix.operators.zero.zero1 import kept_flats
+from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
@@ -73,7 +73,7 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             runner.train_window(window)
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
-        held: list[Tensor] = [flat.piece for flat in kept_flats(runner.stage.flats)]
+        held: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
         for parameter in runner.stage.stepped:
             held += [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for side in sides:

@@ -271,8 +271,8 @@ def measure_profile(
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
         profile = _measure(runner, window, about or {}, pairs, progress)
     forget_gradients(runner)
-    for flat in runner.stage.flats:
-        flat.take_back()  # what operators read that ran by themselves
+    for flat in runner.stage.flat_parameters:
+        flat.reshard()  # what operators read that ran by themselves
     return profile
 
 

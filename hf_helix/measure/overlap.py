@@ -21,15 +21,15 @@ import torch.distributed as dist
 
 from hf_helix.measure.progress import Progress
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.operators.zero.zero1 import KeptFlat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.bounds import busiest_link
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.buckets import Bucket
-from hf_helix.runtime.gradients.reduce import complete_gradients
+from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace, common, merge
@@ -127,7 +127,7 @@ def measure_overlap(
     beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     mesh, sent = first.mesh, sum(transport.bytes_sent for transport in recorded)
-    over = {flat.axis for flat in first.stage.flats}
+    over = {flat.gather_axis for flat in first.stage.flat_parameters}
     gathered = sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over)
     forget_gradients(first)
     return {
@@ -146,7 +146,7 @@ def measure_overlap(
             sums_overlapped=beside_sums[name],
             bytes_summed=bytes_summed(first),
             bytes_gathered=gathered,
-            bytes_spared=sum(map(bytes_spared, first.stage.flats)),
+            bytes_spared=sum(map(bytes_spared, first.stage.flat_parameters)),
         )
         for (name, runner), step in zip(runners.items(), parts.steps, strict=True)
     }
@@ -183,17 +183,17 @@ def _time_parts(
         with _silenced(mesh.axes):
             runner.train_window(window, complete=False)
 
-    def sum_gradients() -> None:
-        complete_gradients(first.stage.units, mesh, first.executor.streams)
+    def reduce_gradients() -> None:
+        reduce_all_gradients(first.stage.units, mesh, first.executor.streams)
 
     moving = _collectives_alone(mesh, recorded)
     works: list[Callable[[], Any]] = [
         *(functools.partial(compute, runner) for runner in schedules.values()),
-        sum_gradients,  # comes after a computation, so there are gradients to sum
+        reduce_gradients,  # comes after a computation, so there are gradients to sum
         *moving,
         *(functools.partial(runner.train_window, window) for runner in runners.values()),
     ]
-    times = time_in_turn(works, first, repeats, keep_gradients=(sum_gradients,), progress=progress)
+    times = time_in_turn(works, first, repeats, keep_gradients=(reduce_gradients,), progress=progress)
     medians = [statistics.median(of_work) for of_work in times]
     computing, (summing, *rest) = medians[: len(schedules)], medians[len(schedules) :]
     sums = summing if world_size() > mesh.pipe.size else 0.0
@@ -316,9 +316,9 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
     """The overlapped fractions by stream, and of all streams under "": means over the ranks."""
     trace = trace_window(runner, window)
     mine = {}
-    for stream in (None, *trace.communicating()):
+    for stream in (None, *trace.collective_streams()):
         busy = trace.busy(compute=False, stream=stream)
-        mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
+        mine[stream or ""] = trace.overlapped(stream) / busy if busy else 0.0
     ranks = all_gather_object(mine)
     streams = sorted({stream for fractions in ranks for stream in fractions})
     return {
@@ -395,24 +395,24 @@ def bytes_summed(runner: Runner) -> int:
 def _sent(bucket: Bucket, runner: Runner) -> int:
     if bucket.flat is not None:  # a reduce-scatter
         size = torch.promote_types(bucket.flat.shard.dtype, torch.float32).itemsize
-        return (bucket.flat.axis.size - 1) * bucket.flat.shard.numel() * size
+        return (bucket.flat.gather_axis.size - 1) * bucket.flat.shard.numel() * size
     total = 0
     for parameter, placement in bucket.placements.items():  # an all-reduce
-        group = runner.mesh.copies_of(placement)
+        group = runner.mesh.replica_group_of(placement)
         ranks = dist.get_world_size(group) if group is not None else 1
         size = torch.promote_types(parameter.dtype, torch.float32).itemsize
         total += 2 * (ranks - 1) * parameter.numel() * size // ranks
     return total
 
 
-def bytes_spared(flat: Flat) -> int:
+def bytes_spared(flat: FlatParameter) -> int:
     """Returns what this rank keeps less of between windows because the parameters of a flat are spread: of weights, and
     of AdamW's states where they are trained."""
     weight = flat.shard.element_size()
     states = AVERAGES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()
-    if isinstance(flat, KeptFlat):
-        kept = flat.piece.nbytes + (weight if flat.cast_to is not None else 0) * flat.shard.numel()
+    if isinstance(flat, Zero1FlatParameter):
+        kept = flat.buffer.nbytes + (weight if flat.cast_to is not None else 0) * flat.shard.numel()
         kept += states * flat.shard.numel()
     return (weight + states) * flat.length - kept
 
@@ -433,4 +433,4 @@ def link_loads(mesh: Mesh, moved: Sequence[float], summing: float, sent: int) ->
         return
     kinds = [*(axis.kind for axis in mesh.axes), Kind.GRADIENTS]
     for kind, seconds in zip(kinds, [*moved, summing], strict=True):
-        yield (mesh.sums_kind if kind is Kind.GRADIENTS else kind).value, seconds
+        yield (mesh.reduction_kind if kind is Kind.GRADIENTS else kind).value, seconds

@@ -28,7 +28,7 @@ from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]
-Work = Callable[[], object]
+TransferFn = Callable[[], object]
 """Moves data into what was allocated before."""
 
 Method = Callable[..., Tensors]
@@ -193,7 +193,7 @@ class Communication(TensorOperator):
     """An operator on a communication stream."""
 
     @abstractmethod
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         """Allocates on the compute stream. Runs when the operator is issued.
 
         Args:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.side_by_side import rows_in_one
+from hf_helix.operators.side_by_side import contiguous_rows
 
 
 class CastWeights:
@@ -66,8 +66,8 @@ class CastWeights:
     def _make(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         there = [self._there(weight) for weight in weights]
         parts = [weight if copy is None else copy for weight, copy in zip(weights, there, strict=True)]
-        whole = None if any(copy is None for copy in there) else rows_in_one(parts)
-        return joined_copy(parts, dtype) if whole is None else whole.to(dtype)
+        whole = None if any(copy is None for copy in there) else contiguous_rows(parts)
+        return joined_cast(parts, dtype) if whole is None else whole.to(dtype)
 
     def once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         """What follows from the weights as they are: made once in a window for a key, elsewhere at every call."""
@@ -79,7 +79,7 @@ class CastWeights:
         return value
 
 
-def joined_copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def joined_cast(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns a copy of weights in another type, one below the other; it has no gradient."""
     if len(weights) == 1:
         return weights[0].detach().to(dtype)

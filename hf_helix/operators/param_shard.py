@@ -63,7 +63,7 @@ class Placement:
             held[self.dim] = sum(last - first for first, last in self.bounds(size, rank))
         return tuple(held)
 
-    def whole_shape(self, held: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, held: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the whole parameter, from that of any part."""
         whole = list(held)
         if self.dim is not None:

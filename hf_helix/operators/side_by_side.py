@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def in_one(parts: Sequence[Tensor]) -> Tensor | None:
+def contiguous_view(parts: Sequence[Tensor]) -> Tensor | None:
     """The view [elements] of contiguous tensors that follow one another in memory; None if they do not."""
     lengths = [part.numel() for part in parts]
     if not all(part.is_contiguous() for part in parts) or not _follow(parts, lengths):
@@ -22,15 +22,15 @@ def in_one(parts: Sequence[Tensor]) -> Tensor | None:
     return parts[0].as_strided((sum(lengths),), (1,))
 
 
-def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
+def contiguous_rows(parts: Sequence[Tensor]) -> Tensor | None:
     """The view of parts that follow one another in memory, joined along the first dimension; None if they do not."""
     if len(parts) == 1:
         return parts[0]
-    whole = in_one(parts)
+    whole = contiguous_view(parts)
     return None if whole is None else whole.view(-1, *parts[0].shape[1:])
 
 
-def columns_in_one(parts: Sequence[Tensor]) -> Tensor | None:
+def contiguous_columns(parts: Sequence[Tensor]) -> Tensor | None:
     """The view of matrices [n, columns] that are slices of the same rows; None if they are not."""
     first = parts[0]
     if len(parts) == 1:
@@ -43,7 +43,7 @@ def columns_in_one(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(first), columns), (row, 1))
 
 
-def heads_in_one(parts: Sequence[Tensor]) -> Tensor | None:
+def contiguous_heads(parts: Sequence[Tensor]) -> Tensor | None:
     """The view [..., heads, head_dim] of parts whose heads follow one another in memory; None if they do not."""
     first = parts[0]
     *outer, _, inner = first.stride()
@@ -57,7 +57,7 @@ def heads_in_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
     """Matrices [n, columns] beside one another, copied only where they do not lie so."""
-    joined = columns_in_one(parts)
+    joined = contiguous_columns(parts)
     return torch.cat(list(parts), 1) if joined is None else joined
 
 

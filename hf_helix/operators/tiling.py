@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
@@ -87,7 +87,7 @@ class TileTransfer(Communication):
     def __init__(self, whole: Communication) -> None:
         self.whole = whole
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if value.shape[0] == 0:
             return (torch.empty_like(value),), lambda: None

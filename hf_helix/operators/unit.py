@@ -16,7 +16,7 @@ import torch
 from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
@@ -34,7 +34,7 @@ class Unit:
         called: the submodules that operators call as they are, hooks included; of others they read the weights.
         logits: of the head, the value that the loss reads: what the model's own forward returns as logits.
         loss_shape: of what the head gives: a scalar, or a loss with figures behind it.
-        flats: the values that hold gathered weights, those of backward included, with the parameters in them; empty
+        flat_parameters: the values that hold gathered weights, those of backward included, with the parameters in them; empty
             where every rank keeps all weights.
     """
 
@@ -46,7 +46,7 @@ class Unit:
     called: Sequence[torch.nn.Module] = ()
     logits: str | None = None
     loss_shape: tuple[int, ...] = ()
-    flats: Mapping[str, Flat] = field(default_factory=dict)
+    flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -125,8 +125,8 @@ def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
     busy = trace.busy(compute=False) if trace is not None else 0.0
     if trace is None or not busy:
         return {}
-    exposed = busy - trace.beside()
-    figures = {"helix/overlapped_fraction": trace.beside() / busy}
+    exposed = busy - trace.overlapped()
+    figures = {"helix/overlapped_fraction": trace.overlapped() / busy}
     if alone is not None and alone.communication:
         share = since.traced_tokens / alone.tokens  # windows differ in length, what was measured had its own
         communication = share * alone.communication

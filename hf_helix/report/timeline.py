@@ -202,5 +202,5 @@ def _summary(bars: Sequence[Bar]) -> str:
     start, end = extent(bars)
     trace = Trace(spans=[Span(bar.stream, bar.label, bar.start, bar.end) for bar in bars])
     moving = trace.busy(compute=False)
-    beside = f";  {trace.beside() / moving:.0%} of communication beside computation" if moving else ""
+    beside = f";  {trace.overlapped() / moving:.0%} of communication beside computation" if moving else ""
     return f"{(end - start) * 1e3:,.1f} ms{beside}"

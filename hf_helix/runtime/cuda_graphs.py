@@ -147,7 +147,7 @@ class WindowGraphs:
                 return runner.train_window(_prepared(window, sides))
             captured = self._captured[number] = self._capture(runner, window, leaves, form)
         losses = captured.run(inputs)
-        runner.stage.outdate_weights()  # as `Runner.train_window`: a step follows
+        runner.stage.mark_weights_stale()  # as `Runner.train_window`: a step follows
         return losses
 
     @property
@@ -174,7 +174,7 @@ class WindowGraphs:
         held = (*runner.stage.placements, *runner.stage.stepped)
         places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
-        reason = why_not_now(runner, leaves)
+        reason = reason_against_graph(runner, leaves)
         # The rank is part of it, since a sum does not tell whose windows they are.
         about = (rank(), [_describe(leaf) for leaf in leaves], str(form))
         digest = hashlib.blake2b(repr(about).encode(), digest_size=6).digest()
@@ -245,7 +245,7 @@ class WindowGraphs:
             self._tell(f"cuda_graphs=True: {text}")
 
 
-def why_never(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool) -> str | None:
+def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool) -> str | None:
     """Why no window of a run can be captured, if so; the same on every rank.
 
     Args:
@@ -266,7 +266,7 @@ def why_never(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool)
     return None
 
 
-def why_not_now(runner: Runner, leaves: Iterable[Any]) -> str | None:
+def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
     """Why a window cannot be captured, if so.
 
     Args:

@@ -218,9 +218,9 @@ class DividedParameters:
                 continue
             shape, trained = full[name]
             if local is not None and parameter in shards:
-                counts = local.is_first_copy
+                counts = local.is_first_replica
             else:
-                counts = mesh.holds_first_copy(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
+                counts = mesh.holds_first_replica(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
             division = Division(name, shape, mesh.device, local, local is not None and counts)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from hf_helix.operators.base import Communication, Method, Precision, Tensors, Work, explicit_gradients
+from hf_helix.operators.base import Communication, Method, Precision, Tensors, TransferFn, explicit_gradients
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
-from hf_helix.operators.zero.zero3 import lending
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
+from hf_helix.operators.zero.zero3 import with_unsharded
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
@@ -74,15 +74,15 @@ class BoundInstruction:
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit]) -> None:
         self.op = op = instruction.operator
         self.reduction = instruction.reduction
-        self.gathers: KeptFlat | None = None
+        self.gathers: Zero1FlatParameter | None = None
         if op is None or self.reduction >= 0:
             return
         self.microbatch = instruction.microbatch
         self.unit = units[instruction.unit]
         self.place = instruction.unit, op.forward_name
         if instruction.gather >= 0:
-            flat = self.unit.flats[op.forward_name]
-            assert isinstance(flat, KeptFlat)
+            flat = self.unit.flat_parameters[op.forward_name]
+            assert isinstance(flat, Zero1FlatParameter)
             self.gathers = flat
             return
         self.needs = instruction.needs
@@ -95,26 +95,28 @@ class BoundInstruction:
         self.communicates = op.kind.communicates
         if not self.communicates:
             self.run: Method = operator.method_of(op.part)
-            self.awaited = tuple(kept_flats(self.unit.flats.values()))
+            self.awaited = tuple(zero1_flat_parameters(self.unit.flat_parameters.values()))
         else:
             assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
-            self.prepare: Callable[..., tuple[Tensors, Work]] = operator.prepare
+            self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
             self.lane = operator.lane(op.part)
         self.keeps = not (op.recomputed and op.part is Part.F)
         self.sends = op.sends
-        flats = {name: self.unit.flats[name] for name in op.weights}
+        flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
         self.returns = _flats_of(self.frees, units)
         self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
 
     def method(self, values: Mapping[Key, Tensor]) -> Method:
         """Returns the method that runs it on the compute stream, with the weights that were gathered for it."""
-        return lending(self.run, [(flat, values[key]) for flat, key in self.weights]) if self.weights else self.run
+        return (
+            with_unsharded(self.run, [(flat, values[key]) for flat, key in self.weights]) if self.weights else self.run
+        )
 
 
-def _flats_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[Flat, Key]]:
+def _flats_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[FlatParameter, Key]]:
     """Those of several values that hold gathered weights, with their flats."""
-    named = ((units[unit].flats.get(name), (unit, name)) for unit, name in keys if unit in units)
+    named = ((units[unit].flat_parameters.get(name), (unit, name)) for unit, name in keys if unit in units)
     return [(flat, key) for flat, key in named if flat is not None]
 
 
@@ -130,7 +132,7 @@ def _flats_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[Flat
 # Which operator runs on which stream is said in `hf_helix.runtime.streams`.
 
 
-Kept = Mapping[int, Mapping[Key, Tensor]]
+KeptValues = Mapping[int, Mapping[Key, Tensor]]
 
 Bound = list[tuple[list[BoundInstruction], int]]
 """The steps of the parts of a program, each with by how many micro-batches they are later than they say."""
@@ -155,7 +157,7 @@ class Executor:
         self._seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
-        self._gathered: dict[KeptFlat, Event] = {}  # what nothing has waited for yet
+        self._gathered: dict[Zero1FlatParameter, Event] = {}  # what nothing has waited for yet
         self._bound: dict[int, tuple[Sequence[Instruction], Bound]] = {}
 
     def run(
@@ -164,9 +166,9 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
-        sum_gradients: Callable[[int], object] | None = None,
+        reduce_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
-    ) -> Kept:
+    ) -> KeptValues:
         """Issues every instruction of a program.
 
         Args:
@@ -174,7 +176,7 @@ class Executor:
             microbatches: the micro-batches that the instructions number.
             sources: values that every micro-batch starts with, such as the gradient of its loss.
             training: whether there will be a backward pass.
-            sum_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
+            reduce_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
                 sums.
             at_barrier: called at every barrier, after all that was issued before it has been waited for, even what was
                 issued ahead.
@@ -183,15 +185,15 @@ class Executor:
             By micro-batch, the values that were never freed.
         """
         bound = self._bind(program)
-        flats = dict.fromkeys(flat for unit in self.units.values() for flat in unit.flats.values())
+        flats = dict.fromkeys(flat for unit in self.units.values() for flat in unit.flat_parameters.values())
         for flat in flats:
             flat.begin_window()
         try:
             with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-                return self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
+                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier)
         finally:
             for flat in flats:
-                flat.take_back()
+                flat.reshard()
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
@@ -214,9 +216,9 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
-        sum_gradients: Callable[[int], object] | None,
+        reduce_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
-    ) -> Kept:
+    ) -> KeptValues:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
@@ -226,8 +228,8 @@ class Executor:
                     at_barrier()
                 continue
             if step.reduction >= 0:
-                if sum_gradients is not None:
-                    sum_gradients(step.reduction)
+                if reduce_gradients is not None:
+                    reduce_gradients(step.reduction)
                 continue
             if step.gathers is not None:
                 self._gather(step, step.gathers, microbatches)
@@ -241,7 +243,7 @@ class Executor:
             else:
                 self._compute(step, step.op, strand)
             for flat, key in step.returns:
-                flat.take_back(strand.values[key])
+                flat.reshard(strand.values[key])
             for key in step.frees:
                 del strand.values[key]
                 if strand.events:
@@ -275,14 +277,14 @@ class Executor:
         """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _gather(self, step: BoundInstruction, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
+    def _gather(self, step: BoundInstruction, flat: Zero1FlatParameter, microbatches: Sequence[MicroBatch]) -> None:
         """Issues the gather of weights, unless they are there since an earlier window."""
         if flat.is_current:
             return
         label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
         if self.streams.trace is not None:
             self.streams.trace.note("issue", label)
-        self._gathered[flat] = self.streams.issue(flat.sums.kind, flat.refresh(), (), label)
+        self._gathered[flat] = self.streams.issue(flat.reduce_axis.kind, flat.refresh(), (), label)
 
     def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace

@@ -28,7 +28,7 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients.buckets import gradient_buckets
-from hf_helix.runtime.gradients.reduce import Reduction
+from hf_helix.runtime.gradients.reduce import GradientReduction
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
@@ -67,7 +67,7 @@ class Runner:
         issued = stage_for(plan, stage)
         self.layout = issued.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flats)))
+        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flat_parameters)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
         self._programs: dict[object, Program] = {}
@@ -93,23 +93,25 @@ class Runner:
             complete: also sum the gradients over the ranks. Off, each rank keeps what it saw.
         """
         program = self.program(len(microbatches))
-        reduction, sum_gradients = self._reduction() if complete else (None, None)
-        self.stage.outdate_weights()  # stepped meanwhile, by whatever way
-        kept = self.executor.run(program, microbatches, self.sources(), training=True, sum_gradients=sum_gradients)
-        self.stage.outdate_weights()  # a step follows, or nothing moved in the window that was measured
+        reduction, reduce_gradients = self._reduction() if complete else (None, None)
+        self.stage.mark_weights_stale()  # stepped meanwhile, by whatever way
+        kept = self.executor.run(
+            program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
+        )
+        self.stage.mark_weights_stale()  # a step follows, or nothing moved in the window that was measured
         if reduction:
             reduction.finish()
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def _reduction(self) -> tuple[Reduction, Callable[[int], object] | None]:
+    def _reduction(self) -> tuple[GradientReduction, Callable[[int], object] | None]:
         """The sums of a window's gradients, and what issues one of them by its place among the layout's."""
         if self._trained() != self._trained_then:
             self._fill_buckets()
-        reduction = Reduction(self.buckets, self.mesh, self.executor.streams)
+        reduction = GradientReduction(self.buckets, self.mesh, self.executor.streams)
         if not self._numbers:
             return reduction, None
-        return reduction, lambda number: reduction.sum_bucket(self._numbers[number])
+        return reduction, lambda number: reduction.reduce_bucket(self._numbers[number])
 
     def _fill_buckets(self) -> None:
         """Finds the buckets, and which of them each of the layout's sums is.

@@ -15,7 +15,7 @@ from torch import nn
 from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.schedule.placement import FOLD, split_layers, stage_ranks
 from hf_helix.planning.window.layout import Layout, place_names
@@ -54,19 +54,19 @@ class Stage:
         }
 
     @property
-    def flats(self) -> list[Flat]:
+    def flat_parameters(self) -> list[FlatParameter]:
         """The flats that this rank's parameters are in; empty where every rank keeps all weights."""
-        return list(dict.fromkeys(flat for unit in self.units.values() for flat in unit.flats.values()))
+        return list(dict.fromkeys(flat for unit in self.units.values() for flat in unit.flat_parameters.values()))
 
     @property
     def shards(self) -> dict[nn.Parameter, nn.Parameter]:
         """This rank's parts of the parameters that are spread, by parameter."""
-        return {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
+        return {parameter: shard for flat in self.flat_parameters for parameter, shard in flat.shards.items()}
 
-    def outdate_weights(self) -> None:
+    def mark_weights_stale(self) -> None:
         """Says that what an optimizer steps has changed, so that weights which are kept whole are gathered again."""
-        for flat in self.flats:
-            flat.outdate()
+        for flat in self.flat_parameters:
+            flat.mark_stale()
 
     @property
     def stepped(self) -> list[nn.Parameter]:

@@ -38,7 +38,7 @@ import torch
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
 
-Work = Callable[[], object]
+TransferFn = Callable[[], object]
 
 
 class Event(ABC):
@@ -65,7 +65,7 @@ class Streams(ABC):
     slots_ahead: int
 
     @abstractmethod
-    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
         """Queues communication behind everything computed so far and behind other communication.
 
         Args:
@@ -151,14 +151,14 @@ class _Worker:
     """A thread that runs the communication of one stream in order. After a failure it runs nothing more."""
 
     def __init__(self, stream: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
+        self._queue: queue.SimpleQueue[tuple[TransferFn, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
         self._queue = queue.SimpleQueue()
         self._stream = stream
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"hf_helix-{stream}", daemon=True)
         self._thread.start()
 
-    def put(self, work: Work, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
+    def put(self, work: TransferFn, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
         self._queue.put((work, after, event, trace))
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class CpuStreams(Streams):
     def __del__(self) -> None:
         self.close()
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
         worker = self._workers.get((kind, lane))
         if worker is None:
             worker = self._workers[kind, lane] = _Worker(stream_name(kind, lane))
@@ -262,7 +262,7 @@ class CudaStreams(Streams):
         finally:
             self._compute = before
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
         known = self._streams.get((kind, lane))
         if known is None:
             known = self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1), self._cuda.Event()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.zero1 import KeptFlat, kept_flats
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
 from hf_helix.planning.window.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import max_elements
@@ -29,7 +29,7 @@ Offset = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FlatShard:
     """What a rank steps of a slice that is spread over ranks (`shard_optimizer`, `shard_parameters`): some of its
     elements, in a row.
 
@@ -37,14 +37,14 @@ class Stretch:
         shape: of the slice.
         start: the first element of the flattened slice.
         axis: the ranks that it is spread over.
-        is_first_copy: whether no other rank of tensor parallelism writes what this one does. These copies of a
+        is_first_replica: whether no other rank of tensor parallelism writes what this one does. These copies of a
             parameter may be spread otherwise, since they lie beside slices of other lengths.
     """
 
     shape: tuple[int, ...]
     start: int
     axis: Axis
-    is_first_copy: bool
+    is_first_replica: bool
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LocalParameter:
     name: str
     placement: Placement
     axis: Axis
-    stretch: Stretch | None = None
+    stretch: FlatShard | None = None
     trained: bool = True
 
     @property
@@ -75,13 +75,13 @@ class LocalParameter:
         return f"@{'.'.join(str(axis.rank) for axis in axes)}of{'.'.join(str(axis.size) for axis in axes)}"
 
     @property
-    def is_first_copy(self) -> bool:
+    def is_first_replica(self) -> bool:
         """Whether this rank writes its pieces."""
-        return self.stretch is None or self.stretch.is_first_copy
+        return self.stretch is None or self.stretch.is_first_replica
 
-    def whole_shape(self, local: Tensor) -> torch.Size:
+    def full_shape(self, local: Tensor) -> torch.Size:
         """The shape of the whole tensor, from what this rank steps of it."""
-        return torch.Size(self.placement.whole_shape(local.shape if self.stretch is None else self.stretch.shape))
+        return torch.Size(self.placement.full_shape(local.shape if self.stretch is None else self.stretch.shape))
 
     def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
         """Views of what this rank steps by their offset in the whole tensor: one for each block that is cut by itself;
@@ -144,7 +144,7 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
         mesh: the layout of the ranks.
     """
     placements, owners, shards = stage.all_placements, stage.owners, stage.shards
-    flats = {parameter: flat for flat in stage.flats for parameter in flat.placements}
+    flats = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
     result = {}
     for name, parameter in model.named_parameters():
         if owners.get(parameter) != stage.rank:
@@ -152,8 +152,10 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
         placement, stretch = placements[parameter], None
         if parameter in flats:
             flat = flats[parameter]
-            is_first_copy = placement.dim is not None or mesh.tp.rank == 0
-            stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, is_first_copy)
+            is_first_replica = placement.dim is not None or mesh.tp.rank == 0
+            stretch = FlatShard(
+                tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, is_first_replica
+            )
         stepped = shards.get(parameter, parameter)
         axis, trained = mesh.axis_of(placement), parameter.requires_grad
         result[stepped] = LocalParameter(name, placement, axis, stretch, trained)
@@ -185,20 +187,20 @@ def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -
     )
 
 
-def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[KeptFlat, list[T]]:
+def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list[T]]:
     """Returns, for every flat that is kept whole, the units that read it, in the order in which they are given.
 
     Args:
         units: each with what it goes by in the result, in forward order.
     """
-    readers: dict[KeptFlat, list[T]] = {}
+    readers: dict[Zero1FlatParameter, list[T]] = {}
     for name, unit in units:
-        for flat in kept_flats(unit.flats.values()):
+        for flat in zero1_flat_parameters(unit.flat_parameters.values()):
             readers.setdefault(flat, []).append(name)
     return readers
 
 
-def _bytes(flat: KeptFlat, mesh: Mesh) -> int:
+def _bytes(flat: Zero1FlatParameter, mesh: Mesh) -> int:
     """The bytes of the piece on the rank that holds most of it, without padding."""
     return sum(
         max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize

@@ -176,10 +176,10 @@ def fingerprint(
 
 def _spread(mesh: Mesh) -> dict[str, str]:
     """What ranks with copies spread over each other; nothing where every rank keeps and steps all of it."""
-    if mesh.copies is None:
+    if mesh.replica_axes is None:
         return {}
-    once = mesh.copies.weights is mesh.copies.sums
-    return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.copies.weights.size}"}
+    once = mesh.replica_axes.gather is mesh.replica_axes.reduce
+    return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.replica_axes.gather.size}"}
 
 
 def model_digest(model: Any, with_types: bool = True) -> str:

@@ -73,7 +73,7 @@ def layout_of(case: Case) -> Layout:
     sizes, config = case.sizes, HelixConfig(**case.helix)
     copies = {"copies": sizes["dp"] * sizes["cp"], "expert_copies": sizes["dp"] * sizes["cp"] // sizes["ep"]}
     made = simulated_mesh(
-        sizes, case.options.get("inter_node_axes") or (), False, copies if config.spreads else None
+        sizes, case.options.get("inter_node_axes") or (), False, copies if config.zero_stage else None
     ).mesh
     groups = {f"{name}_group": object() if size > 1 else None for name, size in copies.items()}
     group = object() if sizes["dp"] > 1 else None

@@ -66,7 +66,7 @@ def buckets_of(size: int) -> Iterator[None]:
 def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
-        layout = buckets.layout_with_sums(runner.stage.layout, runner.stage.model, runner.mesh)
+        layout = buckets.layout_with_reductions(runner.stage.layout, runner.stage.model, runner.mesh)
         stage, streams = replace(runner.stage, layout=layout), runner.executor.streams
         return Runner(stage, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 

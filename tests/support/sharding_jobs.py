@@ -18,7 +18,7 @@ from hf_helix.measure.memory import LiveBytes
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import bytes_spared, bytes_summed, transports
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.operators.zero.zero1 import kept_flats
+from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.planning.window.layout import named_gathers
 from hf_helix.runtime.divided import plain_parameters
 
@@ -51,7 +51,7 @@ def windows(
     trainer.model.train()
     stage = trainer.helix.runner.stage
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    flats = {parameter: flat for flat in stage.flats for parameter in flat.placements}
+    flats = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
     result: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
     for plan in plans:
         with hasty():
@@ -99,7 +99,7 @@ def held(
     trainer = make(folder, {**helix, **sharded, "plan": "sequential"}, model, training)
     trainer.model.train()
     stage, optimizer = trainer.helix.runner.stage, trainer.create_optimizer()
-    kept = [*stage.placements, *stage.stepped, *(flat.piece for flat in kept_flats(stage.flats))]
+    kept = [*stage.placements, *stage.stepped, *(flat.buffer for flat in zero1_flat_parameters(stage.flat_parameters))]
     start = bytes_of(kept)
     trainer.helix.runner.train_window(window_of(trainer, 3, 2, (33,)))
     gradients = [parameter.grad for parameter in kept if parameter.is_leaf and parameter.grad is not None]
@@ -108,10 +108,10 @@ def held(
     forget_gradients(trainer)
     averages = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     stepped = bytes_of([*kept, *averages])
-    flats = [(flat.length, flat.axis.size) for flat in stage.flats]
-    pieces = [flat.piece.element_size() for flat in kept_flats(stage.flats)]
+    flats = [(flat.length, flat.gather_axis.size) for flat in stage.flat_parameters]
+    pieces = [flat.buffer.element_size() for flat in zero1_flat_parameters(stage.flat_parameters)]
     elements = sum(parameter.numel() for parameter in stage.stepped)
-    spared = sum(map(bytes_spared, stage.flats))
+    spared = sum(map(bytes_spared, stage.flat_parameters))
     trainer.helix.close()
     return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements, "spared": spared}
 
@@ -139,13 +139,13 @@ def peaks(
     runner = trainer.helix.runner
     window = window_of(trainer, 2, 1, (17,))
     runner.train_window(window)  # what is made once is there, and gradients where they stay
-    flats = runner.stage.flats
+    flats = runner.stage.flat_parameters
     if flats:
         forget_gradients(trainer)
     else:
         trainer.model.zero_grad(set_to_none=False)
     kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
-    kept += [flat.piece for flat in kept_flats(flats)]
+    kept += [flat.buffer for flat in zero1_flat_parameters(flats)]
     result = {}
     for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
         with collectives_at_once(runner.executor.streams), LiveBytes(kept) as tally:
@@ -189,8 +189,11 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
     bits = [parameter.detach().clone() for parameter in stepped]
     profile = measure_profile(runner, window, pairs=False)
     names = [name for name, _ in named_gathers(runner.layout)]
-    pieces = [runner.stage.model[gather.units[0]].flats[gather.name].piece.nbytes for gather in runner.layout.gathers]
-    ranks = runner.stage.flats[0].axis.size
+    pieces = [
+        runner.stage.model[gather.units[0]].flat_parameters[gather.name].buffer.nbytes
+        for gather in runner.layout.gathers
+    ]
+    ranks = runner.stage.flat_parameters[0].axis.size
     result = {
         "seconds": [profile.times[name] for name in names],
         "sent": [profile.bytes[name] for name in names],
@@ -212,7 +215,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     """
     trainer = make(folder, {**sharded, "plan": "greedy"}, {}, training)
     trainer.model.train()
-    runner, first = trainer.helix.runner, trainer.helix.runner.stage.flats[0]
+    runner, first = trainer.helix.runner, trainer.helix.runner.stage.flat_parameters[0]
     axes = list(dict.fromkeys((first.axis, first.sums)))
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):
@@ -220,11 +223,11 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     moves = [move for recorder in recorders for move in recorder.moved]
     flats = [
         (
-            [place for place, unit in runner.stage.units.items() if flat in unit.flats.values()],
+            [place for place, unit in runner.stage.units.items() if flat in unit.flat_parameters.values()],
             flat.length,
             (flat.cast_to or flat.shard.dtype).itemsize,
         )
-        for flat in runner.stage.flats
+        for flat in runner.stage.flat_parameters
     ]
     trainer.helix.close()
     return {
@@ -245,7 +248,7 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
     trainer = make(folder, {**helix, "plan": "sequential"}, {}, training)
     runner, optimizer = trainer.helix.runner, trainer.create_optimizer()
     (batch,), window = window_of(trainer, 1, 2, (17,)), window_of(trainer, 2, 2, LENGTHS)
-    flats = list(kept_flats(runner.stage.flats))
+    flats = list(zero1_flat_parameters(runner.stage.flat_parameters))
     axis = flats[0].sums if flats else None
     result: dict[str, Any] = {"losses": [], "gathers": []}
 

@@ -52,10 +52,10 @@ def counted(
 def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     """What the runtime makes of a model on two data-parallel ranks, with these options of `HelixConfig`."""
     config = HelixConfig(**helix)
-    spread = {"copies": 2, "expert_copies": 2} if config.spreads else None
+    spread = {"copies": 2, "expert_copies": 2} if config.zero_stage else None
     mesh = simulated_mesh({"tp": config.tp_size}, spread=spread).mesh
     group: Any = object()
-    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
+    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
     modes = ["none"] * model.config.num_hidden_layers
     return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).stage.layout
 

@@ -126,7 +126,7 @@ def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Paramet
         placement = placements[first]
         parts = [module.get_parameter(name).grad for module in modules]
         if placement.dim is not None:
-            whole = torch.empty(placement.whole_shape(parts[0].shape))
+            whole = torch.empty(placement.full_shape(parts[0].shape))
             for rank, part in enumerate(parts):
                 placement.paste(whole, part, len(parts), rank)
             result[name] = whole

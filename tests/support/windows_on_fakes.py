@@ -67,7 +67,7 @@ def one_rank(
     shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
-        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, spreads=helix.spreads)
+        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, zero_stage=helix.zero_stage)
         workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()

@@ -252,8 +252,8 @@ def count_amounts(
     }
     names = {label: name for name, label in labels.items()}
     places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
-    lent = {(index, name) for index, unit in stage.model.items() for name in unit.flats}
-    lifetimes = lifetimes_of(second, watch, places, layout, lent)
+    unsharded = {(index, name) for index, unit in stage.model.items() for name in unit.flat_parameters}
+    lifetimes = lifetimes_of(second, watch, places, layout, unsharded)
     ran = [names[label] for label in second.counted]  # in the order in which they ran, which memory depends on
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()

@@ -16,7 +16,7 @@ from torch import nn
 from hf_helix.doctor.amounts.mesh import simulated_mesh
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.zero1 import KeptFlat, keep_units
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.runtime.zero import readers_of
 from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
@@ -57,7 +57,7 @@ def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -
     several = simulated_mesh(
         {}, spread={COPIES: 2, EXPERT_COPIES: 2}
     ).mesh  # whatever their number, pieces are the same
-    return keep_units(units, several.spread_over, autocast_dtype)
+    return apply_zero1(units, several.shard_axes, autocast_dtype)
 
 
 def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
@@ -71,10 +71,15 @@ def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
 
 def flat_names(units: Iterable[Unit]) -> Mapping[nn.Parameter, str]:
     """Returns the name of the flat of every parameter that is in one."""
-    return {parameter: flat.name for unit in units for flat in unit.flats.values() for parameter in flat.placements}
+    return {
+        parameter: flat.name
+        for unit in units
+        for flat in unit.flat_parameters.values()
+        for parameter in flat.placements
+    }
 
 
-def _kept(flat: KeptFlat, units: Sequence[str]) -> KeptWeights:
+def _kept(flat: Zero1FlatParameter, units: Sequence[str]) -> KeptWeights:
     parameter, placement = next(iter(flat.placements.items()))
     elements = sum(each.numel() for each in flat.placements)
     dtype = flat.cast_to or parameter.dtype

@@ -96,7 +96,7 @@ def simulated_mesh(
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
         return Axis(SimulatedTransport(name, size, sums_in_place, log), kind)
 
-    def spread_over(name: str) -> Copies | None:
+    def shard_axes(name: str) -> Copies | None:
         size = (spread or {}).get(name, 1)
         if size == 1:
             return None
@@ -117,7 +117,7 @@ def simulated_mesh(
         None,
         None,
         None,
-        copies=spread_over(COPIES),
-        expert_copies=spread_over(EXPERT_COPIES),
+        copies=shard_axes(COPIES),
+        expert_copies=shard_axes(EXPERT_COPIES),
     )
     return SimulatedMesh(mesh, log)

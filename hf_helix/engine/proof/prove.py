@@ -39,7 +39,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.failures.endings import said_elsewhere
+from hf_helix.runtime.failures.endings import remote_description
 from hf_helix.runtime.runner import Runner
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
@@ -351,5 +351,5 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 def shared_reason(error: Exception) -> str:
     """The reason of a refusal, in the words of the first rank that has one. Collective."""
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    reasons = all_gather_object("" if said_elsewhere(error) else text)
+    reasons = all_gather_object("" if remote_description(error) else text)
     return next(filter(None, reasons), text)

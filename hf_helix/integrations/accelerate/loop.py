@@ -180,7 +180,7 @@ class HelixModel:
             yield window
         with watched():
             meet(_WINDOWS)
-            agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
+            agree_on_number(0, self.engine.mesh.device, self.engine.value_bounds([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
@@ -198,7 +198,9 @@ class HelixModel:
         mesh = self.engine.mesh
         with watched():
             meet(_WINDOWS)
-            self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
+            self.engine.limits.raise_if_invalid(
+                agree_on_number(len(batches), mesh.device, self.engine.value_bounds(batches))
+            )
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
             batches = [self._checked(batch) for batch in batches]

@@ -139,10 +139,10 @@ class WindowHooks:
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
-            states = torch.cat((self._health.state().reshape(1), self.helix.extents(batches)))
+            states = torch.cat((self._health.state().reshape(1), self.helix.value_bounds(batches)))
             of_ranks = agree_on_number(len(batches), device, states)
-            self._health.judge([state for state, *_ in of_ranks])
-            self.helix.limits.judge([reach for _, *reach in of_ranks])
+            self._health.raise_if_invalid([state for state, *_ in of_ranks])
+            self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = FetchedWindow(samples)
         if samples:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, merge
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
@@ -44,7 +44,7 @@ class RingStep(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         value = inputs[0].contiguous()
         out = torch.empty_like(value)
         transport = self.axis.transport

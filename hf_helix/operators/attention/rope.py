@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.side_by_side import heads_in_one
+from hf_helix.operators.side_by_side import contiguous_heads
 
 Pair = tuple[Tensor, Tensor]
 
@@ -40,7 +40,7 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = q.dtype
         q, k = _tokens_first(q), _tokens_first(k)
-        whole = heads_in_one((q, k))
+        whole = contiguous_heads((q, k))
         if whole is None:
             return _heads_first(_rotate(q, cos, sin)), _heads_first(_rotate(k, cos, sin))
         out = _rotate(whole, cos, sin)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
@@ -29,7 +29,7 @@ class AllGather(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         out, work = (prepare_reduce_scatter if part is Part.B else prepare_all_gather)(self.axis, *inputs)
         return (out,), work
 
@@ -40,7 +40,7 @@ class ReduceScatter(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         out, work = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
         return (out,), work
 
@@ -52,21 +52,21 @@ class AllGatherReplicated(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         if part is Part.B:
             return (inputs[0].chunk(self.axis.size)[self.axis.rank],), lambda: None
         out, work = prepare_all_gather(self.axis, *inputs)
         return (out,), work
 
 
-def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:
+def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
     """Shards [n, ...] to the whole [size * n, ...]: the output to come, and the work that fills it."""
     value = value.contiguous()
     out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
     return out, lambda: axis.transport.all_gather(out, value)
 
 
-def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:
+def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; as `prepare_all_gather`."""
     value = value.contiguous()
     transport = axis.transport
@@ -167,7 +167,7 @@ class PipelineTransfer(Communication):
         # Each direction of each channel has its own.
         return f"{self.boundary}{part.value}"
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         forward = part is Part.F
         if inputs:
             values = [value.contiguous() for value in inputs]

@@ -242,22 +242,22 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicaAxes:
     """The ranks that hold the same of a parameter and see other tokens, where they share the work of keeping it.
 
     Attributes:
-        weights: the axis that operators gather weights over.
-        sums: the same ranks, for sums of gradients. Where gathers are operators of units, sums run on another stream
+        gather: the axis that operators gather weights over.
+        reduce: the same ranks, for sums of gradients. Where gathers are operators of units, sums run on another stream
             and need a transport of their own.
     """
 
-    weights: Axis
-    sums: Axis
+    gather: Axis
+    reduce: Axis
 
-    def map(self, change: Callable[[Axis], Axis]) -> Copies:
+    def map(self, change: Callable[[Axis], Axis]) -> ReplicaAxes:
         """Returns the same ranks with each axis changed; what is one axis stays one."""
-        weights = change(self.weights)
-        return Copies(weights, weights if self.sums is self.weights else change(self.sums))
+        gather = change(self.gather)
+        return ReplicaAxes(gather, gather if self.reduce is self.gather else change(self.reduce))
 
 
 # -- group transports ----------------------------------------------------------------------------------------------

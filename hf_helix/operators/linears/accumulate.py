@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.side_by_side import rows_in_one
+from hf_helix.operators.side_by_side import contiguous_rows
 
 DEVICES = {"cuda"}
 """Devices whose GEMMs add products of half precision to a float32 total."""
@@ -113,4 +113,4 @@ def _gradient_of(parameters: Sequence[Tensor]) -> Tensor | None:
     if len(parameters) == 1:
         return parameters[0].grad
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return rows_in_one(gradients) if len(gradients) == len(parameters) else None
+    return contiguous_rows(gradients) if len(gradients) == len(parameters) else None

@@ -20,7 +20,7 @@ from torch.nn import functional
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
-from hf_helix.operators.side_by_side import columns_in_one, join_columns
+from hf_helix.operators.side_by_side import contiguous_columns, join_columns
 from hf_helix.planning.graph.operator import Part
 
 SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
@@ -224,5 +224,5 @@ def _beside(gradients: list[Tensor], width: int) -> list[Tensor]:
     features = sum(gradient.shape[-1] for gradient in gradients)
     if 2 * features <= (len(gradients) - 1) * width:
         return [join_columns(gradients)]
-    whole = columns_in_one(gradients)
+    whole = contiguous_columns(gradients)
     return gradients if whole is None else [whole]

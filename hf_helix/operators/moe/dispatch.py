@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
@@ -126,7 +126,7 @@ class ExchangeCounts(Communication):
         self.axis = axis
         self.row_counts = row_counts or RowCounts()
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (counts,) = inputs
         out = torch.empty_like(counts).view(self.axis.size, -1)
         reading = self.row_counts.expect(call, out)
@@ -151,7 +151,7 @@ class AllToAll(Communication):
         self.back = back
         self.row_counts = row_counts or RowCounts()
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         rows, *counts = inputs
         rows = rows.contiguous()
         transport = self.axis.transport

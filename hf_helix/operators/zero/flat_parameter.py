@@ -5,7 +5,7 @@ In:   the parameters of a unit that have one type and the same ranks with copies
 Out:  this rank's stretch of the piece, and for every parameter its part of that stretch, often an empty one: a 1-D
       parameter that an optimizer steps and that carries the summed gradient.
 Must hold: every rank lays the piece out alike. The parts are views of the stretch, so that stepping them needs no copy.
-Nobody reads a parameter while it is not lent: it then is a stand-in of its shape and type, full of NaN. The type of a
+Nobody reads a parameter while it is not unsharded: it then is a stand-in of its shape and type, full of NaN. The type of a
 piece changes no bit of what is computed.
 
 The piece, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
@@ -15,7 +15,7 @@ The piece, with three parameters over two ranks (`.` is padding; a parameter beg
     shards: a[0:13] b[0:8] c[]    a[] b[8:13] c[0:5]
 
 Under autocast, parameters that matrix products alone read have pieces in the type of the products: then a stretch is
-what the piece is cast from (the fp32 master of bfloat16 weights), the parameters stay stand-ins while it is lent, and
+what the piece is cast from (the fp32 master of bfloat16 weights), the parameters stay stand-ins while it is unsharded, and
 products take their weights from the piece (`hf_helix.operators.matmul_dtype.CastWeights`).
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Work
+from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 
@@ -61,14 +61,14 @@ class Extent:
 
 
 @dataclass(eq=False)
-class Flat:
+class FlatParameter:
     """Parameters in one piece, spread over ranks.
 
     Until `spread` has been called, the parameters are ordinary ones, and only `name`, `placements`, `axis` and `sums`
     may be used. From then on:
 
     - between its uses a parameter is a stand-in: its shape and type are right, it takes no memory, and its values are
-      NaN. `lend` makes all parameters views of a whole piece of their type, `take_back` makes them stand-ins again;
+      NaN. `unshard` makes all parameters views of a whole piece of their type, `reshard` makes them stand-ins again;
     - `shard` [length / ranks] is what this rank owns. `shards` has, for every parameter, a 1-D parameter that is a view
       of `shard`: the flattened parameter from `part(parameter)[0]` to `[1]`, empty where the parameter lies elsewhere.
       Optimizers step these, so all ranks have the same groups; their `grad` is what clipping and the gradient norm
@@ -83,7 +83,7 @@ class Flat:
         cast_to: the type of what operators read, where it is not that of the parameters.
         shard: what this rank owns.
         shards: its parts, by parameter.
-        lent: the whole piece that operators read at present; None for none.
+        unsharded: the whole piece that operators read at present; None for none.
     """
 
     name: str
@@ -93,12 +93,12 @@ class Flat:
     cast_to: torch.dtype | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
-    lent: Tensor | None = field(init=False, default=None, repr=False)
+    unsharded: Tensor | None = field(init=False, default=None, repr=False)
     _extents: dict[nn.Parameter, Extent] = field(init=False, default_factory=dict, repr=False)
     _stand_ins: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether `spread` has been called."""
         return bool(self._extents)
 
@@ -164,21 +164,21 @@ class Flat:
 
     # -- the whole piece -------------------------------------------------------------------------------------------
 
-    def check_not_lent(self) -> None:
-        """Raises an error where somebody has lent the parameters already, who would lose them."""
-        if self.lent is not None:
+    def check_resharded(self) -> None:
+        """Raises an error where somebody has unsharded the parameters already, who would lose them."""
+        if self.unsharded is not None:
             raise RuntimeError(
                 "the model has all weights at present: leave whole_weights() before you train, evaluate, save or load"
             )
 
     def begin_window(self) -> None:
-        """Prepares the parameters for a window. Pieces of this kind are lent operator by operator."""
-        self.check_not_lent()
+        """Prepares the parameters for a window. Pieces of this kind are unsharded operator by operator."""
+        self.check_resharded()
 
-    def outdate(self) -> None:
+    def mark_stale(self) -> None:
         """Says that stretches may have been stepped. No piece of this kind is older than what it was gathered from."""
 
-    def prepare_gather(self) -> tuple[Tensor, Work]:
+    def prepare_gather(self) -> tuple[Tensor, TransferFn]:
         """Allocates the piece that operators read; returns it, not yet filled, and the work that gathers it.
         Collective."""
         piece = self.shard.new_empty(self.length, dtype=self.cast_to)
@@ -203,39 +203,39 @@ class Flat:
         """Keeps this rank's stretch of a whole piece that was written to, such as by a checkpoint that is loaded."""
         self.shard.copy_(whole[self._begin : self._begin + self.shard.numel()])
 
-    def lend(self, whole: Tensor) -> None:
-        """Makes the parameters views of a whole piece, until `take_back` or until another piece is lent. Of a piece in
+    def unshard(self, whole: Tensor) -> None:
+        """Makes the parameters views of a whole piece, until `reshard` or until another piece is unsharded. Of a piece in
         another type they stay stand-ins, and `casts` are views of it."""
-        if self.lent is whole:
+        if self.unsharded is whole:
             return
         if whole.dtype is self.shard.dtype:
             for parameter, extent in self._extents.items():
                 parameter.data = extent.view(whole)
-        self.lent = whole
+        self.unsharded = whole
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns a parameter in the type of matrix products: a view of what is lent; None where that has another
+        """Returns a parameter in the type of matrix products: a view of what is unsharded; None where that has another
         type."""
-        return self._view_in(self.lent, parameter)
+        return self._view_in(self.unsharded, parameter)
 
     def _view_in(self, piece: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
         if piece is None or piece.dtype is not self.cast_to:
             return None
         return self._extents[parameter].view(piece.detach())  # not based on the piece, which may have to keep it
 
-    def take_back(self, whole: Tensor | None = None) -> None:
+    def reshard(self, whole: Tensor | None = None) -> None:
         """Makes the parameters stand-ins, so that they keep no memory alive.
 
         Args:
-            whole: does nothing unless this piece is lent; None for whatever the parameters are at present.
+            whole: does nothing unless this piece is unsharded; None for whatever the parameters are at present.
         """
-        if whole is None or self.lent is whole:
+        if whole is None or self.unsharded is whole:
             self._empty()
 
     def _empty(self) -> None:
         for parameter, stand_in in self._stand_ins.items():
             parameter.data = stand_in
-        self.lent = None
+        self.unsharded = None
 
     # -- gradients -------------------------------------------------------------------------------------------------
 

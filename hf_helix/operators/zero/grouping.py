@@ -15,30 +15,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_helix.operators.communication.transport import Copies
+from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.param_shard import EXPERTS, Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 
-SpreadOver = Callable[[Placement], Copies | None]
+ShardAxes = Callable[[Placement], ReplicaAxes | None]
 """Returns the ranks that a parameter which is placed like this is spread over; None where every rank keeps it."""
 
-AnyFlat = TypeVar("AnyFlat", bound=Flat)
+AnyFlatParameter = TypeVar("AnyFlatParameter", bound=FlatParameter)
 
 
-def make_flats(
+def make_flat_parameters(
     units: Sequence[Unit],
-    spread_over: SpreadOver,
+    shard_axes: ShardAxes,
     autocast_dtype: torch.dtype | None,
-    kind: type[AnyFlat],
+    kind: type[AnyFlatParameter],
     frozen: bool = True,
-) -> list[list[AnyFlat]]:
+) -> list[list[AnyFlatParameter]]:
     """Returns the flats of every unit. A parameter that several units read is in a flat of its own kind, which each of
     these units has.
 
     Args:
         units: of the whole model, in forward order.
-        spread_over: see `SpreadOver`.
+        shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flats.
         frozen: whether parameters that are not trained are in flats, too.
@@ -52,13 +52,13 @@ def make_flats(
     cast = set(_read_by_products_alone(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
     for parameter, places in users.items():
-        if spread_over(placements[parameter]) is not None and (frozen or parameter.requires_grad):
+        if shard_axes(placements[parameter]) is not None and (frozen or parameter.requires_grad):
             is_cast = parameter in cast and parameter.dtype is not autocast_dtype
             name = _name_of(parameter, placements[parameter], len(places) > 1, is_cast)
             members.setdefault((tuple(places), name, is_cast), []).append(parameter)
-    found: list[list[AnyFlat]] = [[] for _ in units]
+    found: list[list[AnyFlatParameter]] = [[] for _ in units]
     for (using, name, is_cast), alike in members.items():
-        over = spread_over(placements[alike[0]])
+        over = shard_axes(placements[alike[0]])
         assert over is not None
         # Matrices first, so that those that are multiplied at once lie side by side.
         ordered = sorted(alike, key=lambda parameter: -parameter.dim())
@@ -66,7 +66,7 @@ def make_flats(
         taken = {flat.name for place in using for flat in found[place]}
         if name in taken:  # by what these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        flat = kind(name, held, over.weights, over.sums, autocast_dtype if is_cast else None)
+        flat = kind(name, held, over.gather, over.reduce, autocast_dtype if is_cast else None)
         for place in using:
             found[place].append(flat)
     return found

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.operators.zero.grouping import SpreadOver, make_flats
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 
@@ -33,28 +33,28 @@ keeps the weights of another unit whole at the same time; docs/data_parallelism.
 class GatherWeights(Communication):
     """The all-gather of a flat. Forward and recomputation are the same; there is no backward."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         whole, work = self.flat.prepare_gather()
         return (whole,), work
 
 
-def spread_units(units: Sequence[Unit], spread_over: SpreadOver, autocast_dtype: torch.dtype | None) -> list[Unit]:
+def apply_zero3(units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None) -> list[Unit]:
     """Returns the units with their weights gathered; each parameter gets a place in a flat.
 
     Args:
         units: of the whole model, in forward order.
-        spread_over: see `SpreadOver`.
+        shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    flats = make_flats(units, spread_over, autocast_dtype, Flat)
+    flats = make_flat_parameters(units, shard_axes, autocast_dtype, FlatParameter)
     last = len(units) - 1
     return [_gathering(unit, flats[place], keeps=place == last) for place, unit in enumerate(units)]
 
 
-def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
+def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
     """The unit with operators that gather its flats.
 
     Args:
@@ -67,7 +67,7 @@ def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
     gathers = [
         Operator(
             name=flat.name,
-            kind=flat.axis.kind,
+            kind=flat.gather_axis.kind,
             reads=(),
             writes=(flat.name,),
             non_differentiable=(flat.name,),
@@ -86,7 +86,7 @@ def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
         unit,
         graphs=GraphPair.of(forward),
         operators={**tensor_operators, **unit.operators},
-        flats={name: flat for flat in flats for name in (flat.name, f"r.{flat.name}")},
+        flat_parameters={name: flat for flat in flats for name in (flat.name, f"r.{flat.name}")},
     )
 
 
@@ -108,7 +108,7 @@ def _reading(op: Operator, operator: TensorOperator, by_parameter: Mapping[Tenso
     )
 
 
-def _bytes(flat: Flat, dtype: torch.dtype | None) -> int:
+def _bytes(flat: FlatParameter, dtype: torch.dtype | None) -> int:
     """The bytes of a flat before it is cut and spread, in a type; None for that of its parameters."""
     return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in flat.placements)
 
@@ -117,42 +117,42 @@ def _read_in_backward(op: Operator) -> Iterator[str]:
     yield from (*op.dgrad_weights, *op.wgrad_weights, *(op.weights if op.recomputed else ()))
 
 
-# -- lending -------------------------------------------------------------------------------------------------------
+# -- with_unsharded -------------------------------------------------------------------------------------------------------
 # Lending: an operator runs while the parameters it reads are views of what was gathered for its micro-batch.
 #
 # In:   a part of an operator, and the gathered pieces that it reads.
 # Out:  what the operator returns.
 # Must hold: nothing that an operator leaves for backward keeps a gathered piece alive: of what autograd saves of one,
-# only the place is kept, which is looked up in the piece that is lent by then. Copies in the type of matrix products,
+# only the place is kept, which is looked up in the piece that is unsharded by then. Copies in the type of matrix products,
 # and
 # views of pieces that have this type, live as long as the piece.
 
 
-Lent = Sequence[tuple[Flat, Tensor]]
+Unsharded = Sequence[tuple[FlatParameter, Tensor]]
 """Flats, each with the piece that its parameters are views of meanwhile."""
 
 
 class _Place(NamedTuple):
     """What autograd has saved of a gathered piece."""
 
-    flat: Flat
+    flat: FlatParameter
     size: Sequence[int]
     stride: Sequence[int]
     offset: Any
 
 
-def lending(method: Method, lent: Lent) -> Method:
+def with_unsharded(method: Method, unsharded: Unsharded) -> Method:
     """Returns a part of an operator that reads gathered weights, such that it runs with these."""
-    return lambda call, *inputs: _run(method, call, inputs, lent)
+    return lambda call, *inputs: _run(method, call, inputs, unsharded)
 
 
-def _run(method: Method, call: Call, inputs: Sequence[Tensor], lent: Lent) -> Tensors:
-    for flat, whole in lent:
-        flat.lend(whole)
-    with call.precision.weights.within(_copies_of(lent[0][1])):
+def _run(method: Method, call: Call, inputs: Sequence[Tensor], unsharded: Unsharded) -> Tensors:
+    for flat, whole in unsharded:
+        flat.unshard(whole)
+    with call.precision.weights.within(_copies_of(unsharded[0][1])):
         if not call.training:
             return method(call, *inputs)
-        flats = {whole.untyped_storage()._cdata: flat for flat, whole in lent}
+        flats = {whole.untyped_storage()._cdata: flat for flat, whole in unsharded}
 
         def keep(value: Tensor) -> Tensor | _Place:
             flat = flats.get(value.untyped_storage()._cdata)
@@ -162,13 +162,15 @@ def _run(method: Method, call: Call, inputs: Sequence[Tensor], lent: Lent) -> Te
             return method(call, *inputs)
 
 
-def casts_of(flats: Iterable[Flat]) -> Callable[[Tensor], Tensor | None]:
+def casts_of(flats: Iterable[FlatParameter]) -> Callable[[Tensor], Tensor | None]:
     """Returns what finds a weight in the type of matrix products, where ranks gather it in this type.
 
     Args:
         flats: those that this rank's parameters are in.
     """
-    casting: dict[Tensor, Flat] = {p: flat for flat in flats if flat.cast_to is not None for p in flat.placements}
+    casting: dict[Tensor, FlatParameter] = {
+        p: flat for flat in flats if flat.cast_to is not None for p in flat.placements
+    }
 
     def find(weight: Any) -> Tensor | None:
         flat = casting.get(weight)
@@ -180,8 +182,8 @@ def casts_of(flats: Iterable[Flat]) -> Callable[[Tensor], Tensor | None]:
 def _find(saved: Tensor | _Place) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    assert saved.flat.lent is not None, f"backward reads {saved.flat.name}, which is not lent"
-    return saved.flat.lent.as_strided(saved.size, saved.stride, saved.offset)
+    assert saved.flat.unsharded is not None, f"backward reads {saved.flat.name}, which is not unsharded"
+    return saved.flat.unsharded.as_strided(saved.size, saved.stride, saved.offset)
 
 
 def _copies_of(whole: Tensor) -> dict[tuple[object, ...], Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
-from hf_helix.runtime.failures.endings import describe, told_by
+from hf_helix.runtime.failures.endings import describe, mark_remote_error
 
 T = TypeVar("T")
 
@@ -106,7 +106,9 @@ def agree_on_success(error: Exception | None) -> None:
         raise error
     failed = next((rank for rank, text in enumerate(errors) if text), None)
     if failed is not None:
-        raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
+        raise mark_remote_error(
+            ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}"
+        )
 
 
 def on_all_ranks(step: Callable[[], T]) -> T:
@@ -143,7 +145,7 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
             error = raised
             is_for_users = isinstance(error, ValueError)
             again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
-            decision[1] = told_by(again, describe(error, 0))
+            decision[1] = mark_remote_error(again, describe(error, 0))
     dist.broadcast_object_list(decision, src=0, group=control_group())
     if decision[1] is not None:
         raise error or decision[1]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.config import OPTIMIZER, HelixConfig, parse_link
+from hf_helix.config import HelixConfig, parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
-from hf_helix.operators.communication.transport import Axis, Copies, GlooTransport, GroupTransport, Transport
+from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport, ReplicaAxes, Transport
 from hf_helix.operators.param_shard import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -120,13 +120,13 @@ class Mesh:
             takes them from data parallelism); tokens go to their experts over it.
         pipe: the ranks of the pipeline.
         dp_group: ranks with the same shards and other batches; None where there is only one.
-        copies_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
-        expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
+        replica_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
+        expert_replica_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
         link: the emulated link that this rank is connected by; None where bytes go as they are.
-        copies: the ranks of `copies_group`, where weights or the optimizer are spread over them; None where neither is.
-        expert_copies: those of `expert_copies_group`, likewise.
-        sums_kind: the kind of communication whose links sums of gradients go over.
+        copies: the ranks of `replica_group`, where weights or the optimizer are spread over them; None where neither is.
+        expert_copies: those of `expert_replica_group`, likewise.
+        reduction_kind: the kind of communication whose links sums of gradients go over.
     """
 
     sizes: dict[str, int]
@@ -137,13 +137,13 @@ class Mesh:
     experts: Axis
     pipe: Pipe
     dp_group: dist.ProcessGroup | None
-    copies_group: dist.ProcessGroup | None
-    expert_copies_group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
+    expert_replica_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
     link: EmulatedLink | None = None
-    copies: Copies | None = None
-    expert_copies: Copies | None = None
-    sums_kind: Kind = Kind.INTRA_NODE
+    replica_axes: ReplicaAxes | None = None
+    expert_replica_axes: ReplicaAxes | None = None
+    reduction_kind: Kind = Kind.INTRA_NODE
 
     def over(self, link: EmulatedLink) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
@@ -153,7 +153,7 @@ class Mesh:
 
         axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
         tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
-        spread = {each: each and each.map(linked) for each in self._spread}
+        spread = {each: each and each.map(linked) for each in self._shard_axes}
         return replace(
             self,
             tp=tp,
@@ -161,8 +161,8 @@ class Mesh:
             experts=experts,
             pipe=self.pipe.over(link),
             link=link,
-            copies=spread[self.copies],
-            expert_copies=spread[self.expert_copies],
+            replica_axes=spread[self.replica_axes],
+            expert_replica_axes=spread[self.expert_replica_axes],
         )
 
     @property
@@ -178,29 +178,29 @@ class Mesh:
     @property
     def axes(self) -> list[Axis]:
         """Those that operators communicate over."""
-        spread = [each.weights for each in self._spread if each is not None]
+        spread = [each.gather for each in self._shard_axes if each is not None]
         axes = dict.fromkeys((self.tp, self.cp, self.experts, *spread))
         return [axis for axis in axes if axis.size > 1]
 
     @property
-    def _spread(self) -> tuple[Copies | None, Copies | None]:
-        return self.copies, self.expert_copies
+    def _shard_axes(self) -> tuple[ReplicaAxes | None, ReplicaAxes | None]:
+        return self.replica_axes, self.expert_replica_axes
 
     def axis_of(self, placement: Placement) -> Axis:
         """The ranks that a parameter is cut over."""
         return self.experts if placement.over == EXPERTS else self.tp
 
-    def copies_of(self, placement: Placement) -> dist.ProcessGroup | None:
+    def replica_group_of(self, placement: Placement) -> dist.ProcessGroup | None:
         """The ranks that hold the same of a parameter and see other tokens."""
-        return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
+        return self.expert_replica_group if placement.over == EXPERTS else self.replica_group
 
-    def spread_over(self, placement: Placement) -> Copies | None:
-        """The ranks of `copies_of` that each keep or step a part of a parameter; None where each does all of it."""
-        return self.expert_copies if placement.over == EXPERTS else self.copies
+    def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
+        """The ranks of `replica_group_of` that each keep or step a part of a parameter; None where each does all of it."""
+        return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
 
-    def holds_first_copy(self, placement: Placement) -> bool:
+    def holds_first_replica(self, placement: Placement) -> bool:
         """Whether this rank is the one to write what it holds of a parameter."""
-        group = self.copies_of(placement)
+        group = self.replica_group_of(placement)
         return group is None or dist.get_rank(group) == 0
 
 
@@ -222,7 +222,7 @@ def build_mesh(
     ep_size: int = 1,
     inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
-    spreads: str | None = None,
+    zero_stage: int = 0,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
@@ -234,7 +234,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) that communicate between hosts; None to ask for the ranks'
             hosts.
         link: see `HelixConfig`.
-        spreads: see `HelixConfig.spreads`.
+        zero_stage: see `HelixConfig.zero_stage`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -246,11 +246,11 @@ def build_mesh(
     check_world(world, tp_size, pp_size, cp_size, ep_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, spreads, group
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, spreads)
+        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -260,7 +260,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh that a configuration asks for, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.spreads)
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.zero_stage)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -273,7 +273,7 @@ def forget_meshes() -> None:
 
 
 def _new_mesh(
-    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, spreads: str | None
+    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, zero_stage: int
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
@@ -291,7 +291,7 @@ def _new_mesh(
     dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
 
     crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
-    sums_kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
+    reduction_kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
 
     def axis_over(name: str, kinds: Collection[str]) -> Axis:
         size = rows[name].shape[-1]
@@ -302,28 +302,28 @@ def _new_mesh(
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
-    def spread_over(name: str, group: dist.ProcessGroup | None) -> Copies | None:
-        if spreads is None or group is None:
+    def shard_axes(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
+        if zero_stage == 0 or group is None:
             return None
         sums = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
-        if spreads == OPTIMIZER:  # weights are gathered on the stream of the sums, which is idle by then
-            return Copies(sums, sums)
-        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), sums_kind)
-        return Copies(weights, sums)
+        if zero_stage == 1:  # weights are gathered on the stream of the sums, which is idle by then
+            return ReplicaAxes(sums, sums)
+        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), reduction_kind)
+        return ReplicaAxes(weights, sums)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    copies_group = dp_group if cp_size == 1 else groups.group_of(rows["copies"], use="gradients")
-    copies = spread_over("copies", copies_group)
-    expert_copies_group, expert_copies = copies_group, copies
+    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["copies"], use="gradients")
+    copies = shard_axes("copies", replica_group)
+    expert_replica_group, expert_copies = replica_group, copies
     if ep_size > 1:
         several = rows["expert_copies"].shape[-1] > 1
-        expert_copies_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
-        expert_copies = spread_over("expert_copies", expert_copies_group)
+        expert_replica_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
+        expert_copies = shard_axes("expert_copies", expert_replica_group)
     pipe = make_pipe(rows["pp"], backend)
-    further_groups = dp_group, copies_group, expert_copies_group, batch_group
+    further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, copies, expert_copies, sums_kind)
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, copies, expert_copies, reduction_kind)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
@@ -363,7 +363,7 @@ def connect(mesh: Mesh) -> None:
     All ranks go through the groups in one order, and wait for the device once, at the end.
     """
     one = torch.ones(1, device=mesh.device)
-    for group in dict.fromkeys((mesh.copies_group, mesh.expert_copies_group, mesh.dp_group, mesh.batch_group)):
+    for group in dict.fromkeys((mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group)):
         if group is not None:
             dist.all_reduce(one, group=group)
     dist.all_reduce(one)

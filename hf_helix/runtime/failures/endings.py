@@ -34,13 +34,13 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def told_by(error: Exception, description: str) -> Exception:
+def mark_remote_error(error: Exception, description: str) -> Exception:
     """The error, marked as one that arose on another rank, as `describe` has put it there; that rank says it whole."""
     setattr(error, _TOLD, description)
     return error
 
 
-def said_elsewhere(error: BaseException) -> str:
+def remote_description(error: BaseException) -> str:
     """The description that an error is marked with; empty where it is not marked."""
     return str(getattr(error, _TOLD, ""))
 
@@ -120,13 +120,13 @@ def record(sentence: str, late: bool = False) -> None:
         Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}))
 
 
-def say_line(rank: int, because: str) -> None:
+def print_short_ending(rank: int, because: str) -> None:
     """One line of a rank that ends because of another."""
     # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
     os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode(errors="replace"))
 
 
-def say_whole(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
+def print_error(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
     """Prints an error as the rank does that it arose on.
 
     Args:

@@ -176,7 +176,7 @@ class Watch:
         """Say, once, that this rank ends because of another."""
         if not self.has_spoken:
             self.has_spoken = True
-            endings.say_line(self.rank, failure)
+            endings.print_short_ending(self.rank, failure)
 
     def _silent(self, beats: dict[int, bytes], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
         """Returns the rank that has been silent longest, among those without a new heartbeat for `limit` seconds."""
@@ -296,7 +296,7 @@ def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[.
     first = endings.claim(mine)
     told = _watch.report(mine) if _watch is not None else mine
     if (first or told) == mine:
-        endings.record(endings.say_whole(error, trace, show))
+        endings.record(endings.print_error(error, trace, show))
     elif endings.is_same(first, mine):
         endings.record(first, late=True)  # the same screen has it already
     else:
@@ -306,7 +306,7 @@ def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[.
 def _follow(number: int, culprit: str) -> None:
     """Ends this rank because of another, which has the word after it."""
     if _watch is None or not _watch.has_spoken:
-        endings.say_line(number, culprit)
+        endings.print_short_ending(number, culprit)
     endings.record(culprit, late=True)
     if _watch is not None:
         _watch.report(culprit, follows=True)
@@ -318,7 +318,7 @@ def _culprit_of(error: BaseException) -> str:
         return str(error)
     if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):
         return _watch.find_culprit() or ""
-    return endings.said_elsewhere(error)
+    return endings.remote_description(error)
 
 
 def _is_communication_error(error: RuntimeError) -> bool:

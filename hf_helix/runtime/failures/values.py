@@ -23,7 +23,7 @@ from hf_helix.runtime.distributed.mesh import rank
 
 logger = logging.getLogger(__name__)
 
-NUM_EXTENTS = 5
+NUM_BOUNDS = 5
 
 
 def extents(batches: Sequence[Any], device: torch.device) -> Tensor:
@@ -32,14 +32,14 @@ def extents(batches: Sequence[Any], device: torch.device) -> Tensor:
     Of what a batch does not have, and of no batches, they are zero.
     """
     if not batches:
-        return torch.zeros(NUM_EXTENTS, dtype=torch.long, device=device)
+        return torch.zeros(NUM_BOUNDS, dtype=torch.long, device=device)
     return torch.stack([_of_batch(batch) for batch in batches]).amax(0).to(device)
 
 
 def _of_batch(batch: Any) -> Tensor:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor):
-        return torch.zeros(NUM_EXTENTS, dtype=torch.long)
+        return torch.zeros(NUM_BOUNDS, dtype=torch.long)
     targets, labels, places = batch.get("shift_labels"), batch.get("labels"), batch.get("position_ids")
     if targets is None and labels is not None:
         targets = labels[..., 1:]  # what stands first is nobody's next token
@@ -73,7 +73,7 @@ class Limits:
     trained_length: int | None = None
     _has_warned: bool = field(default=False, init=False)
 
-    def judge(self, ranges: Sequence[Sequence[int]]) -> None:
+    def raise_if_invalid(self, ranges: Sequence[Sequence[int]]) -> None:
         """Raises if a rank has met something that no table has a row for; warns once of long sequences.
 
         Args:
@@ -163,16 +163,16 @@ class Health:
         """Compares over all ranks, now. Collective.
 
         Raises:
-            FloatingPointError: on every rank, see `judge`.
+            FloatingPointError: on every rank, see `raise_if_invalid`.
         """
         mine = self.state().reshape(1)
         states = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
             states = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(states, mine)
-        self.judge([int(state) for state in states])
+        self.raise_if_invalid([int(state) for state in states])
 
-    def judge(self, states: list[int]) -> None:
+    def raise_if_invalid(self, states: list[int]) -> None:
         """Raises if a rank has found something.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.window.layout import GradientReduction, Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
@@ -31,7 +31,7 @@ Adder = tuple[int, str]
 """An operator of backward: the index of its unit, and its name there."""
 
 
-class Completed(NamedTuple):
+class TrainedParameter(NamedTuple):
     """A trained parameter.
 
     Attributes:
@@ -62,7 +62,7 @@ class Bucket:
     adders: tuple[Adder, ...]
     bytes: int
     spans_batches: bool
-    flat: Flat | None = None
+    flat: FlatParameter | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -82,10 +82,10 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
         for made in summed
     }
-    flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
+    flats = {p: flat for unit in units.values() for flat in unit.flat_parameters.values() for p in flat.placements}
     whole = [parameter for parameter in sizes if parameter not in flats]
     numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
-    groups: dict[int | Flat, list[Completed]] = {}
+    groups: dict[int | FlatParameter, list[TrainedParameter]] = {}
     for made in summed:
         bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
         groups[bucket] = [*groups.pop(bucket, ()), made]  # behind those that are complete before
@@ -94,14 +94,14 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
             {made.parameter: made.placement for made in group},
             tuple(dict.fromkeys(adder for made in group for adder in made.adders)),
             sum(sizes[made.parameter] for made in group),
-            any(mesh.copies_of(made.placement) is not None for made in group),
+            any(mesh.replica_group_of(made.placement) is not None for made in group),
             flats.get(group[0].parameter),
         )
         for group in groups.values()
     ]
 
 
-def layout_with_sums(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
+def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
     """Returns a layout with the sums of all ranks of the pipeline.
 
     Args:
@@ -143,7 +143,7 @@ def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
     return adders
 
 
-def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
+def by_completion(units: Mapping[int, Unit]) -> Iterator[TrainedParameter]:
     """Yields the trained parameters in the order in which a micro-batch by itself would complete their gradients.
 
     Args:
@@ -160,13 +160,13 @@ def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
             places[parameter] = last, placement
     for parameter in sorted(places, key=lambda parameter: places[parameter][0]):
         if parameter.requires_grad:
-            yield Completed(parameter, places[parameter][1], tuple(adders[parameter]))
+            yield TrainedParameter(parameter, places[parameter][1], tuple(adders[parameter]))
 
 
 def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
     """Whether other ranks add to the gradient, or it is divided by the number of batches."""
     shards = placement.sums_gradient and mesh.tp.group is not None
-    return shards or mesh.copies_of(placement) is not None or mesh.dp_size > 1
+    return shards or mesh.replica_group_of(placement) is not None or mesh.dp_size > 1
 
 
 def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
@@ -179,5 +179,5 @@ def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> i
     """
     shape = list(parameter.shape)
     if placement.dim is not None and placement.length:
-        shape = list(placement.shape(placement.whole_shape(shape), mesh.axis_of(placement).size, 0))
+        shape = list(placement.shape(placement.full_shape(shape), mesh.axis_of(placement).size, 0))
     return prod(shape)

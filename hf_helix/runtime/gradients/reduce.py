@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Work
+from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
 from hf_helix.operators.param_shard import EXPERTS, TP, Placement
-from hf_helix.operators.side_by_side import in_one
+from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
 
 
-class FlatGradients:
+class FlatParameterGradients:
     """The gradients of a flat.
 
     Gradients in float32 are moved into the piece at once, so that sums over other axes run in it, and what they were in
@@ -41,12 +41,12 @@ class FlatGradients:
         flat: what they are the gradients of.
     """
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatParameter) -> None:
         self._flat = flat
         self._with_gradient = [parameter for parameter in flat.placements if parameter.grad is not None]
 
     @classmethod
-    def take(cls, flat: Flat) -> FlatGradients | None:
+    def take(cls, flat: FlatParameter) -> FlatParameterGradients | None:
         """Returns the gradients of a flat; None where there are none."""
         made = cls(flat)
         if not made._with_gradient:
@@ -67,7 +67,7 @@ class FlatGradients:
             for parameter, place in zip(self._with_gradient, self._places, strict=True):
                 parameter.grad = place
 
-    def reduce_scatter(self, divisor: int) -> Work:
+    def reduce_scatter(self, divisor: int) -> TransferFn:
         """Gives the shards their gradients, not yet filled, and returns the work that fills them. Collective.
 
         Args:
@@ -105,13 +105,13 @@ class FlatGradients:
 # Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
 
 
-MAX_COPIES = 2
+MAX_UPCASTS = 2
 """How many buckets in half precision may have a copy in float32 alive on CUDA when the next copy is made."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
 
-class Reduction:
+class GradientReduction:
     """Sums the gradients of one window over the ranks, while backward still runs.
 
     The program says when the last gradient of a bucket has been issued. Of a bucket, what each rank saw of the sequence
@@ -130,7 +130,7 @@ class Reduction:
         self._left = dict(enumerate(buckets))
         self._events: list[Event] = []
 
-    def sum_bucket(self, number: int) -> None:
+    def reduce_bucket(self, number: int) -> None:
         """Sums a bucket whose gradients are complete on this rank."""
         bucket = self._left.pop(number)
         if bucket.flat is None:
@@ -142,7 +142,7 @@ class Reduction:
         """Sums what is left, such as the few parts that only tensor parallelism sums, and lets the compute stream wait
         until every gradient is complete on every rank."""
         for number in list(self._left):
-            self.sum_bucket(number)
+            self.reduce_bucket(number)
         for event in self._events:
             self._streams.wait(event)
         self._events = []
@@ -160,21 +160,21 @@ class Reduction:
         for parameters, group in averaged:
             self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
 
-    def _reduce_to_shards(self, flat: Flat) -> None:
+    def _reduce_to_shards(self, flat: FlatParameter) -> None:
         self._limit_copies(flat.placements)
-        gradients = FlatGradients.take(flat)
+        gradients = FlatParameterGradients.take(flat)
         if gradients is None:
             return
         parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
         tp = self._mesh.tp
         summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
         work = gradients.reduce_scatter(self._mesh.dp_size)
-        self._events.append(self._streams.issue(flat.sums.kind, work, summed, "gradients.scatter"))
+        self._events.append(self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter"))
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """The parameters that lie over an axis, and who has copies of them."""
         alike = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
-        return list(alike), self._mesh.copies_of(next(iter(alike.values())))
+        return list(alike), self._mesh.replica_group_of(next(iter(alike.values())))
 
     def _issue(
         self,
@@ -198,11 +198,11 @@ class Reduction:
         """Waits for earlier sums before gradients in half precision get copies in a higher one, which CUDA keeps until
         their sums have been waited for."""
         if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
-            while len(self._events) > MAX_COPIES:
+            while len(self._events) > MAX_UPCASTS:
                 self._streams.wait(self._events.pop(0))
 
 
-def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap.
 
     Args:
@@ -210,7 +210,7 @@ def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) 
         mesh: which ranks share what.
         streams: that the sums run on.
     """
-    Reduction(gradient_buckets(units, mesh), mesh, streams).finish()
+    GradientReduction(gradient_buckets(units, mesh), mesh, streams).finish()
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
     """
     for dtype, alike in _by_type(parameters).items():
         gradients = [parameter.grad for parameter in alike]
-        if _summed_in(dtype) is not dtype or in_one(gradients) is not None:
+        if _summed_in(dtype) is not dtype or contiguous_view(gradients) is not None:
             continue
         parts = _parts(gradients, dtype)
         torch._foreach_copy_(parts, gradients)
@@ -257,14 +257,14 @@ def _summing(
     """Returns the work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
         return lambda: torch._foreach_div_(list(gradients), divisor)
-    dtype, whole = _summed_in(gradients[0].dtype), in_one(gradients)
+    dtype, whole = _summed_in(gradients[0].dtype), contiguous_view(gradients)
     if whole is not None and whole.dtype is dtype:
         return lambda: _sum(whole, group, divisor, link)
     parts = _parts(gradients, dtype)
 
     def work() -> None:
         torch._foreach_copy_(parts, list(gradients))
-        total = in_one(parts)
+        total = contiguous_view(parts)
         assert total is not None
         _sum(total, group, divisor, link)
         torch._foreach_copy_(list(gradients), parts)
@@ -294,7 +294,7 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]
 
 
-def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[Flat] = ()) -> Tensor:
+def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[FlatParameter] = ()) -> Tensor:
     """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective.
 
     Args:
@@ -319,16 +319,16 @@ def _is_cut_over(over: str, placement: Placement) -> bool:
 
 
 def _squares_of(
-    placements: Placements, flats: Sequence[Flat], chosen: Callable[[Placement], bool], device: torch.device
+    placements: Placements, flats: Sequence[FlatParameter], chosen: Callable[[Placement], bool], device: torch.device
 ) -> Tensor:
     """The sum of squares over the gradients of parameters that lie in a certain way. Collective over the ranks that
     these are spread over."""
     total = _squares(parameter.grad for parameter, placement in placements.items() if chosen(placement)).to(device)
-    for axis in dict.fromkeys(flat.sums for flat in flats if any(map(chosen, flat.placements.values()))):
+    for axis in dict.fromkeys(flat.reduce_axis for flat in flats if any(map(chosen, flat.placements.values()))):
         shards = (
             shard.grad
             for flat in flats
-            if flat.sums is axis
+            if flat.reduce_axis is axis
             for parameter, shard in flat.shards.items()
             if chosen(flat.placements[parameter])
         )

@@ -20,7 +20,7 @@ from support.resume_jobs import make, push, run, state_of
 from hf_helix.checkpoint import folders, manifest
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.operators.param_shard import Placement
-from hf_helix.runtime.zero import LocalParameter, Stretch
+from hf_helix.runtime.zero import FlatShard, LocalParameter
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}
@@ -409,7 +409,7 @@ def test_pieces_fill_the_whole_once(dim: int | None, blocks: tuple[int, ...], si
     for rank in range(size):
         held = held_by(rank, size, placement)
         local = placement.cut(whole, size, rank)
-        assert held.whole_shape(local) == whole.shape
+        assert held.full_shape(local) == whole.shape
         for offset, piece in held.pieces(local).items():
             place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
             assert torch.equal(piece, whole[place])
@@ -430,17 +430,17 @@ def test_pieces_of_stretches_fill_the_whole_once(dim: int | None, blocks: tuple[
         stretch = -(-len(elements) // over)
         for start in range(0, over * stretch, stretch):
             axis: Any = SimpleNamespace(rank=start // stretch, size=over)
-            about = Stretch(tuple(local.shape), start, axis, dim is not None or rank == 0)
+            about = FlatShard(tuple(local.shape), start, axis, dim is not None or rank == 0)
             held = replace(held_by(rank, 2, placement), stretch=about)
             mine = elements[start : start + stretch]
-            assert held.whole_shape(mine) == whole.shape
+            assert held.full_shape(mine) == whole.shape
             pieces = held.pieces(mine)
             assert sum(piece.numel() for piece in pieces.values()) == len(mine)
             for offset, piece in pieces.items():
                 place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
                 assert torch.equal(piece, whole[place])
                 assert piece.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr(), "a view"
-                filled[place] += held.is_first_copy
+                filled[place] += held.is_first_replica
     assert (filled == 1).all()
 
 

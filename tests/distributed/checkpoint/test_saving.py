@@ -27,7 +27,7 @@ from hf_helix.checkpoint.files import FileLayout, write_slice
 from hf_helix.checkpoint.folders import staged
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.zero1 import kept_flats
+from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.divided import plain_parameters
 
 # What the ranks run
@@ -46,7 +46,7 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
         for name, case in cases.items():
             model = tiny(case["family"], **case.get("changes", {}))
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
-            pieces = [flat.piece for flat in kept_flats(trainer.helix.runner.stage.flats)]
+            pieces = [flat.buffer for flat in zero1_flat_parameters(trainer.helix.runner.stage.flat_parameters)]
             counter = LiveBytes([*model.parameters(), *pieces])
             with counted() as written, counter:
                 trainer.helix.save_pretrained(name, case.get("size"))

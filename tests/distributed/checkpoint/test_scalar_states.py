@@ -16,10 +16,10 @@ from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.engine.zero import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.operators.zero.zero1 import KeptFlat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.runtime.distributed.mesh import build_mesh
-from hf_helix.runtime.zero import LocalParameter, Stretch
+from hf_helix.runtime.zero import FlatShard, LocalParameter
 
 SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
 
@@ -35,21 +35,21 @@ class Stepped:
 
     def __init__(self, kind: str, optimizer: Any) -> None:
         self.parameters = {name: nn.Parameter(value) for name, value in values(0).items()}
-        self.flat: Flat | None = None
+        self.flat: FlatParameter | None = None
         self.optimizer = optimizer(self.parameters.values(), lr=0.1)
         if kind == "whole":
             self.local = {p: LocalParameter(name, COPIED, Axis.single()) for name, p in self.parameters.items()}
             return
-        copies = build_mesh(1, "cpu", spreads="optimizer").copies
+        copies = build_mesh(1, "cpu", zero_stage=1).replica_axes
         assert copies is not None
-        make = KeptFlat if kind == "kept" else Flat
+        make = Zero1FlatParameter if kind == "kept" else FlatParameter
         flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), copies.weights, copies.sums)
-        flat.spread(torch.device("cpu"))
-        stage = SimpleNamespace(flats=[flat], shards=flat.shards, outdate_weights=flat.outdate)
+        flat.shard_in_place(torch.device("cpu"))
+        stage = SimpleNamespace(flat_parameters=[flat], shards=flat.shards, mark_weights_stale=flat.mark_stale)
         step_shards(self.optimizer, stage)  # type: ignore[arg-type]
         self.local = {}
         for name, parameter in self.parameters.items():
-            stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, True)
+            stretch = FlatShard(tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, True)
             self.local[flat.shards[parameter]] = LocalParameter(name, COPIED, Axis.single(), stretch)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
@@ -58,13 +58,13 @@ class Stepped:
             if self.flat is None:
                 parameter.grad = gradients[name].clone()
             else:
-                self.flat.shards[parameter].grad = self.flat.part_of(gradients[name], parameter)
+                self.flat.shards[parameter].grad = self.flat.owned_part(gradients[name], parameter)
         self.optimizer.step()
 
     def whole(self) -> dict[str, Tensor]:
         """The parameters."""
         if self.flat is not None:
-            self.flat.lend(self.flat.gather())
+            self.flat.unshard(self.flat.gather())
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
 
@@ -89,7 +89,7 @@ def change(folder: str, before: str, after: str, optimizer: str) -> float:
             if second.flat is None:
                 parameter.copy_(start[name])
             else:
-                second.flat.shards[parameter].copy_(second.flat.part_of(start[name], parameter))
+                second.flat.shards[parameter].copy_(second.flat.owned_part(start[name], parameter))
     for stepped in (alone, second):
         stepped.step(values(2))
     expected, result = alone.whole(), second.whole()

@@ -109,7 +109,7 @@ def group_ranks(tp_size: int, pp_size: int = 1, ep_size: int = 1) -> dict[str, A
         "pp": mesh.pipe.ranks,
         "batch": members(mesh.batch_group),
         "experts": members(mesh.experts.group),
-        "expert copies": members(mesh.expert_copies_group),
+        "expert copies": members(mesh.expert_replica_group),
         "places": (mesh.tp.rank, mesh.tp.size, mesh.dp_size),
     }
 
@@ -174,7 +174,7 @@ def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
     units = {index: unit_of({parameter: placements[parameter]}) for index, parameter in enumerate(placements)}
     streams = make_streams(mesh.device)
     try:
-        gradients.complete_gradients(units, mesh, streams)
+        gradients.reduce_all_gradients(units, mesh, streams)
     finally:
         buckets.BUCKET_BYTES = usual
         streams.close()

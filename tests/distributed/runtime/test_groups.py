@@ -158,7 +158,7 @@ def test_which_group_takes_how_many_blocks_from_computation(
 def groups_of(built: mesh.Mesh) -> set[str]:
     """The names of all groups that a window communicates over."""
     pipe = built.pipe
-    result = [built.dp_group, built.copies_group, built.expert_copies_group, built.batch_group, pipe.group]
+    result = [built.dp_group, built.replica_group, built.expert_replica_group, built.batch_group, pipe.group]
     result += [*(axis.group for axis in built.axes), *pipe.lanes.values(), dist.group.WORLD]
     return {group.group_name for group in result if group is not None}
 

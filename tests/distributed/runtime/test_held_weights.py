@@ -18,7 +18,7 @@ from hf_helix.planning.plan.list_scheduler import PriorityPlan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.gradients.reduce import complete_gradients
+from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
 
@@ -62,7 +62,7 @@ def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) ->
     }
     with buckets_of(SMALL):
         first.train_window(window, complete=False)
-        complete_gradients(first.stage.units, first.mesh, first.executor.streams)
+        reduce_all_gradients(first.stage.units, first.mesh, first.executor.streams)
         result["expected"] = gradients()
         for held in WAYS:
             runner = first.with_plan(

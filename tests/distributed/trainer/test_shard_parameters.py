@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.zero3 import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.schedule.actions import Slot
@@ -310,12 +310,12 @@ def test_a_flat_splits_alike_on_all_ranks() -> None:
     for rank in range(3):
         parameters = [torch.nn.Parameter(value.clone()) for value in values]
         axis = Axis(SilentTransport(3, rank))
-        flat = Flat("weights", dict.fromkeys(parameters, COPIED), axis, axis)
-        flat.spread(torch.device("cpu"))
+        flat = FlatParameter("weights", dict.fromkeys(parameters, COPIED), axis, axis)
+        flat.shard_in_place(torch.device("cpu"))
         for place, parameter in enumerate(parameters):
             assert parameter.shape == values[place].shape
             assert parameter.isnan().all()
-            first, last = flat.part(parameter)
+            first, last = flat.owned_range(parameter)
             assert seen[place][first:last].isnan().all()
             seen[place][first:last] = flat.shards[parameter].detach()
     for value, result in zip(values, seen, strict=True):

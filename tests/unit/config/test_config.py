@@ -103,9 +103,9 @@ def test_a_capacity_that_is_no_number_is_refused(factor: object):
 
 
 def test_what_is_spread():
-    assert HelixConfig().spreads is None
-    assert HelixConfig(shard_optimizer=True, ep_size=2).spreads == "optimizer"
-    assert HelixConfig(shard_parameters=True).spreads == "parameters"
+    assert HelixConfig().zero_stage == 0
+    assert HelixConfig(shard_optimizer=True, ep_size=2).zero_stage == 1
+    assert HelixConfig(shard_parameters=True).zero_stage == 3
 
 
 def test_options_of_context_parallelism():

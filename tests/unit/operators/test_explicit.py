@@ -20,7 +20,7 @@ from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
 from hf_helix.operators.segment import Segment
-from hf_helix.operators.side_by_side import heads_in_one
+from hf_helix.operators.side_by_side import contiguous_heads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -115,7 +115,7 @@ def test_rope_gives_the_same_bits(
     for rotate in (apply_rotary_pos_emb, rotated):
         leaves = [part if together else part.clone() for part in given.split(sizes, -1)]
         leaves = [part.detach().requires_grad_() for part in leaves]
-        assert (heads_in_one([by_heads(leaf, 8).permute(2, 0, 1, 3) for leaf in leaves]) is not None) == together
+        assert (contiguous_heads([by_heads(leaf, 8).permute(2, 0, 1, 3) for leaf in leaves]) is not None) == together
         outputs = rotate(*(by_heads(leaf, 8) for leaf in leaves), cos, sin)
         torch.autograd.backward(outputs, [d.to(out.dtype) for d, out in zip(directions, outputs, strict=True)])
         rows.append([*outputs, *(leaf.grad for leaf in leaves)])

@@ -10,14 +10,14 @@ from support.units import unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call, Precision, explicit_gradients
-from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
+from hf_helix.operators.communication.transport import Axis, Recorder, ReplicaAxes, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.param_shard import COPIED
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.operators.zero.grouping import make_flats
-from hf_helix.operators.zero.zero1 import KeptFlat
-from hf_helix.operators.zero.zero3 import casts_of, lending
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.grouping import make_flat_parameters
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter
+from hf_helix.operators.zero.zero3 import casts_of, with_unsharded
 from hf_helix.planning.graph.operator import Part
 
 RANKS = 2
@@ -42,7 +42,9 @@ def linears() -> list[nn.Linear]:
     return [nn.Linear(32, size) for size in (16, 8)]
 
 
-def ranks_of(kind: type[Flat] = Flat, cast_to: torch.dtype | None = BF16) -> list[tuple[list[nn.Linear], Flat]]:
+def ranks_of(
+    kind: type[FlatParameter] = FlatParameter, cast_to: torch.dtype | None = BF16
+) -> list[tuple[list[nn.Linear], FlatParameter]]:
     """Every rank's linears, in a flat, with a transport that notes what is sent."""
     board: dict[int, Tensor] = {}
     result = []
@@ -51,12 +53,12 @@ def ranks_of(kind: type[Flat] = Flat, cast_to: torch.dtype | None = BF16) -> lis
         axis = Axis(Recorder(Board(rank, board)))
         parameters = [module.weight for module in modules] + [module.bias for module in modules]
         flat = kind("weights.products", dict.fromkeys(parameters, COPIED), axis, axis, cast_to)
-        flat.spread(torch.device("cpu"))
+        flat.shard_in_place(torch.device("cpu"))
         result.append((modules, flat))
     return result
 
 
-def gathered(ranks: list[tuple[list[nn.Linear], Flat]]) -> list[Tensor]:
+def gathered(ranks: list[tuple[list[nn.Linear], FlatParameter]]) -> list[Tensor]:
     """The piece of every rank."""
     prepared = [flat.prepare_gather() for _, flat in ranks]
     for _ in range(RANKS):  # the first time, not all is on the board
@@ -80,28 +82,28 @@ def test_half_is_sent_of_what_is_kept() -> None:
     assert sent[BF16] * 2 == sent[None] > 0
 
 
-@pytest.mark.parametrize("kind", [Flat, KeptFlat])
-def test_checkpoints_have_the_parts_that_are_stepped(kind: type[Flat]) -> None:
+@pytest.mark.parametrize("kind", [FlatParameter, Zero1FlatParameter])
+def test_checkpoints_have_the_parts_that_are_stepped(kind: type[FlatParameter]) -> None:
     ranks = ranks_of(kind)
     for _ in range(RANKS):
         wholes = [flat.gather() for _, flat in ranks]
     for (modules, flat), whole in zip(ranks, wholes, strict=True):
         assert whole.dtype is torch.float32
-        flat.lend(whole)
+        flat.unshard(whole)
         for module, other in zip(modules, linears(), strict=True):
             assert torch.equal(module.weight, other.weight)
             assert torch.equal(module.bias, other.bias)
-            assert flat.cast(module.weight) is None or kind is KeptFlat
-        flat.take_back()
+            assert flat.cast(module.weight) is None or kind is Zero1FlatParameter
+        flat.reshard()
         assert all(parameter.isnan().all() for parameter in flat.placements)
 
 
-def run(operator: Linear, precision: Precision, lent: list[tuple[Flat, Tensor]]) -> list[Tensor]:
+def run(operator: Linear, precision: Precision, unsharded: list[tuple[FlatParameter, Tensor]]) -> list[Tensor]:
     """Outputs and input gradient of a micro-batch, and the gradients of the parameters."""
     call, value = Call({}, 0, True, precision), torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
     def method(part: Part) -> object:
-        return lending(operator.method_of(part), lent) if lent else operator.method_of(part)
+        return with_unsharded(operator.method_of(part), unsharded) if unsharded else operator.method_of(part)
 
     with explicit_gradients():
         outputs = method(Part.F)(call, value)
@@ -125,7 +127,7 @@ def test_products_read_the_piece_and_its_bits() -> None:
             assert mine.dtype is theirs.dtype
             assert torch.equal(mine, theirs)
         assert all(parameter.isnan().all() for parameter in flat.placements), "they stay stand-ins"
-        flat.lend(piece)
+        flat.unshard(piece)
         with precision.weights.kept():
             matrix = precision.weights.of([module.weight for module in modules], BF16)
         assert matrix.untyped_storage()._cdata == piece.untyped_storage()._cdata
@@ -141,7 +143,7 @@ def test_a_piece_is_freed_with_its_last_reader() -> None:
     del pieces
     with precision.weights.kept():
         run(Linear(modules), precision, [(flat, piece)])
-        flat.take_back(piece)
+        flat.reshard(piece)
         left = weakref.ref(piece)
         del piece
         assert left() is None
@@ -149,12 +151,12 @@ def test_a_piece_is_freed_with_its_last_reader() -> None:
 
 def test_what_is_lent_is_not_taken_away() -> None:
     """Such as by a window, while somebody uses the model with all weights in it."""
-    for kind in (Flat, KeptFlat):
+    for kind in (FlatParameter, Zero1FlatParameter):
         ((_, flat), _) = ranks_of(kind, cast_to=None)
-        flat.lend(flat.gather())
+        flat.unshard(flat.gather())
         with pytest.raises(RuntimeError, match="leave whole_weights\\(\\) before you train"):
             flat.begin_window()
-        flat.take_back()
+        flat.reshard()
         flat.begin_window()
 
 
@@ -163,7 +165,7 @@ def test_flats_of_a_unit_have_names_of_their_own() -> None:
     left, right = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
     units = [unit_of(dict.fromkeys(held, COPIED)) for held in ([left], [right], [left, right])]
     axis = Axis(SilentTransport(RANKS, 0))
-    flats = make_flats(units, lambda placement: Copies(axis, axis), None, Flat)
+    flats = make_flat_parameters(units, lambda placement: ReplicaAxes(axis, axis), None, FlatParameter)
     names = [[flat.name for flat in result] for result in flats]
     assert names == [["weights.shared"], ["weights.shared.2"], ["weights.shared", "weights.shared.2"]]
     assert flats[2] == [flats[0][0], flats[1][0]]

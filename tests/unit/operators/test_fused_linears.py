@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.side_by_side import columns_in_one, join_columns, rows_in_one
+from hf_helix.operators.side_by_side import contiguous_columns, contiguous_rows, join_columns
 
 SIZES = (6, 2, 2)
 WIDTH = 16  # much wider than what goes out: gradients in one piece are faster
@@ -154,28 +154,28 @@ def test_in_one_precision_they_stay_apart() -> None:
 def test_what_lies_side_by_side_is_seen_as_one_without_a_copy() -> None:
     whole = torch.arange(24.0).view(4, 6)
     columns, rows = whole.split([3, 1, 2], 1), whole.split([1, 3])
-    for result, dim in ((columns_in_one(columns), 1), (rows_in_one(rows), 0)):
+    for result, dim in ((contiguous_columns(columns), 1), (contiguous_rows(rows), 0)):
         assert result is not None
         assert torch.equal(result, whole), dim
         assert result.data_ptr() == whole.data_ptr()
     assert torch.equal(join_columns(columns[1:]), whole[:, 3:])
-    assert torch.equal(rows_in_one([whole[1], whole[2], whole[3]]), whole[1:].flatten())
+    assert torch.equal(contiguous_rows([whole[1], whole[2], whole[3]]), whole[1:].flatten())
 
 
 def test_what_lies_otherwise_is_not() -> None:
     whole = torch.arange(24.0).view(4, 6)
     left, middle, right = whole.split(2, 1)
-    assert columns_in_one([left, right]) is None
-    assert columns_in_one([middle, left]) is None
-    assert columns_in_one([left, middle.clone()]) is None
+    assert contiguous_columns([left, right]) is None
+    assert contiguous_columns([middle, left]) is None
+    assert contiguous_columns([left, middle.clone()]) is None
     assert torch.equal(join_columns([middle, left]), torch.cat([middle, left], 1))
     # Rows of one after the other are no columns beside one another.
     flat = torch.arange(24.0)
-    assert columns_in_one([flat[:12].view(4, 3), flat[3:15].view(4, 3)]) is None
-    assert rows_in_one([whole[:1], whole[2:]]) is None
-    assert rows_in_one([whole[1:], whole[:1]]) is None
-    assert rows_in_one([left, middle]) is None
-    assert rows_in_one([whole[:2], whole[2:].clone()]) is None
+    assert contiguous_columns([flat[:12].view(4, 3), flat[3:15].view(4, 3)]) is None
+    assert contiguous_rows([whole[:1], whole[2:]]) is None
+    assert contiguous_rows([whole[1:], whole[:1]]) is None
+    assert contiguous_rows([left, middle]) is None
+    assert contiguous_rows([whole[:2], whole[2:].clone()]) is None
 
 
 def test_a_transposed_sequence_is_one_product() -> None:

@@ -44,7 +44,7 @@ def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) ->
         expected = [block.narrow(dim, *_place(block, dim, size, rank)) for block in whole.split(blocks, dim)]
         assert torch.equal(part, torch.cat(expected, dim))
         assert part.shape == placement.shape(whole.shape, size, rank)
-        assert placement.whole_shape(part.shape) == whole.shape
+        assert placement.full_shape(part.shape) == whole.shape
         placement.paste(pasted, part, size, rank)
     assert torch.equal(pasted, whole)
 

@@ -60,7 +60,7 @@ INTRA, INTER = Kind.INTRA_NODE, Kind.INTER_NODE
 )
 def test_the_busiest_link(kinds: tuple[Kind, ...], sums: Kind, link: LinkSpeed | None, expected: float) -> None:
     """Axes whose collectives take 4 s and 2 s, and sums of 3 s."""
-    mesh: Any = SimpleNamespace(axes=[SimpleNamespace(kind=kind) for kind in kinds], sums_kind=sums, link=link)
+    mesh: Any = SimpleNamespace(axes=[SimpleNamespace(kind=kind) for kind in kinds], reduction_kind=sums, link=link)
     loads = link_loads(mesh, [4.0, 2.0][: len(kinds)], 3.0, 5_000_000)
     assert busiest_link(loads) == pytest.approx(expected)
 

@@ -31,7 +31,7 @@ def shown(fail: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str
     try:
         fail()
     except Exception as error:
-        endings.say_whole(error, error.__traceback__, traceback.print_exception)
+        endings.print_error(error, error.__traceback__, traceback.print_exception)
     return capsys.readouterr().err
 
 
@@ -92,7 +92,7 @@ def test_the_error_file_is_what_torch_reads(error_file: Path) -> None:
 
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "_advice", lambda: describe_stop("out", 37))
-    endings.say_whole(KeyboardInterrupt(), None, sys.__excepthook__)
+    endings.print_error(KeyboardInterrupt(), None, sys.__excepthook__)
     said = capsys.readouterr().err
     assert said.startswith("hf_helix: interrupted; stopped after step 37, and nothing was saved; ")
     assert "save_steps" in said

@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import COPIED
-from hf_helix.operators.zero.flat_parameter import Flat
-from hf_helix.runtime.gradients.reduce import FlatGradients
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.runtime.gradients.reduce import FlatParameterGradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,15 +19,15 @@ def test_gradients_that_were_moved_take_no_memory(dtype: torch.dtype) -> None:
     """Those in half precision are read when the piece is summed, and are free behind that."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,), (64, 2))]
     axis = Axis(SilentTransport(1, 0))
-    flat = Flat("weights", dict.fromkeys(parameters, COPIED), axis, axis)
-    flat.spread(torch.device("cpu"))
+    flat = FlatParameter("weights", dict.fromkeys(parameters, COPIED), axis, axis)
+    flat.shard_in_place(torch.device("cpu"))
     first, unused, last = parameters
     left, values = [], []
     for parameter in (first, last):
         parameter.grad = torch.randn(parameter.shape).to(dtype)
         left.append(weakref.ref(parameter.grad))
         values.append(parameter.grad.clone())
-    gradients = FlatGradients.take(flat)
+    gradients = FlatParameterGradients.take(flat)
     assert gradients is not None
     assert all((result() is None) == (dtype is torch.float32) for result in left)
     work = gradients.reduce_scatter(2)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call, Computation, Precision, Tensors
-from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
+from hf_helix.operators.communication.transport import Axis, Recorder, ReplicaAxes, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.zero1 import keep_units, kept_flats
-from hf_helix.operators.zero.zero3 import casts_of, spread_units
+from hf_helix.operators.zero.zero1 import apply_zero1, zero1_flat_parameters
+from hf_helix.operators.zero.zero3 import apply_zero3, casts_of
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.plan.registry import make_plan
@@ -135,18 +135,18 @@ def window(sharded: str, plan: str = "sequential") -> tuple[list[Tensor], dict[s
     """
     units, parameters = model()
     recorder = Recorder(SilentTransport(1, 0))
-    over = Copies(Axis(recorder), Axis(SilentTransport(1, 0)))
-    ways = {"parameters": spread_units, "optimizer": keep_units}
+    over = ReplicaAxes(Axis(recorder), Axis(SilentTransport(1, 0)))
+    ways = {"parameters": apply_zero3, "optimizer": apply_zero1}
     if sharded:
         units = ways[sharded](units, lambda _: over, torch.bfloat16)
     stage = place_units(units)
-    for flat in stage.flats:
-        flat.spread(CPU)
+    for flat in stage.flat_parameters:
+        flat.shard_in_place(CPU)
         assert flat.shard.dtype is torch.float32
         assert all(parameter.isnan().all() for parameter in flat.placements)
-    for flat in kept_flats(stage.flats):
+    for flat in zero1_flat_parameters(stage.flat_parameters):
         flat.refresh()()
-    precision = Precision("cpu", torch.bfloat16, CastWeights(casts_of(stage.flats)))
+    precision = Precision("cpu", torch.bfloat16, CastWeights(casts_of(stage.flat_parameters)))
     executor = Executor(stage.units, make_streams(CPU), 0, precision)
     made = make_plan(plan, rough_profile(stage.layout), model="by hand", mesh={"tp": 1})
     loss = stage.head, "loss"
@@ -156,7 +156,7 @@ def window(sharded: str, plan: str = "sequential") -> tuple[list[Tensor], dict[s
     sources = {(stage.head, "d.loss"): torch.ones(())}
     kept = executor.run(program, batches, sources, training=True)
     executor.streams.close()
-    assert all(parameter.isnan().all() for flat in stage.flats for parameter in flat.placements)
+    assert all(parameter.isnan().all() for flat in stage.flat_parameters for parameter in flat.placements)
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     return [kept[place][loss] for place in range(COUNT)], gradients, recorder
 

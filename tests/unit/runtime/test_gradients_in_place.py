@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import COPIED, CUT_ROWS
-from hf_helix.operators.zero.flat_parameter import Flat
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import buckets
@@ -58,21 +58,21 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
     return result
 
 
-def flat_of(parameter: nn.Parameter) -> Flat:
+def flat_of(parameter: nn.Parameter) -> FlatParameter:
     """A flat of its own, whose gradient stays."""
     axis, gradient = Axis(SilentTransport(RANKS, 0)), parameter.grad
-    flat = Flat(f"weights.{id(parameter)}", {parameter: COPIED}, axis, axis)
-    flat.spread(torch.device("cpu"))
+    flat = FlatParameter(f"weights.{id(parameter)}", {parameter: COPIED}, axis, axis)
+    flat.shard_in_place(torch.device("cpu"))
     parameter.grad = gradient
     return flat
 
 
-def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu", flats: Sequence[Flat] = ()) -> AtOnce:
+def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu", flats: Sequence[FlatParameter] = ()) -> AtOnce:
     sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
     given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
     unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
-    unit = replace(unit, flats={flat.name: flat for flat in flats})
-    gradients.complete_gradients({0: unit}, Mesh(*given), streams)
+    unit = replace(unit, flat_parameters={flat.name: flat for flat in flats})
+    gradients.reduce_all_gradients({0: unit}, Mesh(*given), streams)
     return streams
 
 
@@ -121,14 +121,14 @@ def test_on_cuda_few_copies_of_half_precision_are_alive(
     """Those of buckets, or of flats."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     order: list[str] = []
-    module, name = (gradients.FlatGradients, "_gather") if spread else (gradients, "_parts")
+    module, name = (gradients.FlatParameterGradients, "_gather") if spread else (gradients, "_parts")
     copies, wait = getattr(module, name), AtOnce.wait
     monkeypatch.setattr(module, name, lambda *given: (order.append("copy"), copies(*given))[1])
     monkeypatch.setattr(AtOnce, "wait", lambda *given: (order.append("wait"), wait(*given))[1])
     parameters = parameters_of(*[(4, 3)] * 5, dtype=torch.bfloat16)
     reduce(parameters, device="cuda", flats=[flat_of(parameter) for parameter in parameters] if spread else [])
     alive = [order[:place].count("copy") - order[:place].count("wait") for place in range(len(order) + 1)]
-    assert max(alive) == gradients.MAX_COPIES + 1
+    assert max(alive) == gradients.MAX_UPCASTS + 1
     assert alive[-1] == 0
 
 

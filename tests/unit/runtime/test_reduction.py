@@ -16,7 +16,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import buckets
-from hf_helix.runtime.gradients.reduce import Reduction
+from hf_helix.runtime.gradients.reduce import GradientReduction
 from hf_helix.runtime.streams import CpuStreams, Event
 
 
@@ -64,9 +64,9 @@ def kinds(streams: Recorder) -> list[str]:
 
 def reduction_of(
     placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool
-) -> Reduction:
+) -> GradientReduction:
     units, mesh = {k: unit_of(result) for k, result in enumerate(placements)}, mesh_of(tp, dp)
-    return Reduction(buckets.gradient_buckets(units, mesh), mesh, streams)
+    return GradientReduction(buckets.gradient_buckets(units, mesh), mesh, streams)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_a_bucket_is_summed_when_it_is_asked_for_and_at_the_end_otherwise(streams: Recorder) -> None:
     reduction = reduction_of([{parameter(): CUT_ROWS} for _ in range(6)], streams, tp=False, dp=True)
-    reduction.sum_bucket(1)
+    reduction.reduce_bucket(1)
     assert kinds(streams) == ["gradients"]
     assert streams.waited == []
     reduction.finish()

@@ -198,7 +198,7 @@ def test_spans_are_recorded_while_a_trace_is_set(streams: Streams) -> None:
     spans = {span.label: span for span in trace.spans}
     assert {(span.stream, span.label) for span in trace.spans} == {(NEAR.value, "moved"), ("compute", "computed")}
     assert spans["moved"].start <= spans["computed"].start <= spans["computed"].end <= spans["moved"].end
-    assert trace.beside() == pytest.approx(spans["computed"].end - spans["computed"].start)
+    assert trace.overlapped() == pytest.approx(spans["computed"].end - spans["computed"].start)
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])

@@ -21,7 +21,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure import machine, operators, timing
 from hf_helix.measure.communication import time_train
-from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
+from hf_helix.operators.communication.transport import Axis, ReplicaAxes, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import named_operators, named_per_step
@@ -110,7 +110,7 @@ def measured(gpu: SlowHost, layers: int = 2, tp: int = 2, dp: int = 1, **options
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), group, group, group, None)
     if options:
         sums = Axis(SilentTransport(dp, 0), Kind.GRADIENTS)
-        mesh = replace(mesh, copies=Copies(sums, sums), expert_copies=Copies(sums, sums))
+        mesh = replace(mesh, replica_axes=ReplicaAxes(sums, sums), expert_replica_axes=ReplicaAxes(sums, sums))
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=16,
