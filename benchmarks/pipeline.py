@@ -1,6 +1,6 @@
 """A pipeline on one machine: step time, bubbles and memory under every schedule.
 
-Ranks that share cores would unshard each other the time in which they wait, and no bubble would show. So every rank gets
+Ranks that share cores would give each other the time in which they wait, and no bubble would show. So every rank gets
 an equal share of the machine by a CPU quota (a control group; needs root): a slow machine of its own. `1f1b` runs one
 strand on a linear placement, the others two on the fold. With `--rate`, the ranks stand on two hosts joined by a link
 of so many Mbit/s (see ranks.py), and `--across` says which of their neighbours are on the other one.

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.windows import Local
+from hf_helix.operators.base import TransferFn
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event, Streams, TransferFn
+from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event, Streams
 
 CYCLES = 1.7e9
 """Of a second of `torch.cuda._sleep`, about."""

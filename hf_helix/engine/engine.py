@@ -56,7 +56,7 @@ from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_o
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
-from hf_helix.runtime.failures.values import extents
+from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
@@ -204,9 +204,9 @@ class Engine(Diagnostics):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def extents(self, batches: Sequence[Any]) -> Tensor:
-        """Returns how far the ids, labels and positions of a window reach, for `limits.raise_if_invalid`; waits for nothing."""
-        return extents(batches, self.mesh.device)
+    def value_bounds(self, batches: Sequence[Any]) -> Tensor:
+        """Returns how far the ids, labels and positions of a window reach, for `limits`; waits for nothing."""
+        return value_bounds(batches, self.mesh.device)
 
     def check_extents(self, batch: Any) -> None:
         """Refuses a batch that was not announced in a window, as `limits.raise_if_invalid`. Waits for the device."""

@@ -1,1 +1,1 @@
-"""What an operator does to tensors: forward, input gradient, weight gradient; and the units they form."""
+"""Operators on tensors: forward, input gradient, weight gradient; and the units made of them."""

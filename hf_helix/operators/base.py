@@ -1,16 +1,17 @@
-"""Tensor operators: the one base class of everything that a program runs, its three kinds, and what they are handed.
+"""Tensor operators: the base class of everything that a program runs, its three kinds, and their context.
 
-    TensorOperator       `method_of(part)`: what runs on the compute stream for a part of the operator
+    TensorOperator       `method_of(part)`: runs a part of the operator on the compute stream
       Computation        forward, backward
       SplitComputation   forward; backward as input gradient (I) and weight gradient (W), which run at different times
-      Communication      `prepare`: allocates on the compute stream, and returns the work for a communication stream
+      Communication      `prepare`: allocates on the compute stream, and returns a transfer for a communication stream
 
 In:   tensors of one micro-batch.
 Out:  tensors; parameter gradients are added to `parameter.grad`.
-Must hold: a computation never communicates; a communication never computes a gradient. What an operator keeps
-between forward and backward lies in its `Call`, so the same operator serves many micro-batches at once. A gradient that
-goes to another rank has the type of its value.
-Activations are laid out [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says "shard".
+Must hold: a computation never communicates; a communication never computes a gradient. The state of an operator between
+forward and backward lies in its `Call`, so the same operator serves many micro-batches at once. A gradient for another
+rank has the type of its value.
+Activations have the layout [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says
+"shard".
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]
 TransferFn = Callable[[], object]
-"""Moves data into what was allocated before."""
+"""Moves data into buffers that were allocated before."""
 
 Method = Callable[..., Tensors]
 """`method(call, *tensors)`: a part of an operator, for one micro-batch."""
@@ -37,12 +38,12 @@ Method = Callable[..., Tensors]
 
 @dataclass(frozen=True)
 class Precision:
-    """Which types a forward pass computes in.
+    """The types of a forward pass.
 
     Attributes:
         device: the type of the device, such as "cuda".
         autocast_dtype: the type of matrix products, as under `torch.autocast`; None where values keep their types.
-        weights: copies of weights in the type of the products.
+        weights: casts of weights to the type of the products.
     """
 
     device: str = "cpu"
@@ -50,7 +51,7 @@ class Precision:
     weights: CastWeights = field(default_factory=CastWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns the context in which torch computes in these types by itself."""
+        """Returns the context in which torch itself computes in these types."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(autocast_device(self.device), self.autocast_dtype)
@@ -65,22 +66,23 @@ class Precision:
 
 
 def autocast_device(device: str) -> str:
-    """Returns the type of device whose autocast serves a device: torch has none for meta tensors, which take that of
-    the CPU as a sign."""
+    """Returns the type of device whose autocast serves a device: torch has none for meta tensors; the CPU's serves for
+    them."""
     return "cpu" if device == "meta" else device
 
 
 @dataclass(slots=True)
 class Call:
-    """One operator for one micro-batch: what it may read besides its inputs, and what it keeps for backward.
+    """One operator for one micro-batch: its side inputs, and its state for backward.
 
     Attributes:
-        side: tensors of the micro-batch that carry no gradient (masks, positions, labels), by name.
+        side: tensors of the micro-batch without gradient (masks, positions, labels), by name.
         seed: the seed of operators that draw random numbers; it does not depend on the plan.
-        training: False when forward need not save anything: there will be no backward, or it runs forward again.
-        precision: the types of the forward pass; backward follows the types of what forward saved.
-        saved: whatever forward saved for backward.
-        shared: what the host knows of the micro-batch and several operators read, by the object that keeps it there.
+        training: False where forward need not save anything: without a later backward, or where backward runs forward
+            again.
+        precision: the types of the forward pass; backward follows the types of saved values.
+        saved: the state of forward for backward.
+        shared: host-side knowledge of the micro-batch for several operators, by the object that keeps it there.
     """
 
     side: Mapping[str, Any]
@@ -93,36 +95,36 @@ class Call:
 
 @contextmanager
 def explicit_gradients() -> Iterator[None]:
-    """Returns the context in which operators run. Autograd records nothing unless an operator enables it. What it
-    recorded runs backward in the calling thread; for a GPU otherwise in another one, which the caller waits for."""
+    """Returns the context in which operators run. Autograd records nothing unless an operator enables it. Recorded
+    graphs run backward in the calling thread; by default a GPU's run in another thread, and the caller waits for it."""
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 class TensorOperator(ABC):
-    """What an operator of a unit does to tensors. It runs within `explicit_gradients`, for many micro-batches at once.
+    """The action of an operator of a unit on tensors. Runs within `explicit_gradients`, for many micro-batches at once.
 
     Attributes:
-        has_saved_state: whether forward leaves anything of weight for backward in `Call.saved`. What is recomputed
-            must then run forward again, also where all its outputs are kept.
+        has_saved_state: whether forward saves large state for backward in `Call.saved`. A recomputed operator must then
+            run forward again, also where all its outputs are kept.
     """
 
     has_saved_state = False
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters whose gradients backward adds to. Where a choice between some is made whenever it runs (of
-        adapters, say), all of them."""
+        """The parameters whose gradients backward adds to. Where every run chooses between parameters (of adapters,
+        say), all of them."""
         return ()
 
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
-        """Returns those of `parameters` whose values a part reads. Of others it knows shape and type, and may add to
+        """Returns the parameters whose values a part reads. Of other parameters it reads shape and type, and may add to
         their gradients."""
         return () if part is Part.W else self.parameters
 
     @property
     def cast_parameters(self) -> tuple[Tensor, ...]:
-        """Those of `parameters` that it reads in the type of matrix products alone, from `Precision.weights`."""
+        """The parameters that are read only in the type of matrix products, from `Precision.weights`."""
         return ()
 
     def draws(self) -> bool:
@@ -131,11 +133,13 @@ class TensorOperator(ABC):
 
     @abstractmethod
     def method_of(self, part: Part) -> Method:
-        """Returns the method that runs a part on the compute stream. It is the same in every window.
+        """Returns the method that runs a part on the compute stream; the same in every window.
 
-        F and R (forward again, in backward) take the inputs and return the outputs. B and I take the gradients of the
-        outputs, behind them the values that the operator declares to keep, and return the gradients of the inputs. W
-        takes the gradients of the outputs, behind them all that forward read, and returns nothing.
+        part        arguments                                                      result
+        F, R        inputs                                                         outputs
+        B, I        gradients of the outputs, then the values that the operator    gradients of the inputs
+                    declares to keep
+        W           gradients of the outputs, then the inputs of forward           nothing
         """
 
 
@@ -163,7 +167,7 @@ class SplitComputation(TensorOperator):
     @property
     @abstractmethod
     def trained(self) -> float:
-        """How much of W there is, see `hf_helix.planning.graph.operator.Operator`."""
+        """The size of W, see `hf_helix.planning.graph.operator.Operator`."""
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
@@ -175,11 +179,11 @@ class SplitComputation(TensorOperator):
 
     @abstractmethod
     def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Adds to the gradients of parameters; returns nothing, as a tuple."""
+        """Adds to the gradients of parameters; returns an empty tuple."""
 
     @final
     def method_of(self, part: Part) -> Method:
-        # Where there is nothing to train, the whole backward (B) is the input gradient.
+        # With nothing to train, the full backward (B) is the input gradient.
         return {
             Part.F: self.forward,
             Part.R: self.forward,
@@ -194,26 +198,27 @@ class Communication(TensorOperator):
 
     @abstractmethod
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        """Allocates on the compute stream. Runs when the operator is issued.
+        """Allocates on the compute stream, at the time of issue.
 
         Args:
+            call: the call.
             part: F, B, or R for F once more.
             inputs: values, or in B gradients.
 
         Returns:
-            The outputs, not yet filled, and the work that fills them, later and on another stream. The work allocates
-            nothing.
+            The outputs, not filled yet, and the transfer that fills them, later and on another stream. The transfer
+            allocates nothing.
         """
 
     def lane(self, part: Part) -> str:
-        """Returns the queue on its stream that a part goes to; lanes do not wait for each other."""
+        """Returns the queue of a part on its stream; lanes do not wait for each other."""
         return ""
 
     @final
     def method_of(self, part: Part) -> Method:
         def run(call: Call, *inputs: Tensor) -> Tensors:
-            outputs, work = self.prepare(call, part, *inputs)
-            work()
+            outputs, transfer = self.prepare(call, part, *inputs)
+            transfer()
             return outputs
 
         return run

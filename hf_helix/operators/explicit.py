@@ -1,8 +1,9 @@
-"""Functions whose backward is written out: a few kernels, without a graph of autograd around them.
+"""Functions with explicit backward: a few kernels, without an autograd graph around them.
 
 In:   the inputs of a segment.
-Out:  its output, and what its backward needs; backward the gradients of the inputs, those of parameters added up.
-Must hold: the kernels are those that autograd would run, so the bits are the same. Where `applies` says no, the segment
+Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to those of
+      parameters.
+Must hold: the kernels are those of autograd, so the bits are the same. Where `applies` returns False, the segment
 leaves the function to autograd.
 """
 
@@ -22,26 +23,26 @@ aten = torch.ops.aten
 
 
 class Explicit(ABC):
-    """A function of one output and its backward."""
+    """A function with one output, and its backward."""
 
     @abstractmethod
     def applies(self, *inputs: Tensor) -> bool:
-        """Whether it computes what the segment's function does for these inputs, on their device."""
+        """Returns whether the result equals the segment's function for these inputs, on their device."""
 
     @abstractmethod
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
-        """The output, and what `backward` needs."""
+        """Returns the output, and the tensors for `backward`."""
 
     @abstractmethod
     def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
-        """The gradients of the inputs; parameters' gradients on the way."""
+        """Returns the gradients of the inputs, and adds to those of parameters."""
 
 
 class GatedSilu(Explicit):
     """`silu(gate) * up`.
 
     Args:
-        is_silu: whether the activation of the model is SiLU and nothing else.
+        is_silu: whether the activation of the model is exactly SiLU.
     """
 
     def __init__(self, is_silu: Callable[[], bool]) -> None:
@@ -68,8 +69,8 @@ class RmsNorm(Explicit):
 
     Args:
         module: has a `weight` and a `variance_epsilon`.
-        is_fused: whether torch has a kernel for what the module computes on the device of a value.
-        lowers: the result is handed on as matrix products take it.
+        is_fused: whether torch has a kernel for the module's function on the device of a value.
+        lowers: whether the result has the type of matrix products.
     """
 
     def __init__(self, module: Any, is_fused: Callable[[nn.Module, Tensor], bool], lowers: bool) -> None:
@@ -82,14 +83,14 @@ class RmsNorm(Explicit):
 
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
         (value,) = inputs
-        given, weight = alike(value, self._module.weight)
+        given, weight = in_one_dtype(value, self._module.weight)
         out, scale = fused_rms_norm(given, weight, self._module.variance_epsilon)
         return precision.cast_for_matmul(out) if self._lowers else out, (value, scale)
 
     def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
         value, scale = kept
         parameter = self._module.weight
-        given, weight = alike(value, parameter)
+        given, weight = in_one_dtype(value, parameter)
         of_value, of_weight = fused_rms_norm_backward(
             gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
         )
@@ -99,8 +100,8 @@ class RmsNorm(Explicit):
         return (of_value.to(value.dtype),)
 
 
-def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The value and the weight of an RMS norm in one type, which is what the kernels take."""
+def in_one_dtype(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the value and the weight of an RMS norm in one type, as the kernels require."""
     if value.dtype is weight.dtype:
         return value, weight
     dtype = torch.promote_types(value.dtype, weight.dtype)
@@ -108,12 +109,12 @@ def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The normed value, and the reciprocals of the roots that backward reads.
+    """Returns the normed value, and the reciprocals of the roots for backward.
 
     Args:
         value: [..., hidden].
         weight: [hidden].
-        epsilon: is added to the mean of squares.
+        epsilon: added to the mean of squares.
     """
     out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
     return out, scale
@@ -122,14 +123,14 @@ def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tenso
 def fused_rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the value and, where it is trained, of the weight.
+    """Returns the gradients of the value and, where it is trained, of the weight.
 
     Args:
         gradient: of the normed value, [..., hidden].
-        value: what was normed, [..., hidden].
-        scale: the reciprocals of the roots, of `fused_rms_norm`.
+        value: the input of the norm, [..., hidden].
+        scale: the reciprocals of the roots, from `fused_rms_norm`.
         weight: [hidden].
-        trained: whether the gradient of the weight is asked for.
+        trained: whether to return the gradient of the weight.
     """
     of_value, of_weight = aten._fused_rms_norm_backward.default(
         gradient, value, weight.shape, scale, weight, [True, trained]

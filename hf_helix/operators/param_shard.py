@@ -18,16 +18,16 @@ TP, EXPERTS = "tp", "experts"
 
 @dataclass(frozen=True)
 class Placement:
-    """How a parameter lies on the ranks of an axis of the mesh.
+    """The cut of a parameter over the ranks of an axis of the mesh.
 
     Attributes:
-        dim: the dimension along which it is cut; None for a copy on every rank.
-        length: the length of that dimension in the whole parameter.
-        sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, of the heads or of the
-            features, to be summed.
-        blocks: the whole lengths of matrices that lie side by side along that dimension and are cut each by itself,
-            such as queries, keys and values in one; empty for one matrix.
-        over: the axis: `tp`, or `experts`, where the ranks of a copy of the model together hold every expert once.
+        dim: the dimension of the cut; None for a copy on every rank.
+        length: the full length of the cut dimension.
+        sums_gradient: a copy whose gradient on a rank covers only the rank's part of the sequence, of the heads or of
+            the features, and must be summed.
+        blocks: the full lengths of matrices side by side along the cut dimension, each cut by itself (queries, keys and
+            values in a single parameter); empty for a single matrix.
+        over: the axis: `tp`, or `experts`, whose ranks together hold every expert of a replica once.
     """
 
     dim: int | None = None
@@ -38,11 +38,11 @@ class Placement:
 
     @property
     def is_fused(self) -> bool:
-        """Returns whether a rank's part is several slices, one of each block, rather than one."""
+        """Whether a rank's part is several slices, from several blocks."""
         return len(self.blocks) > 1
 
     def bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
-        """Returns where the slices of a rank begin and end in that dimension, one for each block."""
+        """Returns the begin and the end of a rank's slices in the cut dimension, a pair for each block."""
         bounds, start = [], 0
         for length in self.blocks or (self.length,):
             first, last = cut_bounds(length, size, rank)
@@ -51,11 +51,11 @@ class Placement:
         return bounds
 
     def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
-        """Returns the shape of what a rank holds of a parameter.
+        """Returns the shape of a rank's part of a parameter.
 
         Args:
-            whole: the shape of the parameter.
-            size: how many ranks it is cut over.
+            whole: the full shape.
+            size: how many ranks share the parameter.
             rank: the rank among these.
         """
         held = list(whole)
@@ -64,29 +64,29 @@ class Placement:
         return tuple(held)
 
     def full_shape(self, held: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the whole parameter, from that of any part."""
+        """Returns the shape of the full parameter, from the shape of any part."""
         whole = list(held)
         if self.dim is not None:
             whole[self.dim] = self.length
         return tuple(whole)
 
     def slices(self, whole: Tensor, size: int, rank: int) -> list[Tensor]:
-        """Returns what a rank holds of a parameter that is cut: a view for each block.
+        """Returns a rank's part of a cut parameter: a view for each block.
 
         Args:
-            whole: the parameter.
-            size: how many ranks it is cut over.
+            whole: the full parameter.
+            size: how many ranks share the parameter.
             rank: the rank among these.
         """
         assert self.dim is not None
         return [whole.narrow(self.dim, first, last - first) for first, last in self.bounds(size, rank)]
 
     def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
-        """Returns the slices of a rank in one piece, with memory of its own; the whole parameter if it is not cut.
+        """Returns a rank's slices in a new tensor; the parameter itself where not cut.
 
         Args:
-            whole: the parameter.
-            size: how many ranks it is cut over.
+            whole: the full parameter.
+            size: how many ranks share the parameter.
             rank: the rank among these.
         """
         if self.dim is None or size == 1:
@@ -94,12 +94,12 @@ class Placement:
         return torch.cat(self.slices(whole, size, rank), self.dim)
 
     def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
-        """Copies what a rank holds to its places in the whole parameter, which is cut.
+        """Copies a rank's part to its position in the full parameter of a cut one.
 
         Args:
-            whole: the parameter, which is written to.
-            part: what the rank holds, of the shape that `cut` returns.
-            size: how many ranks it is cut over.
+            whole: the full parameter, written to.
+            part: the result of `cut`.
+            size: how many ranks share the parameter.
             rank: the rank among these.
         """
         assert self.dim is not None
@@ -117,12 +117,12 @@ COPIED_ON_SHARDS = Placement(sums_gradient=True)
 
 
 def cut_bounds(length: int, size: int, rank: int) -> tuple[int, int]:
-    """The slice of a dimension that a rank holds: as even as can be, the longer ones first.
+    """Returns the slice of a dimension on a rank: as even as possible, the longer slices first.
 
     Args:
         length: of the dimension.
-        size: ranks that share it.
-        rank: which of them.
+        size: how many ranks share the dimension.
+        rank: the rank among these.
     """
     short, extra = divmod(length, size)
     first = rank * short + min(rank, extra)

@@ -1,8 +1,8 @@
-"""Local operators: anything that autograd can differentiate, run forward and backward as a segment of its own.
+"""Local operators: any differentiable function, run forward and backward as a segment of its own.
 
 In:   a function over tensors (a Transformers submodule, usually) and its parameters.
-Out:  an operator whose inputs are detached from what came before, so that its backward can be run by itself.
-Must hold: the gradients equal those of the whole model's backward, bit for bit.
+Out:  an operator with inputs detached from earlier operators, so that its backward runs by itself.
+Must hold: the gradients equal the gradients of the whole model's backward, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ COMPILER = "inductor"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a segment, compiled at its first call.
+    """Returns a function of a segment, compiled at its first call.
 
-    torch keeps what it compiles by the code of a function, and takes the parameters that the function reads as further
-    inputs. So the layers of a model, whose functions have the same code, share one compilation. A second shape is
-    compiled with sizes left open, and serves all others.
+    torch keeps compilations by the code of a function, and takes the parameters of the function as further inputs. So
+    the layers of a model, with the same code, share a compilation. A second shape is compiled with open sizes, and
+    serves all other shapes.
     """
     return torch.compile(function, backend=COMPILER)
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Adds to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
-    longer than a small graph.
+    """Adds to the gradients of inputs, as `torch.autograd.backward` does, without its checks of arguments, which take
+    the host longer than a small graph.
 
     Args:
-        edges: where backward begins, see `torch.autograd.graph.get_gradient_edge`.
+        edges: the begin of backward, see `torch.autograd.graph.get_gradient_edge`.
         gradients: one for each edge.
-        inputs: the leaves to whose gradients it adds.
+        inputs: the leaves whose gradients are added to.
     """
     engine: Any = Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def cast_for_matmul(value: Tensor) -> Tensor:
-    """Returns a value in the type of matrix products under the autocast that is enabled; as it is without autocast."""
+    """Returns a value in the type of matrix products under the enabled autocast; unchanged without autocast."""
     device = autocast_device(value.device.type)
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
 
@@ -65,12 +65,12 @@ class Segment(Computation):
 
     Args:
         function: returns a tensor or a tuple of tensors.
-        parameters: what it differentiates besides its inputs.
-        side: names of the micro-batch's side inputs that it takes as keywords.
+        parameters: differentiated besides the inputs.
+        side: names of the micro-batch's side inputs for its keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
-        explicit: takes the place of the function where it applies.
-        backward_reads: whether backward reads the values of parameters; that of a lookup in a table does not.
+        explicit: replaces the function where it applies.
+        backward_reads: whether backward reads the values of parameters; False for a lookup in a table.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Segment(Computation):
         with torch.enable_grad():
             outputs = self._run(call, leaves, side)
         if leaves or self._trained():
-            # Only the edges are kept: an output that backward does not need is freed with its last reader.
+            # Only the edges are saved: an output without use in backward is freed with its last reader.
             differentiable = outputs[: len(outputs) - self.num_plain]
             edges = tuple([get_gradient_edge(output) for output in differentiable])
             call.saved = partial(self._run_backward, leaves, edges)
@@ -149,7 +149,7 @@ class Segment(Computation):
 
 
 class Add(Computation):
-    """Residual addition of two values. Leaves their types only."""
+    """Residual addition of two values. Saves only their types."""
 
     has_saved_state = False
 
@@ -165,11 +165,7 @@ class Add(Computation):
 
 
 class SumOfParts(Computation):
-    """The sum of equal parts [parts * n, ...] of a value, in their order [n, ...].
-
-    Args:
-        count: the number of parts.
-    """
+    """The sum of equal parts [parts * n, ...] of a value, in their order [n, ...]."""
 
     has_saved_state = False
 
@@ -185,10 +181,10 @@ class SumOfParts(Computation):
 
 
 class Dropout(Computation):
-    """Dropout under the call's seed. Backward draws the same mask again where forward did not keep it.
+    """Dropout under the call's seed. Backward draws the same mask again where forward did not save it.
 
     Args:
-        module: says how much is dropped, and whether it is training.
+        module: has the probability, and the mode.
     """
 
     has_saved_state = False
@@ -217,7 +213,7 @@ class Dropout(Computation):
         return (self._drop(gradient, mask),)
 
     def _mask(self, call: Call, value: Tensor) -> Tensor:
-        """True for what stays. Depends on the shape alone, not on how a value lies in memory."""
+        """True for elements that stay. Depends only on the shape, not on strides."""
         generator = torch.Generator(value.device).manual_seed(call.seed)
         kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
         return kept.bernoulli_(1 - self.module.p, generator=generator)
@@ -227,7 +223,7 @@ class Dropout(Computation):
 
 
 class SumOfGradients(Computation):
-    """The parts of one gradient, where communication brings some of them. Backward only."""
+    """The sum of the parts of one gradient, some of which communication brings. Backward only."""
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         raise AssertionError("there is nothing to sum in a forward pass")

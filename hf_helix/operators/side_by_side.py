@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def contiguous_view(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view [elements] of contiguous tensors that follow one another in memory; None if they do not."""
+    """Returns a view [elements] of contiguous tensors adjacent in memory; None for other tensors."""
     lengths = [part.numel() for part in parts]
     if not all(part.is_contiguous() for part in parts) or not _follow(parts, lengths):
         return None
@@ -23,7 +23,7 @@ def contiguous_view(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def contiguous_rows(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view of parts that follow one another in memory, joined along the first dimension; None if they do not."""
+    """Returns a view of parts adjacent in memory, joined along the first dimension; None for other parts."""
     if len(parts) == 1:
         return parts[0]
     whole = contiguous_view(parts)
@@ -31,7 +31,7 @@ def contiguous_rows(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def contiguous_columns(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view of matrices [n, columns] that are slices of the same rows; None if they are not."""
+    """Returns a view of matrices [n, columns], adjacent slices of the same rows; None for other matrices."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -44,7 +44,7 @@ def contiguous_columns(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def contiguous_heads(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view [..., heads, head_dim] of parts whose heads follow one another in memory; None if they do not."""
+    """Returns a view [..., heads, head_dim] of parts with adjacent heads in memory; None for other parts."""
     first = parts[0]
     *outer, _, inner = first.stride()
     strides = (*outer, first.shape[-1] * inner, inner)
@@ -56,7 +56,7 @@ def contiguous_heads(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices [n, columns] beside one another, copied only where they do not lie so."""
+    """Returns matrices [n, columns] side by side, copied only where not adjacent."""
     joined = contiguous_columns(parts)
     return torch.cat(list(parts), 1) if joined is None else joined
 
@@ -68,7 +68,7 @@ def _lies_by(part: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _follow(parts: Sequence[Tensor], distances: Sequence[int]) -> bool:
-    """Whether every part of one storage begins so many elements after the one before it."""
+    """Whether every part of a storage begins at the given distance, in elements, after the previous part."""
     storage, dtype = parts[0].untyped_storage()._cdata, parts[0].dtype
     return all(
         part.untyped_storage()._cdata == storage

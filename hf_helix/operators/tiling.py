@@ -2,9 +2,9 @@
 
 In:   a unit, and a number of tiles.
 Out:  the unit with its tiled graphs. The same linears and collectives serve the tiles; new operators cut and join.
-Must hold: values and gradients are those of the whole unit, rounding aside. An all-gather brings the ranks' parts in
+Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
-than there are tiles leaves the last tiles empty; nothing is communicated for these.
+than tiles leaves the last tiles empty; empty tiles are not communicated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_pair
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
-    """The unit with its collectives and the linears beside them cut into tiles along the sequence.
+    """Returns the unit with its collectives and their linears cut into tiles along the sequence.
 
     Args:
-        tiles: how many; with 1, or where nothing communicates, the unit stays as it is.
+        unit: the unit.
+        tiles: how many; with 1, or without communication, the unit stays as it is.
 
     Raises:
-        ValueError: fewer than one tile, or a collective beside a linear that is neither an `AllGather` nor a
+        ValueError: fewer than one tile, or a collective beside a linear is neither an `AllGather` nor a
             `ReduceScatter`.
     """
     forward = unit.graphs.forward
@@ -44,11 +45,7 @@ def tile_unit(unit: Unit, tiles: int) -> Unit:
 
 
 class Cut(Computation):
-    """A value of `blocks` * n rows to tiles: the t-th holds the t-th part of every block.
-
-    Args:
-        blocks: 1 for a shard; for a whole sequence, the ranks.
-    """
+    """A value of `blocks` * n rows to tiles: the t-th holds the t-th part of every block."""
 
     has_saved_state = False
 
@@ -64,7 +61,8 @@ class Cut(Computation):
 
 
 class Join(Computation):
-    """Tiles back to values, `Cut` turned round. The inputs are every value's first tile, then every value's second."""
+    """Tiles back to values, the reverse of `Cut`. The inputs are every value's first tile, then every value's
+    second."""
 
     has_saved_state = False
 
@@ -82,38 +80,38 @@ class Join(Computation):
 
 
 class TileTransfer(Communication):
-    """A collective that serves tiles: for an empty one there is nothing to do. Shards are equally long on all ranks."""
+    """A collective for tiles; an empty tile is not communicated. Shards have equal lengths on all ranks."""
 
-    def __init__(self, whole: Communication) -> None:
-        self.whole = whole
+    def __init__(self, collective: Communication) -> None:
+        self.collective = collective
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if value.shape[0] == 0:
             return (torch.empty_like(value),), lambda: None
-        return self.whole.prepare(call, part, value)
+        return self.collective.prepare(call, part, value)
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
-    """Tiles as even as can be, the longer ones first; views where there is one block.
+    """Returns tiles as even as possible, the longer tiles first; views where there is one block.
 
     Args:
         value: [rows, ...].
-        blocks: stretches of equal length along dimension 0, each of which is cut by itself.
-        tiles: how many there are.
+        blocks: blocks of equal length along dimension 0, each cut by itself.
+        tiles: how many tiles.
     """
     by_block = value.unflatten(0, (blocks, value.shape[0] // blocks))
     return tuple(piece.flatten(0, 1) for piece in by_block.tensor_split(tiles, dim=1))
 
 
 def join_rows(pieces: Sequence[Tensor], blocks: int) -> Tensor:
-    """The value that `cut_rows` cut."""
+    """Returns the value that `cut_rows` cut."""
     by_block = [piece.unflatten(0, (blocks, piece.shape[0] // blocks)) for piece in pieces]
     return torch.cat(by_block, dim=1).flatten(0, 1)
 
 
 def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
-    """What the pieces of a site run."""
+    """Returns the operators for the pieces of a site."""
     first, second = unit.operators[site.first.name], unit.operators[site.second.name]
     collective, wanted = (first, AllGather) if site.gathers else (second, ReduceScatter)
     if not isinstance(collective, wanted):
@@ -123,7 +121,7 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
             "use a plan without tiles, or teach hf_helix.operators.tiling how its rows lie"
         )
     size = collective.axis.size
-    # Behind a gather and before a scatter lies the whole sequence.
+    # The full sequence lies between a gather and a scatter.
     cut, join = (Cut(1, tiles), Join(size, tiles)) if site.gathers else (Cut(size, tiles), Join(1, tiles))
     operators: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
     for op, operator in ((site.first, first), (site.second, second)):

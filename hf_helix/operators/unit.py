@@ -1,8 +1,8 @@
-"""Units: what a rank holds of the model, in pieces that a plan can order.
+"""Units: a rank's part of the model, as operators for a plan to order.
 
 In:   the declaration of a decoder layer, of the embedding or of the head (see `hf_helix.models.registry`).
-Out:  its forward graph, the backward graph derived from it, the operators that the graphs name, and how its
-      parameters are cut.
+Out:  its forward graph, the backward graph derived from it, the operators that the graphs name, and the cuts of its
+      parameters.
 Must hold: units of the same name have equal graphs, so one order serves them all.
 """
 
@@ -26,16 +26,16 @@ class Unit:
     """A decoder layer, the embedding or the head, bound to its modules.
 
     Attributes:
-        label: where it stands in the model, such as "layers.3"; for messages and traces.
+        label: its position in the model (`layers.3`), for messages and traces.
         graphs: forward and backward.
         operators: by their declared names.
-        placements: each parameter with the way it is cut.
-        meters: what its routers count.
-        called: the submodules that operators call as they are, hooks included; of others they read the weights.
-        logits: of the head, the value that the loss reads: what the model's own forward returns as logits.
-        loss_shape: of what the head gives: a scalar, or a loss with figures behind it.
-        flat_parameters: the values that hold gathered weights, those of backward included, with the parameters in them; empty
-            where every rank keeps all weights.
+        placements: each parameter with its cut.
+        meters: the counts of its routers.
+        called: the submodules that operators call unchanged, hooks included; of other submodules operators read the
+            weights.
+        logits: of the head, the input of the loss: the logits of the model's own forward.
+        loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
     """
 
     label: str
@@ -53,10 +53,12 @@ class Unit:
         return self.graphs.forward.name
 
     def recomputed(self, mode: str, suffix: str = "") -> Unit:
-        """The unit that keeps less for backward, and runs that again, see `hf_helix.planning.graph.recompute`.
+        """Returns the unit that keeps less for backward, and recomputes the rest, see
+        `hf_helix.planning.graph.recompute`.
 
         Args:
-            suffix: of the name of a unit that does.
+            mode: the option.
+            suffix: of the unit's name.
         """
         if mode == NONE:
             return self

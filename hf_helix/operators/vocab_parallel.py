@@ -1,9 +1,9 @@
-"""The two ends of the model over a vocabulary cut by rows: embedding lookup and cross-entropy.
+"""Embedding lookup and cross-entropy over a vocabulary cut by rows.
 
 In:   token ids, or logits of this rank's slice of the vocabulary [sequence, batch, slice].
-Out:  partial embeddings that sum to the whole over the ranks; statistics from which every rank computes the loss.
-Must hold: no rank ever holds the logits of the whole vocabulary, and of its own it holds them once, in their own type;
-the loss is Transformers' ForCausalLMLoss, or its LabelSmoother, computed in fp32.
+Out:  partial embeddings, whose sum over the ranks is the embedding; statistics from which every rank computes the loss.
+Must hold: no rank ever holds the logits of the full vocabulary, and of its own slice only one copy, in their own type.
+The loss is Transformers' ForCausalLMLoss, or its LabelSmoother, computed in fp32.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from hf_helix.operators.base import Call, Computation, Tensors
 IGNORED = -100
 
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""The most logits that are computed with in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows,
-so that kernels are few; on a CPU 4 MiB, which stay in its caches."""
+"""The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
+kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
 
 def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_row: int | None) -> Tensor:
-    """Embeddings of the ids that lie in this rank's rows, zeros for the others.
+    """Returns embeddings of the ids in this rank's rows, zeros for the others.
 
     Args:
-        ids: [sequence, batch], over the whole vocabulary.
+        ids: [sequence, batch], over the full vocabulary.
         weight: [rows, hidden], rows `first_row` and on of a table of `num_rows`.
+        first_row: the first row on this rank.
+        num_rows: of the full table.
         padding_row: the id whose row gets no gradient, as `nn.Embedding.padding_idx`; None for no such row.
     """
     rows = weight.shape[0]
@@ -49,7 +51,7 @@ def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
     Args:
         embeddings: [tokens of this rank, batch, hidden].
         alpha: the strength of the noise, `neftune_noise_alpha`.
-        length: the length of the sequence as the collator made it, before it was cut or padded.
+        length: the length of the sequence from the collator, before cuts and padding.
     """
     bound = alpha / math.sqrt(length * embeddings.shape[-1])
     return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)
@@ -59,20 +61,21 @@ class TokenStatistics(Computation):
     """Per token, from this rank's logits: their maximum, the sum of exp(logit - maximum), the target's logit.
 
     With label smoothing, the third is this rank's part of (1 - smoothing) * target's logit + smoothing * mean logit:
-    the logarithm of the whole sum is common to all terms, so the smoothed loss is the plain one with this in its place.
+    the logarithm of the full sum is common to all terms, so the smoothed loss is the plain loss with this part in place
+    of the target's logit.
 
     With figures, two more: the mean logit by their probabilities, and whether the target's is the largest.
 
-    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 or 5, sequence, batch], whose first
-    dimension is the one that ranks gather along. Never more than a chunk of tokens is computed with in fp32.
+    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 or 5, sequence, batch], gathered
+    along the first dimension. At most a chunk of tokens is computed in fp32 at a time.
 
     Args:
-        first_row: of the vocabulary, that this rank's slice begins with.
-        num_rows: of the whole vocabulary.
-        smoothing: the part of a target that is spread evenly over the vocabulary.
-        overwrites: nobody else reads the logits, so that their gradient may take their place in memory.
-        figures: whether what entropy and accuracy are made of is found as well.
-        wrap: makes what runs of a function, such as `compiled`.
+        first_row: the first vocabulary row of this rank's slice.
+        num_rows: of the full vocabulary.
+        smoothing: the part of a target for an even share over the vocabulary.
+        overwrites: whether the gradient may overwrite the logits, which have no other reader.
+        figures: whether to compute statistics of entropy and accuracy.
+        wrap: changes the functions that run, such as `compiled`.
     """
 
     def __init__(
@@ -116,7 +119,8 @@ class TokenStatistics(Computation):
         return (result,)
 
     def _chunks(self, logits: Tensor, targets: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Logits [tokens, slice], targets [tokens] counted from this rank's first row, and values [..., tokens]."""
+        """Yields logits [tokens, slice], targets [tokens] counted from this rank's first row, and values [...,
+        tokens]."""
         size = self._chunk_of(logits)
         return zip(
             logits.reshape(-1, logits.shape[-1]).split(size),
@@ -126,23 +130,23 @@ class TokenStatistics(Computation):
         )
 
     def _chunk_of(self, logits: Tensor) -> int:
-        """How many tokens; in even parts, so that a compiler sees one shape, or two."""
+        """Returns the number of tokens of a chunk; chunks are even, so that a compiler sees one shape, or two."""
         tokens = logits.numel() // logits.shape[-1]
         parts = -(-logits.numel() // CHUNK.get(logits.device.type, CHUNK["cuda"]))
         return max(1, -(-tokens // max(1, parts)))
 
 
-# What torch 2.11 to 2.13 compile of a function that writes to its arguments loses what it writes once a second shape
-# comes, so these two return what they find.
+# Compiled by torch 2.11 to 2.13, a function that writes to its arguments loses its writes once a second shape comes, so
+# these two return their results.
 
 
 def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: float, figures: bool = False) -> Tensor:
-    """The statistics of some tokens [3 or 5, tokens], see `TokenStatistics`.
+    """Returns the statistics of some tokens [3 or 5, tokens], see `TokenStatistics`.
 
     Args:
         rows: logits [tokens, slice].
-        targets: [tokens], counted from the first row of the slice; they may lie outside of it.
-        smoothing, share: the part of a target that is spread, and what of it each row gets.
+        targets: [tokens], counted from the first row of the slice; they may lie outside the slice.
+        smoothing, share: the part of a target for an even share, and each row's share.
         figures: see `TokenStatistics`.
     """
     # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
@@ -159,11 +163,11 @@ def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: flo
 
 
 def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: float, share: float) -> Tensor:
-    """The gradient of the logits of some tokens, in their type.
+    """Returns the gradient of the logits of some tokens, in their type.
 
     Args:
-        factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
         rows, targets, smoothing, share: see `chunk_statistics`.
+        factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
     """
     of_all, of_target = factors.unsqueeze(-1)
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
@@ -175,19 +179,20 @@ def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: fl
 
 
 def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, 1]: each target's column, where it lies in this slice, and whether it does."""
+    """Returns each target's column in this slice, and whether it lies in the slice, [tokens, 1] each."""
     targets = targets.unsqueeze(-1)
     inside = (targets >= 0) & (targets < rows.shape[-1])
     return targets.clamp(0, rows.shape[-1] - 1), inside
 
 
 def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Tensor:
-    """The loss of a micro-batch, from the statistics of every rank [ranks, 3 or 5, sequence, batch]. With figures,
-    behind it the summed entropy of its tokens, and how many of them are predicted rightly: [3].
+    """Returns the loss of a micro-batch, from the statistics of every rank [ranks, 3 or 5, sequence, batch]. With
+    figures the result is [3]: the loss, the summed entropy of its tokens, and the number of right predictions.
 
     Args:
+        statistics: see `TokenStatistics`.
         targets: [sequence, batch], already shifted; -100 is ignored.
-        loss_scale: what the sum over tokens is multiplied with, such as 1 / number of targets in the window.
+        loss_scale: the factor of the sum over tokens, such as 1 / number of targets in the window.
     """
     maxima, totals, logits, *figures = statistics.unbind(1)
     maximum = maxima.detach().amax(0)

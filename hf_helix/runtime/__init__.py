@@ -1,4 +1,4 @@
-"""Runs plans: streams, executor (runs a program), runner (runs a window), sums of gradients, CUDA graphs.
+"""Runs plans: streams, executor (runs a program), runner (runs a window), gradient reduction, CUDA graphs.
 
 Never imports transformers or accelerate.
 """

@@ -1,15 +1,15 @@
-"""CUDA graphs of windows: one whose shapes repeat is captured once, and then costs the host a single launch.
+"""CUDA graphs of windows: a window whose shapes repeat is captured once; each replay costs the host a single launch.
 
-In:   a runner, and the micro-batches of a window that is to be trained.
-Out:  what `Runner.train_window` leaves, to the same bits: losses, gradients, what routers counted.
-Must hold: all that the host decides in a window is part of what graphs are told apart by, so a replay does what the
-window would have done by itself. All ranks of the run capture, replay or run a window operator by operator together, as
-NCCL asks. Whoever holds gradients of a window loses them with the next, unless `keep_gradients` is called between. No
-graph outlives the process groups that it communicates over, since NCCL would wait for its end for ever.
+In:   a runner, and the micro-batches of a window to train.
+Out:  the results of `Runner.train_window`, to the same bits: losses, gradients, counts of routers.
+Must hold: everything that the host decides in a window is part of the key of its graph, so a replay does the same as
+the window without a graph. All ranks of the run capture, replay or run a window operator by operator together, as NCCL
+asks. The next window overwrites the gradients of a window, unless `keep_gradients` is called between. No graph outlives
+the process groups of its communication: NCCL would wait for its end for ever.
 
-The side inputs of a window are made as always, and copied to where the graph reads them. Casts of weights are part of
-the graph, so they follow the optimizer. All graphs share one pool of memory, and the gradients of all lie where the
-first graph left them.
+The side inputs of a window are made as always, and copied to the graph's inputs. Casts of weights are part of the
+graph, so they follow the optimizer. All graphs share one pool of memory, and the gradients of all lie at the addresses
+of the first graph.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
 MAX_GRAPHS = 8
-"""Graphs that are kept. Windows of further shapes run operator by operator."""
+"""How many graphs are kept. Windows of further shapes run operator by operator."""
 
 NUM_WARMUPS = 1
-"""Windows of a shape that run operator by operator first: they compile, choose kernels and make workspaces."""
+"""How many windows of a shape run operator by operator first: they compile, choose kernels and make workspaces."""
 
 MAX_REMEMBERED = 4096
-"""Shapes that are remembered until they come a second time."""
+"""How many shapes are remembered for a second occurrence."""
 
 Recorded = tuple[Any, Any]
-"""What the work returned, and the graph: `replay()` runs it, `reset()` frees it."""
+"""The result of the captured function, and the graph: `replay()` runs it, `reset()` frees it."""
 
 
 class CudaRecorder:
-    """Captures work as CUDA graphs, whose memory is one pool."""
+    """Captures functions as CUDA graphs that share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def record(self, work: Callable[[], Any]) -> Recorded:
-        """Issues work without running it. Waits for the device, and gives cached memory back first.
+        """Captures a function without running its kernels. Waits for the device, and frees cached memory first.
 
         Raises:
-            RuntimeError: it does something that no graph can hold.
+            RuntimeError: the function does something that no graph can hold.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph, first = torch.cuda.CUDAGraph(), None
         try:
-            # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA.
+            # Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     result = work()
                 except Exception as error:
-                    first = error  # the end of the capture fails, too, and does not say why
+                    first = error  # the end of the capture fails, too, without a reason
                     raise
         except Exception as error:
             cause = first or error
@@ -79,18 +79,18 @@ class CudaRecorder:
         return result, graph
 
     def forget(self) -> None:
-        """The pool is gone with its last graph."""
+        """Forgets the pool, which is freed with its last graph."""
         self._pool = None
 
 
 @dataclass
 class _Captured:
-    """A window as a graph, with the tensors that it reads and fills.
+    """A window as a graph, with the tensors that the graph reads and fills.
 
     Attributes:
-        inputs: what tensors of the micro-batches are copied to, in their order.
+        inputs: copies of the tensors of the micro-batches, in their order.
         losses: of the micro-batches.
-        counts: of every router: where it reads what was counted before, and where it leaves the new sums.
+        counts: for every router, the tensor of earlier sums and the tensor of new sums.
     """
 
     graph: Any
@@ -100,7 +100,7 @@ class _Captured:
     counts: dict[RouterMeter, tuple[Tensor, Tensor]]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The window with new side inputs."""
+        """Runs the window with new side inputs; returns the losses."""
         torch._foreach_copy_(self.inputs, list(inputs))
         for meter, (before, _) in self.counts.items():
             before.zero_() if meter.sums is None else before.copy_(meter.sums)
@@ -116,8 +116,8 @@ class WindowGraphs:
     """Trains windows, from graphs where their shapes repeat.
 
     Args:
-        say: tells a person, once, what is not captured and why.
-        recorder: captures work; tests give a stand-in that runs on a CPU.
+        say: tells the user, once, which windows are not captured and why.
+        recorder: captures functions; tests give a fake for CPU.
     """
 
     def __init__(self, say: Callable[[str], object], recorder: Any = None) -> None:
@@ -132,7 +132,7 @@ class WindowGraphs:
         _alive.add(self)
 
     def train_window(self, runner: Runner, window: Sequence[MicroBatch]) -> list[Tensor]:
-        """Trains a window as `Runner.train_window` does, where no parameter has a gradient yet. Collective.
+        """Trains a window as `Runner.train_window` does, while no parameter has a gradient. Collective.
 
         Raises:
             RuntimeError: the window cannot be captured.
@@ -152,17 +152,17 @@ class WindowGraphs:
 
     @property
     def num_captured(self) -> int:
-        """The number of windows that are kept as graphs."""
+        """The number of windows kept as graphs."""
         return len(self._captured)
 
     def keep_gradients(self) -> None:
-        """Takes gradients that parameters still have out of the memory that the next window writes to."""
+        """Copies remaining gradients out of the memory that the next window overwrites."""
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = gradient.clone()
 
     def release(self) -> None:
-        """Gives all graphs and their memory back; windows are captured anew."""
+        """Frees all graphs and their memory; windows are captured anew."""
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()
@@ -170,12 +170,12 @@ class WindowGraphs:
         self._recorder.forget()
 
     def _agreed(self, runner: Runner, leaves: Sequence[Any], form: TreeSpec) -> int:
-        """What stands for this window on all ranks together; 0 where one of them cannot capture it. Collective."""
+        """Returns a number for this window on all ranks together; 0 where a rank cannot capture it. Collective."""
         held = (*runner.stage.placements, *runner.stage.stepped)
         places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
         reason = reason_against_graph(runner, leaves)
-        # The rank is part of it, since a sum does not tell whose windows they are.
+        # The digest covers the rank, since a sum over ranks does not tell windows of two ranks apart.
         about = (rank(), [_describe(leaf) for leaf in leaves], str(form))
         digest = hashlib.blake2b(repr(about).encode(), digest_size=6).digest()
         number, num_moved, num_reasons = sum_over_ranks([int.from_bytes(digest, "big"), moved, reason is not None])
@@ -188,7 +188,7 @@ class WindowGraphs:
         return 0 if num_reasons else number
 
     def _is_due(self, number: int) -> bool:
-        """Whether a window that is not captured is to be."""
+        """Returns whether to capture a window now."""
         if not number:
             return False
         if self.num_captured >= MAX_GRAPHS:
@@ -205,7 +205,7 @@ class WindowGraphs:
     def _capture(
         self, runner: Runner, window: Sequence[MicroBatch], leaves: Sequence[Any], form: TreeSpec
     ) -> _Captured:
-        """The window as a graph. Nothing is computed yet."""
+        """Returns the window as a graph. Nothing is computed yet."""
         _release_before_groups()
         still = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         batches = _prepared(window, tree_unflatten(still, form))
@@ -232,7 +232,7 @@ class WindowGraphs:
         return _Captured(graph, inputs, losses, gradients, {meter: (before[meter], after[meter]) for meter in meters})
 
     def _in_their_place(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Gradients where the first graph left them, so that further graphs need no more memory for theirs."""
+        """Moves gradients to the addresses of the first graph, so that further graphs need no more memory."""
         known = [parameter for parameter in gradients if parameter in self._gradients]
         if known:
             torch._foreach_copy_([self._gradients[p] for p in known], [gradients[p] for p in known])
@@ -246,11 +246,13 @@ class WindowGraphs:
 
 
 def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool) -> str | None:
-    """Why no window of a run can be captured, if so; the same on every rank.
+    """Returns why no window of a run can be captured, if so; the same on every rank.
 
     Args:
+        mesh: of the run.
+        runner: of the run.
         capacity: see `HelixConfig.expert_capacity_factor`.
-        is_peft: whether the model has adapters, which may be switched and scaled at any time.
+        is_peft: whether the model has adapters, which a script may switch and scale at any time.
     """
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
@@ -267,11 +269,7 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None
 
 
 def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
-    """Why a window cannot be captured, if so.
-
-    Args:
-        leaves: what its micro-batches bring.
-    """
+    """Returns why a window with these side inputs (leaves) cannot be captured, if so."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.device.type != runner.mesh.device.type:
             return f"a batch brings a tensor on a {leaf.device.type} device"
@@ -288,7 +286,7 @@ def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
 
 
 def _prepared(window: Sequence[MicroBatch], sides: Sequence[Any]) -> list[MicroBatch]:
-    """The micro-batches with side inputs that are there already."""
+    """The micro-batches with side inputs that are made already."""
     return [replace(batch, prepare=functools.partial(dict, side)) for batch, side in zip(window, sides, strict=True)]
 
 

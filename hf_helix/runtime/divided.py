@@ -1,14 +1,15 @@
-"""Divided parameters: what a script sees of a parameter that ranks divide is the full parameter.
+"""Divided parameters: to a script, a parameter that ranks divide looks like the full parameter.
 
 In:   the parameters of a cut model (tensor, expert and pipeline parallelism, `shard_optimizer`, `shard_parameters`),
-      each with the place of this rank's elements in the full one.
-Out:  the same objects, whose shape, gradient and values are those of the full parameter, also where they are written.
-Must hold: within `plain_parameters` they are ordinary parameters that hold this rank's elements, so that operators,
+      each with the positions of this rank's elements in the full parameter.
+Out:  the same objects; to readers and writers, shape, gradient and values are the full parameter's.
+Must hold: within `plain_parameters` they are ordinary parameters with this rank's elements, so that operators,
 optimizers and checkpoints read plain tensors at no cost. Element-wise functions and writes communicate nothing. Norms
-and sums communicate a number, all else gathers the full tensor: then every rank must do the same, which is checked.
+and sums communicate a number; all other functions gather the full tensor, and every rank must call them together, which
+is checked.
 
-`__torch_function__` is how torch lets a subclass decide what a function does. Which functions are element-wise and
-which return views is asked of torch: by the tags of its operators, and by a trial on the meta device.
+`__torch_function__` lets a subclass decide how a function runs. Torch itself tells which functions are element-wise and
+which return views: by the tags of its operators, and by a trial on the meta device.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from hf_helix.runtime.zero import LocalParameter, local_parameters
 
 
 class Division:
-    """The places of a rank's elements in a full tensor. All tensors that are made of a parameter share its division.
+    """The positions of a rank's elements in a full tensor. All tensors made of a parameter share its division.
 
     Args:
         name: of the parameter.
         shape: of the full parameter.
-        device: where tensors must lie to be communicated.
-        local: the place of this rank's elements; None where another pipeline rank holds the parameter.
-        counts: whether a sum over all ranks counts this rank's elements: of copies, one rank's are counted.
+        device: of tensors in communication.
+        local: the position of this rank's elements; None where another pipeline rank holds the parameter.
+        counts: whether a sum over all ranks counts this rank's elements: of replicas, one counts.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class Division:
 
     @property
     def is_absent(self) -> bool:
-        """Whether another pipeline rank holds the parameter, and this one no element of it."""
+        """Whether another pipeline rank holds the parameter, and this rank no element of it."""
         return self._local is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
 
     def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yields views of this rank's elements, each with its place in the full tensor."""
+        """Yields views of this rank's elements, each with its position in the full tensor."""
         pieces = {} if self._local is None else self._local.pieces(held.detach())
         for offset, piece in pieces.items():
             yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
 
     def cut(self, full: Tensor, held: Tensor) -> Tensor:
-        """Returns this rank's elements of a full tensor, in the form in which it holds them."""
+        """Returns this rank's elements of a full tensor, in the shape of `held`."""
         result = torch.empty_like(held, dtype=full.dtype)
         for piece, place in self._boxes(result):
             piece.copy_(full[place])
@@ -81,11 +82,11 @@ class Division:
         if self._counts:
             for piece, place in self._boxes(held):
                 full[place] = piece
-        self._reduce(full.view(-1).view(torch.uint8))  # bits, to which the others add zeros
+        self._reduce(full.view(-1).view(torch.uint8))  # bits, and zeros from the others
         return full.to(held.device)
 
     def total(self, number: Tensor) -> Tensor:
-        """Returns the sum over all ranks of what each has found in its elements, as float64. Collective."""
+        """Returns the sum over all ranks of a number of each rank's elements, as float64. Collective."""
         total = number.to(self._device, torch.float64, copy=True)
         if not self._counts:
             total.zero_()
@@ -100,10 +101,10 @@ class Division:
 
 
 class DividedTensor(Tensor):
-    """A tensor that ranks divide, or a view of one: to a script, the full tensor.
+    """A tensor divided over ranks, or a view of it: to a script, the full tensor.
 
     Its own memory holds this rank's elements. A view holds no elements: it is a path from the full tensor, which is
-    gathered when the view is read, and written back when the view is written.
+    gathered for a read of the view, and written back after a write to the view.
     """
 
     _division: Any  # a `Division`; None once a parameter has got another shape, and every rank all of it
@@ -143,16 +144,16 @@ _TRAINED: Any = torch.Tensor.requires_grad
 class DividedParameter(DividedTensor, nn.Parameter):
     """A parameter of a cut model, outside of `plain_parameters`.
 
-    Where data-parallel ranks divide it, this rank's elements are in `_shard`. `_trained`, and where another pipeline
-    rank holds it `_has_gradient`, say what is known of the full parameter.
+    Where ZeRO shards it, this rank's elements are in `_shard`. `_trained`, and where another pipeline rank holds it
+    `_has_gradient`, describe the full parameter.
     """
 
     _shard: Tensor | None = None
     _trained = False
     _has_gradient = False
-    _aliases: Any = ()  # what scripts have asked for as `data`
+    _aliases: Any = ()  # tensors that scripts have read as `data`
 
-    # What the Trainer asks for in every step is said here, without the way through `__torch_function__`.
+    # The Trainer reads these in every step: they bypass `__torch_function__`.
 
     def numel(self) -> int:
         """Returns the number of elements of the full parameter."""
@@ -165,6 +166,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, new: bool) -> None:
+        """Whether the parameter is trained, also where another pipeline rank holds it."""
         self._trained = bool(new)
         if not self._division.is_absent:
             with torch._C.DisableTorchFunctionSubclass():
@@ -182,6 +184,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     @grad.setter
     def grad(self, new: Any) -> None:
+        """The full gradient."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             held = _held(self)
             if new is not None and _outline(new).shape != self._division.shape:
@@ -198,13 +201,13 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
 
 class DividedParameters:
-    """The parameters of a cut model that ranks divide. Once this object is gone, they keep the class that they have.
+    """The divided parameters of a cut model. After this object is deleted, they keep their present class.
 
     Args:
         model: the cut model.
         stage: its units on this rank.
         mesh: the layout of the ranks.
-        full: of every parameter by its name, the full shape and whether it was trained when the model was cut.
+        full: by name of a parameter, the full shape, and whether it was trained when the model was cut.
     """
 
     def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
@@ -232,12 +235,12 @@ class DividedParameters:
         self.show(not _depth)
 
     def show(self, full: bool) -> None:
-        """Makes the parameters show the full ones, or what this rank holds."""
+        """Makes the parameters show the full parameters, or this rank's elements."""
         for parameter in self._parameters:
             parameter.__class__ = DividedParameter if full and parameter._division is not None else nn.Parameter
 
     def note_gradients(self) -> None:
-        """Says that a window has left gradients, also of what other pipeline ranks hold."""
+        """Says that a window has left gradients, also on other pipeline ranks."""
         for parameter in self._absent:
             parameter._has_gradient = parameter._trained
 
@@ -248,7 +251,8 @@ _depth = 0
 
 @contextlib.contextmanager
 def plain_parameters() -> Iterator[None]:
-    """The context in which parameters are ordinary ones that hold this rank's elements. Also decorates functions."""
+    """Returns the context in which parameters are ordinary parameters with this rank's elements. Also decorates
+    functions."""
     global _depth
     _depth += 1
     if _depth == 1:
@@ -267,12 +271,12 @@ def _show(full: bool) -> None:
 
 
 def full_of(value: Tensor) -> Tensor:
-    """Returns the full tensor, of a divided one and of any other. Collective where it is divided."""
+    """Returns the full tensor of a divided tensor, or the given ordinary tensor. Collective where divided."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return _full(value)
 
 
-# -- what a function does -----------------------------------------------------------------------------------------
+# -- kinds of functions -------------------------------------------------------------------------------------------
 
 _OF_FULL = {"shape", "ndim", "nbytes", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__"}
 _OF_FULL |= {"is_contiguous", "storage_offset"}
@@ -327,7 +331,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         return func(*_map(args, _outline), **kwargs)
     if name in _OF_HELD or (name == "type" and len(args) == 1 and not kwargs):
         return func(*_map(args, _held), **kwargs)
-    if name in ("__repr__", "__format__"):  # debuggers call them on one rank, so no values are gathered
+    if name in ("__repr__", "__format__"):  # debuggers call these on a single rank, so no values are gathered
         outline, kind = _outline(args[0]), type(args[0]).__name__
         return f"{kind}({args[0]._division.name}, {list(outline.shape)}, {outline.dtype}, divided over the ranks)"
     if name == "requires_grad_":
@@ -356,7 +360,7 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
     held = _held(value)
     if attribute == "data" and not value._path:
-        if _outline(new).shape != value._division.shape:  # as where a table is resized: every rank has the new values
+        if _outline(new).shape != value._division.shape:  # such as a resized table: every rank has the new values
             value.data, value._division = _full(new).detach(), None
             value.__class__ = nn.Parameter  # type: ignore[assignment]
             return
@@ -378,7 +382,7 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
 
 
 def _part_from_aliases(value: DividedTensor, held: Tensor) -> None:
-    """Gives what a script keeps as `parameter.data` memory of its own, since the parameter gets other values."""
+    """Gives a script's references to `parameter.data` memory of their own, since the parameter gets other values."""
     aliases = [alias for each in getattr(value, "_aliases", ()) if _shares_memory(alias := each(), held)]
     own = held.detach().clone() if aliases else held
     for alias in aliases:
@@ -387,7 +391,7 @@ def _part_from_aliases(value: DividedTensor, held: Tensor) -> None:
 
 
 def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function returns that writes to none of its arguments."""
+    """Returns the result of a function that writes to none of its arguments."""
     first = next(each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor))
     if not first._path:
         if name.strip("_") in _SUMS and len(args) == 1 and not kwargs:
@@ -414,7 +418,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if not isinstance(written, DividedTensor):
         _apply(func, args, kwargs, _full)
         return written
-    records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing themselves
+    records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing
     if records and isinstance(written, DividedParameter) and written.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
@@ -435,7 +439,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _set_items(value: DividedTensor, index: Any, new: Any) -> None:
-    """Does what `full[index] = new` does, without a look at what other ranks hold."""
+    """Does `full[index] = new`, without communication."""
     held, division = _held(value), value._division
     is_set = torch.zeros(division.shape, dtype=torch.bool, device=held.device)
     is_set[index] = True
@@ -445,7 +449,7 @@ def _set_items(value: DividedTensor, index: Any, new: Any) -> None:
 
 
 def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
-    """Does what a function over lists of tensors does, one tensor after the other."""
+    """Runs a function over lists of tensors, tensor by tensor."""
     lists = {key for key, given in [*enumerate(args), *kwargs.items()] if isinstance(given, (list, tuple))}
     values = [*args, *kwargs.values()][0] if 0 in lists or not args else args[1]
     order = _order(args, kwargs) if name == "_foreach_norm" else None
@@ -494,7 +498,7 @@ def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
 
 
 def _norms(values: Iterable[Any], order: float) -> list[Tensor]:
-    """The norms of tensors, whose parts are summed over the ranks in one collective."""
+    """Returns the norms of tensors; a single collective sums their parts over the ranks."""
     values = list(values)
     kinds = [torch.promote_types(_held(value).dtype, torch.float32) for value in values]
     pairs = list(zip(values, kinds, strict=True))
@@ -524,7 +528,7 @@ _AUGMENTED = {f"__i{name}__" for name in ["and", "or", "xor", "lshift", "rshift"
 
 @functools.cache
 def _is_elementwise(name: str) -> bool:
-    """Whether every element of the result depends on the same element of the operands alone, and on no chance."""
+    """Whether every element of the result depends only on the same element of the operands, and on no random number."""
     name = name if name.startswith("__") else name.removesuffix("_")
     if name in _ELEMENTWISE:
         return True
@@ -535,18 +539,19 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: DividedTensor) -> bool:
-    """Whether a function returns a tensor of the same shape: `max` is element-wise of two tensors alone. All ranks must
-    find the same, so that they look at full tensors."""
+    """Whether a function returns a tensor of the same shape: `max` is element-wise only with two tensors. All ranks
+    must get the same answer, so the function sees full shapes."""
     outline = lambda each: _outline(each).to("meta")  # noqa: E731
     try:
         result = _apply(func, args, kwargs, outline)
     except (RuntimeError, TypeError):
-        return False  # of values, such as `equal`
+        return False  # it needs values, such as `equal`
     return isinstance(result, Tensor) and result.shape == value._division.shape
 
 
 def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], division: Division) -> Any:
-    """Runs a function on this rank's elements; a divided tensor of the result, or the argument that it returns."""
+    """Runs a function on this rank's elements; returns a divided tensor of the result, or the function's returned
+    argument."""
     divided = [each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor)]
     held = _held(next(each for each in divided if each._division is division and not each._path))
     local = lambda each: _elements(each, division, held) if _outline(each).dim() else _full(each)  # noqa: E731
@@ -556,7 +561,7 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _elements(value: Tensor, division: Division, held: Tensor) -> Tensor:
-    """This rank's elements of a tensor: of a divided one, or of one that every rank has."""
+    """This rank's elements of a divided tensor, or of a full tensor on every rank."""
     if isinstance(value, DividedTensor) and value._division is division and not value._path:
         return _held(value)
     full = _full(value).to(held.device)
@@ -571,7 +576,7 @@ def _elements(value: Tensor, division: Division, held: Tensor) -> Tensor:
 
 
 def _held(value: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's elements of a tensor."""
     shard = getattr(value, "_shard", None) if isinstance(value, DividedParameter) else None
     return value if shard is None else shard
 
@@ -581,21 +586,21 @@ def _shares_memory(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _divided(held: Tensor, division: Division) -> DividedTensor:
-    """The divided tensor of which this rank holds these elements, in the same memory."""
+    """The divided tensor with these elements on this rank, in the same memory."""
     tensor: DividedTensor = held.detach().as_subclass(DividedTensor)
     tensor._division = division
     return tensor
 
 
 def _full(value: Tensor) -> Tensor:
-    """The full tensor, gathered where it is divided."""
+    """The full tensor, gathered where divided."""
     if not isinstance(value, DividedTensor):
         return value
     return _along(value._division.gather(_held(value)), value._path)
 
 
 def _outline(value: Tensor) -> Tensor:
-    """A tensor on the meta device that is as the full one."""
+    """A tensor on the meta device with the properties of the full tensor."""
     if not isinstance(value, DividedTensor):
         return value
     return _along(torch.empty(value._division.shape, dtype=_held(value).dtype, device="meta"), value._path)
@@ -608,11 +613,11 @@ def _along(full: Tensor, path: Iterable[Callable[[Any], Any]]) -> Tensor:
 
 
 def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
-    """The view that a function makes, or the views; None where it makes none."""
+    """The view, or the views, that a function returns; None where it returns none."""
     try:
         outline = step(_outline(value))
     except (RuntimeError, NotImplementedError, TypeError):
-        return None  # of values, such as `item`
+        return None  # it needs values, such as `item`
     if isinstance(outline, Tensor) and outline._is_view():
         return _viewed(value, step)
     if isinstance(outline, (tuple, list)) and all(isinstance(each, Tensor) and each._is_view() for each in outline):
@@ -627,12 +632,12 @@ def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor
 
 
 def _apply(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Any]) -> Any:
-    """What a function returns for its arguments with every tensor in them changed."""
+    """Returns the result of a function with every tensor in its arguments changed."""
     return func(*_map(args, change), **{key: _map(value, change) for key, value in kwargs.items()})
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with every tensor in it changed."""
+    """Returns the value with every tensor in it changed."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (list, tuple):

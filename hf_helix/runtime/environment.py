@@ -1,10 +1,10 @@
-"""Variables that CUDA reads once, when it starts: set here as early as can be, or asked for.
+"""Variables that CUDA reads once, at its start: set as early as possible, or checked.
 
 In:   the environment, before CUDA has started; later, whether there is a pipeline.
-Out:  the variables, and a sentence for the user where one came too late.
-Must hold: what the user has set stays; nothing is imported, so that `import hf_helix` is quick.
+Out:  the variables, and a sentence for the user where a variable came too late.
+Must hold: the user's settings stay; nothing is imported, so that `import hf_helix` is quick.
 
-`TrainingArguments` and `Accelerator` start CUDA before anything of ours is called, so the variables are set on import.
+`TrainingArguments` and `Accelerator` start CUDA before any call of ours, so the variables are set on import.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import os
 import sys
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Queues to the device. Streams that share one wait for each other; there are more than the default of eight."""
+"""Queues to the device. Streams that share a queue wait for each other; there are more streams than the default of
+eight."""
 NUM_CONNECTIONS = "32"
 
 LOADING = "CUDA_MODULE_LOADING"
-"""With `LAZY`, the default, the first launch of a kernel loads it, and may wait until the device is idle. A pipeline's
-receive keeps the device busy until another rank has sent, so that rank and this one could wait for each other. `EAGER`
-loads all kernels at start, which takes seconds and up to a GB of the device; so it is set for pipelines only."""
+"""With `LAZY`, the default, the first launch of a kernel loads the kernel, and may wait until the device is idle. A
+pipeline's receive keeps the device busy until another rank has sent, so two ranks could wait for each other. `EAGER`
+loads all kernels at start, for seconds and up to a GB of device memory; so only pipelines set it."""
 
 
 def cuda_has_started() -> bool:
-    """Whether this process has a CUDA context already, so that variables come too late."""
+    """Returns whether this process has a CUDA context already, so that variables come too late."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
 
@@ -35,13 +36,13 @@ def set_connections() -> None:
 
 
 def load_eagerly() -> None:
-    """Lets CUDA load all kernels when it starts, unless the user has chosen, or CUDA has started."""
+    """Lets CUDA load all kernels at its start, unless the user has chosen, or CUDA has started."""
     if not cuda_has_started():
         os.environ.setdefault(LOADING, "EAGER")
 
 
 def check_environment(pp_size: int) -> list[str]:
-    """What the user should know of these variables once CUDA has started; empty where all is well."""
+    """Returns notes for the user about these variables once CUDA has started; empty where all is well."""
     if not cuda_has_started():
         return []
     notes = []

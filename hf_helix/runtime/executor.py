@@ -1,8 +1,20 @@
-"""An instruction of a program, bound to the operator that it runs.
+"""The executor: runs a program, one instruction after the other.
 
-In:   an instruction, and the units that a rank holds.
-Out:  everything about the instruction that is the same in every window, looked up once.
-Must hold: it holds nothing of the micro-batches of one window.
+In:   instructions, the units they name, and micro-batches.
+Out:  the values that the program keeps; gradients in `parameter.grad`.
+Must hold: one executor for every plan. The executor issues in the program's order, lets the compute stream wait only
+for the values that an operator reads, frees a value after its last reader, and never synchronises with the device. No
+rank waits until another rank has received a tensor; a sent tensor stays alive until then.
+
+    for step in program:  (each bound once to its operator, see `BoundInstruction`)
+        barrier             wait for the collectives of all micro-batches
+        gradient reduction  issue the reduction of the bucket
+        ZeRO-1 gather       issue the gather, unless the buffer is current
+        communication       wait for sizes; allocate; issue on its stream; note the event by its outputs
+        computation         wait for the events of its inputs; run
+        then                reshard and free what has no further reader
+
+`hf_helix.runtime.streams` says which operator runs on which stream.
 """
 
 from __future__ import annotations
@@ -26,24 +38,24 @@ from hf_helix.runtime.streams import Event, Streams
 
 
 class BoundInstruction:
-    """An instruction bound to its operator. Attributes that are not listed are those of `Instruction`.
+    """An instruction bound to its operator: everything that is the same in every window, and nothing of one
+    micro-batch. `Instruction` explains the attributes that are not listed.
 
     Attributes:
-        op: the operator of the graph; None for a barrier, which has no other attribute.
-        reduction: as of `Instruction`; a sum of gradients has no further attribute.
-        gathers: the flat that it gathers for the window; None of anything else. A gather has no further attribute but
-            its unit.
-        awaited: the flats of the unit that are gathered once in a window; only of an instruction that does not
-            communicate.
-        unit: the unit that the operator belongs to.
+        op: the operator of the graph; None for a barrier, without other attributes.
+        reduction: as in `Instruction`; a gradient reduction has no further attribute.
+        gathers: the ZeRO-1 flat parameter to gather for the window; None for all other instructions. A gather has no
+            further attribute but its unit.
+        awaited: the ZeRO-1 flat parameters of the unit; only of computations.
+        unit: the unit of the operator.
         place: index of the unit, and name of the declared operator.
         communicates: whether the instruction goes to a communication stream.
-        run: the method that runs it on the compute stream; only of an instruction that does not communicate.
-        prepare, lane: what issues it, and the queue that it goes to; only of one that communicates.
-        keeps: whether a forward may keep something for backward.
-        sizes: the keys of the values that say how much there is to move; the host reads them.
-        weights: the gathered weights that it reads, as flats and keys.
-        returns: those that nothing reads after it, likewise.
+        run: the method for the compute stream; only of computations.
+        prepare, lane: the method that issues, and its queue; only of communication.
+        keeps: whether a forward may save values for backward.
+        sizes: the keys of the values with the sizes of a transfer; the host reads them.
+        weights: the gathered weights that the operator reads, as flat parameters and keys.
+        returns: the gathered weights without a later reader, likewise.
     """
 
     __slots__ = (
@@ -104,38 +116,30 @@ class BoundInstruction:
         self.sends = op.sends
         flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
-        self.returns = _flats_of(self.frees, units)
+        self.returns = _flat_parameters_of(self.frees, units)
         self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
 
     def method(self, values: Mapping[Key, Tensor]) -> Method:
-        """Returns the method that runs it on the compute stream, with the weights that were gathered for it."""
+        """Returns the method for the compute stream, with its gathered weights."""
         return (
             with_unsharded(self.run, [(flat, values[key]) for flat, key in self.weights]) if self.weights else self.run
         )
 
 
-def _flats_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[FlatParameter, Key]]:
-    """Those of several values that hold gathered weights, with their flats."""
+def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[FlatParameter, Key]]:
+    """Returns the gathered weights among several values, with their flat parameters."""
     named = ((units[unit].flat_parameters.get(name), (unit, name)) for unit, name in keys if unit in units)
     return [(flat, key) for flat, key in named if flat is not None]
 
 
 # -- executor ------------------------------------------------------------------------------------------------------
-# The executor: runs a program, one instruction after the other.
-#
-# In:   instructions, the units they name, and micro-batches.
-# Out:  the values that the program keeps; gradients in `parameter.grad`.
-# Must hold: one executor for every plan. It issues in the program's order, lets the compute stream wait only for the
-# values that an operator reads, frees a value after its last reader, and never synchronises with the device. It never
-# waits for another rank to receive what this one sends; a tensor that is sent stays alive until it has been received.
-#
-# Which operator runs on which stream is said in `hf_helix.runtime.streams`.
-
 
 KeptValues = Mapping[int, Mapping[Key, Tensor]]
+"""By micro-batch, the values that a program never frees."""
 
 Bound = list[tuple[list[BoundInstruction], int]]
-"""The steps of the parts of a program, each with by how many micro-batches they are later than they say."""
+"""The steps of the parts of a program; each part with the number of micro-batches to add to the numbers in its
+steps."""
 
 MAX_PROGRAMS = 16
 """How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
@@ -145,10 +149,10 @@ class Executor:
     """Runs programs on a rank's streams.
 
     Args:
-        units: the units that the rank holds, by index in the layout.
+        units: of the rank, by index in the layout.
         streams: the streams that instructions go to.
         seed: the seed of the run on this rank; the randomness of every operator derives from it.
-        precision: the types that every forward pass computes in.
+        precision: the types of every forward pass.
     """
 
     def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
@@ -157,7 +161,7 @@ class Executor:
         self._seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
-        self._gathered: dict[Zero1FlatParameter, Event] = {}  # what nothing has waited for yet
+        self._gathered: dict[Zero1FlatParameter, Event] = {}  # gathers that nothing has waited for yet
         self._bound: dict[int, tuple[Sequence[Instruction], Bound]] = {}
 
     def run(
@@ -172,14 +176,12 @@ class Executor:
         """Issues every instruction of a program.
 
         Args:
-            program: the instructions; the list must not change from its first run on.
+            program: the instructions; the list must not change after its first run.
             microbatches: the micro-batches that the instructions number.
-            sources: values that every micro-batch starts with, such as the gradient of its loss.
+            sources: the first values of every micro-batch, for example the gradient of its loss.
             training: whether there will be a backward pass.
-            reduce_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
-                sums.
-            at_barrier: called at every barrier, after all that was issued before it has been waited for, even what was
-                issued ahead.
+            reduce_gradients: called at every gradient reduction, with its index in the layout; None for no reductions.
+            at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -196,7 +198,7 @@ class Executor:
                 flat.reshard()
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
-        """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
+        """Returns the steps of a program, the same in every window; a repeated period has its steps once."""
         entry = self._bound.get(id(program))
         if entry is None:
             if len(self._bound) == MAX_PROGRAMS:
@@ -204,9 +206,9 @@ class Executor:
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
             steps = [BoundInstruction(each, self.units) for each in once]
-            stretches: dict[tuple[int, int], list[BoundInstruction]] = {}
-            bound = [(stretches.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
-            # The program is kept, so that no other one gets its id.
+            slices: dict[tuple[int, int], list[BoundInstruction]] = {}
+            bound = [(slices.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
+            # The entry keeps the program alive, so that no other program gets its id.
             entry = self._bound[id(program)] = program, bound
         return entry[1]
 
@@ -223,7 +225,7 @@ class Executor:
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
-                self._barrier(strands, whole=at_barrier is not None)
+                self._barrier(strands, include_ahead=at_barrier is not None)
                 if at_barrier is not None:
                     at_barrier()
                 continue
@@ -262,13 +264,13 @@ class Executor:
 
         Args:
             batch: the micro-batch.
-            sources: values that are there before the first operator.
+            sources: the values before the first operator.
             training: whether dropout draws.
         """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
-        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`.
+        """Returns the label of an operator in a trace, such as `B2.layers.3.mlp.down.W`.
 
         Args:
             microbatch: its number in the window.
@@ -278,7 +280,7 @@ class Executor:
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
     def _gather(self, step: BoundInstruction, flat: Zero1FlatParameter, microbatches: Sequence[MicroBatch]) -> None:
-        """Issues the gather of weights, unless they are there since an earlier window."""
+        """Issues the gather of ZeRO-1 weights, unless the buffer has them from an earlier window."""
         if flat.is_current:
             return
         label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
@@ -318,7 +320,7 @@ class Executor:
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))
-        if self._sent and op.kind is Kind.PIPELINE:  # these stand where a slot begins or ends
+        if self._sent and op.kind is Kind.PIPELINE:  # at the begin or the end of a slot
             self._release()
         inputs = list(map(values.__getitem__, step.reads))
         # The event is not popped: a later computation that reads the same value must wait for it as well.
@@ -344,8 +346,7 @@ class Executor:
         self.streams.wait(event)
 
     def _release(self) -> None:
-        """Frees the tensors that have been received by other ranks. A rank that receives late does not keep alive what
-        was sent to others."""
+        """Frees the tensors received by other ranks. A late receiver does not keep alive the tensors for others."""
         for _ in range(len(self._sent)):
             event, value = self._sent.popleft()
             if self.streams.is_over(event):
@@ -354,19 +355,13 @@ class Executor:
                 self._sent.append((event, value))
 
     def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
-        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives.
-
-        Args:
-            strand: of the micro-batch.
-            but: values that nothing waits for here.
-        """
+        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
         for key, event in list(strand.events.items()):
             if event.kind is not Kind.PIPELINE and key not in but:
                 self._wait(event)
                 del strand.events[key]
 
-    def _barrier(self, strands: Mapping[int, Strand], whole: bool) -> None:
-        """Lets the compute stream wait for collectives; unless `whole`, what was issued ahead is waited for by what
-        reads it."""
+    def _barrier(self, strands: Mapping[int, Strand], include_ahead: bool) -> None:
+        """Lets the compute stream wait for collectives; those issued ahead only with `include_ahead`."""
         for strand in strands.values():
-            self._drain(strand, but=() if whole else strand.ahead)
+            self._drain(strand, but=() if include_ahead else strand.ahead)

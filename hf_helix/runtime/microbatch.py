@@ -1,7 +1,7 @@
 """Strands: micro-batches on their way through the units.
 
 In:   the side inputs of a micro-batch, made when its first operator runs.
-Out:  the values that are alive, the communication not yet waited for, and what operators keep for backward.
+Out:  live values, pending communication, and the operators' state for backward.
 Must hold: nothing of a micro-batch exists before its first operator or after its last.
 """
 
@@ -25,10 +25,10 @@ class MicroBatch:
     """A slice of the batch.
 
     Attributes:
-        prepare: makes the tensors that carry no gradient, by name (ids, targets, masks, positions).
-        key: where it stands in the run, (optimizer step, place in the window); seeds derive from it.
-        num_tokens: how many tokens it holds, for figures.
-        shape: of its token ids as text, such as "2 x 256"; times are measured for it.
+        prepare: makes the tensors without gradient, by name (ids, targets, masks, positions).
+        key: its position in the run, (optimizer step, index in the window); seeds derive from the key.
+        num_tokens: the number of tokens, for figures.
+        shape: of the token ids as text, such as "2 x 256"; measured times are per shape.
     """
 
     prepare: Callable[[], Mapping[str, Any]]
@@ -39,16 +39,16 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Strand:
-    """One micro-batch, from its first operator to its last.
+    """A micro-batch, from its first operator to its last.
 
     Attributes:
         key, training, seed, precision: as of `MicroBatch` and `Executor`.
-        side: the tensors that carry no gradient, by name.
-        values: what its operators have written and nothing has freed.
-        events: of those of `values` that nothing has waited for, the communication that brings them.
-        ahead: values that come from operators which are issued ahead.
-        calls: what operators keep for it.
-        shared: what they share.
+        side: the tensors without gradient, by name.
+        values: outputs of operators that nothing has freed.
+        events: by values that nothing has waited for, their communication.
+        ahead: values from operators that are issued ahead.
+        calls: the state that operators save.
+        shared: the state that operators share.
     """
 
     key: tuple[int, int]
@@ -63,12 +63,12 @@ class Strand:
     shared: dict[object, Any] = field(default_factory=dict)
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
-        """What an operator of a unit keeps for this micro-batch.
+        """Returns the state of an operator of a unit for this micro-batch.
 
         Args:
             index: of the unit in the layout.
             operator: the name of the declared operator.
-            unit: that it belongs to.
+            unit: the unit.
         """
         call = self.calls.get((index, operator))
         if call is None:
@@ -79,6 +79,6 @@ class Strand:
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed that depends on nothing but its parts; the same on every platform."""
+    """Returns a seed that depends only on the parts; the same on every platform."""
     text = "/".join(map(str, parts)).encode()
     return zlib.crc32(text) << 31 ^ zlib.adler32(text)

@@ -39,15 +39,15 @@ class Runner:
     """Runs windows on one rank.
 
     Args:
-        stage: what this rank holds.
+        stage: the units of this rank.
         plan: the order in which operators are issued.
         scheduler: makes the schedule of a window from its number of micro-batches.
-        seed: of the run; each operator's randomness derives from it and from its place.
+        seed: of the run; each operator's randomness derives from the seed and the operator's position.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
 
     Attributes:
-        layout: what all ranks hold, with the graphs that the plan orders (those of `stage`, but for tiled plans).
-        buckets: the gradients that are summed together.
+        layout: the units of all ranks, with the graphs of the plan (those of `stage`, but for tiled plans).
+        buckets: the gradients that are reduced together.
     """
 
     def __init__(
@@ -81,32 +81,34 @@ class Runner:
         self._fill_buckets()
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
-        """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
+        """Returns a runner of the same parameters and streams, with another plan (and other schedules)."""
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
         return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
 
     @plain_parameters()
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
-        """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.
+        """Runs forward and backward of a window; returns losses by micro-batch, and adds gradients to `parameter.grad`.
 
         Args:
-            complete: also sum the gradients over the ranks. Off, each rank keeps what it saw.
+            microbatches: the window.
+            complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
         """
         program = self.program(len(microbatches))
         reduction, reduce_gradients = self._reduction() if complete else (None, None)
-        self.stage.mark_weights_stale()  # stepped meanwhile, by whatever way
+        self.stage.mark_weights_stale()  # an optimizer may have stepped
         kept = self.executor.run(
             program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
         )
-        self.stage.mark_weights_stale()  # a step follows, or nothing moved in the window that was measured
+        self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
     def _reduction(self) -> tuple[GradientReduction, Callable[[int], object] | None]:
-        """The sums of a window's gradients, and what issues one of them by its place among the layout's."""
-        if self._trained() != self._trained_then:
+        """Returns the gradient reduction of a window, and the function that issues the reduction with an index in the
+        layout."""
+        if self._trained() != self._trained_before:
             self._fill_buckets()
         reduction = GradientReduction(self.buckets, self.mesh, self.executor.streams)
         if not self._numbers:
@@ -114,28 +116,29 @@ class Runner:
         return reduction, lambda number: reduction.reduce_bucket(self._numbers[number])
 
     def _fill_buckets(self) -> None:
-        """Finds the buckets, and which of them each of the layout's sums is.
+        """Finds the buckets, and the bucket of each reduction in the layout.
 
-        Where the user has frozen or freed parameters since the layout was made, there are other buckets than in the
-        program. Then none of them is a sum of the layout, and all are summed at the end.
+        Where the user has frozen or unfrozen parameters since the layout was made, the buckets differ from the
+        program's. Then no bucket is a reduction of the layout, and all are reduced at the end.
         """
-        self._trained_then = self._trained()
+        self._trained_before = self._trained()
         self.buckets = gradient_buckets(self.stage.units, self.mesh)
         planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
         known = self.stage.layout.reductions_of(self.stage.rank)
         expected = [self.stage.layout.reductions[number].adders for number in known]
-        alike = expected == [self.buckets[number].adders for number in planned]
-        self._numbers = dict(zip(known, planned, strict=True)) if alike else {}
+        is_same = expected == [self.buckets[number].adders for number in planned]
+        self._numbers = dict(zip(known, planned, strict=True)) if is_same else {}
 
     def _trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.stage.placements]
 
     @plain_parameters()
     def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Forward only: the sum of the losses and, if asked for, this rank's logits.
+        """Runs forward only; returns the sum of the losses and, if asked for, this rank's logits.
 
         Args:
-            microbatches: the rows of a batch, in one piece or in several that run beside each other.
+            microbatches: the rows of a batch, as one micro-batch or as several that run concurrently.
+            keep_logits: whether to return logits.
 
         Returns:
             The loss on every rank, and the logits of all rows [sequence, batch, vocabulary slice].
@@ -156,13 +159,13 @@ class Runner:
         return loss, self._share_logits(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
 
     def sources(self) -> dict[Key, Tensor]:
-        """What every micro-batch starts with: the gradient of its loss."""
+        """Returns the values that every micro-batch starts with: the gradient of its loss."""
         gradient = torch.zeros(self._shape, device=self.mesh.device)
-        gradient.view(-1)[:1] = 1.0  # figures behind the loss have none
+        gradient.view(-1)[:1] = 1.0  # figures after the loss have none
         return {self._loss_gradient: gradient}
 
     def program(self, num_microbatches: int) -> Program:
-        """What this rank issues for a window of so many micro-batches."""
+        """Returns this rank's program for a window of a number of micro-batches."""
         if num_microbatches not in self._programs:
             program = self.build_program(self.scheduler(num_microbatches), (self._loss,))
             validate_program(program.once, [self._loss_gradient], self.layout, program.slots)
@@ -170,12 +173,12 @@ class Runner:
         return self._programs[num_microbatches]
 
     def build_program(self, schedule: Schedule, keep: Collection[Key]) -> Program:
-        """What this rank issues for a schedule, see `planning.window.program.build_program`."""
+        """Returns this rank's program for a schedule, see `planning.window.program.build_program`."""
         ahead = self.executor.streams.slots_ahead
         return build_program(schedule, self.layout, self.plan, self.stage.rank, keep, ahead)
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """The losses that the ranks of the head have of their tokens, together and on every rank."""
+        """Returns the losses of all tokens on every rank, from the ranks with the head."""
         pipe = self.mesh.pipe
         result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
         if pipe.group is not None:

@@ -1,6 +1,7 @@
-"""Stages: what a rank holds of the model.
+"""Stages: the units of a rank.
 
-In:   every unit of the model in forward order, the layers of each virtual stage, and the rank's place in the pipeline.
+In:   every unit of the model in forward order, the layers of each virtual stage, and the rank's position in the
+      pipeline.
 Out:  the rank's units, by their index in a layout that all ranks share.
 Must hold: one copy of the parameters serves both strands; every rank describes the same layout.
 """
@@ -27,13 +28,13 @@ SINGLE = Pipe([0])
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of the pipeline holds.
+    """The units of a rank of the pipeline.
 
     Attributes:
-        layout: what all ranks hold, by name, for planning.
+        layout: the units of all ranks, by name, for planning.
         rank: in the pipeline.
         model: the units of the whole model, by index in the layout.
-        ends: this rank's ends of the ways to other ranks, likewise.
+        ends: this rank's ends of the P2P links to other ranks, likewise.
     """
 
     layout: Layout
@@ -43,7 +44,7 @@ class Stage:
 
     @property
     def units(self) -> dict[int, Unit]:
-        """What this rank runs, in forward order."""
+        """The units of this rank, in forward order."""
         return {index: self.model.get(index) or self.ends[index] for index in self.layout.units_of(self.rank)}
 
     @property
@@ -55,23 +56,23 @@ class Stage:
 
     @property
     def flat_parameters(self) -> list[FlatParameter]:
-        """The flats that this rank's parameters are in; empty where every rank keeps all weights."""
+        """The flat parameters of this rank; empty without ZeRO."""
         return list(dict.fromkeys(flat for unit in self.units.values() for flat in unit.flat_parameters.values()))
 
     @property
     def shards(self) -> dict[nn.Parameter, nn.Parameter]:
-        """This rank's parts of the parameters that are spread, by parameter."""
+        """This rank's parts of sharded parameters, by parameter."""
         return {parameter: shard for flat in self.flat_parameters for parameter, shard in flat.shards.items()}
 
     def mark_weights_stale(self) -> None:
-        """Says that what an optimizer steps has changed, so that weights which are kept whole are gathered again."""
+        """Reports a possible step of an optimizer, after which ZeRO-1 weights are gathered again."""
         for flat in self.flat_parameters:
             flat.mark_stale()
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """What an optimizer steps, and what has the complete gradients after a window: this rank's parameters, and of
-        those that are spread the parts of this rank."""
+        """The parameters for an optimizer, with complete gradients after a window: this rank's parameters, and in place
+        of sharded ones their parts on this rank."""
         shards = self.shards
         return [shards.get(parameter, parameter) for parameter in self.placements]
 
@@ -88,13 +89,13 @@ class Stage:
         }
 
     def transfers(self) -> list[tuple[int, PipelineTransfer]]:
-        """This rank's ends of the ways to other ranks, with their places in the layout."""
+        """This rank's ends of the P2P links to other ranks, with their indices in the layout."""
         ends = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
         return [(index, operator) for index, operator in ends if isinstance(operator, PipelineTransfer)]
 
     @property
     def head(self) -> int:
-        """The unit that computes the loss."""
+        """The index of the unit that computes the loss."""
         return len(self.layout.units) - 1
 
 
@@ -106,17 +107,17 @@ def place_units(
     head_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
 ) -> Stage:
-    """The stage of a rank: the embedding goes with the first layers, the head with the last.
+    """Returns the stage of a rank: the embedding goes with the first layers, the head with the last.
 
     Args:
         units: of the whole model: the embedding, the layers, the head.
-        pipe: the ranks of the pipeline; one if it is not given.
-        make_buffers: allocates what is received from other ranks.
+        pipe: the ranks of the pipeline; by default a single rank.
+        make_buffers: allocates the buffers for receives from other ranks.
         placement: `fold` or `linear`, see `hf_helix.planning.schedule.placement`.
         head_cost, layers_per_stage: see `split_layers`.
 
     Raises:
-        ValueError: too few layers, `layers_per_stage` that does not fit, or a weight that two ranks would share.
+        ValueError: too few layers, wrong `layers_per_stage`, or a weight in units of two ranks.
     """
     embedding = units[0]
     ranks = stage_ranks(placement, pipe.size)
@@ -130,7 +131,7 @@ def place_units(
         if names[index] not in (SEND, RECEIVE):
             model[index] = next(following)
         elif ranks[stage] == pipe.rank:
-            assert make_buffers is not None, "several ranks need room for what goes between them"
+            assert make_buffers is not None, "several ranks need buffers for transfers between them"
             ends[index] = _end(names[index], pipe, stage, ranks, make_buffers, passing)
     graphs = {unit.name: unit.graphs for unit in units}
     assert all(unit.graphs.forward == graphs[unit.name].forward for unit in units), (
@@ -144,7 +145,7 @@ def place_units(
 
 
 def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:
-    """This rank's end of the way out of a stage, or into it."""
+    """Returns this rank's end of the P2P link out of a stage, or into it."""
     outward = name == SEND
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
     return transfer_unit(name, pipe.channel(boundary, peer, outward), boundary, make_buffers, passing)
@@ -161,5 +162,5 @@ def _check_single(stage: Stage) -> None:
 
 
 def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
-    """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
+    """Returns the backward operators of gradients shared by several units, see `Layout.shared`."""
     return [adders for adders in adders_of(units).values() if len({index for index, _ in adders}) > 1]

@@ -1,26 +1,26 @@
 """Streams: ordered queues with events, on CUDA and on CPU alike.
 
-What runs on which stream:
+Operators by stream:
 
-    stream                 what                                                          CUDA stream    CPU
+    stream                 operators                                                     CUDA stream    CPU
     compute                F, B, I, W, R of every operator; `prepare` of collectives     the current    the main thread
     intra_node             collectives of an axis inside a host (tp, usually)            one, high      a worker thread
     inter_node             collectives of an axis between hosts (cp, ep)                 one, high      a worker thread
     pipeline, by lane      sends and receives between virtual stages: a lane for each    one a lane,    a worker thread
                            direction (F, B) over each boundary between two stages        high           a lane
-    gradients              sums of gradients over ranks with other tokens (dp, cp),      one, high      a worker thread
-                           gathers of weights that each of them has stepped a part of
+    gradients              gradient reduction over ranks with other tokens (dp, cp),     one, high      a worker thread
+                           gathers of ZeRO-1 weights
 
-Sums of gradients over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
-stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High"
-is the priority of the CUDA stream: what is communicated starts before the computation that is queued beside it.
+Gradient reductions over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
+stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High" is
+the priority of the CUDA stream: communication starts before queued computation.
 
-In:   communication work, handed over in the plan's order.
-Out:  events that later operators wait on.
-Must hold: work of one kind of communication, and of one lane of it, runs in the order of issue, after everything issued
-before it on the compute stream; the issuing thread never waits for it, unless a computation on a CPU needs its result.
-An event keeps what its work reads and writes alive until the compute stream has waited for it, so freed memory is never
-still in use.
+In:   transfers, in the plan's order.
+Out:  events for later operators to wait on.
+Must hold: transfers of one kind, and of one lane, run in the order of issue, after everything issued before them on the
+compute stream. The issuing thread never waits for a transfer, unless a computation on a CPU needs the result. An event
+keeps the memory of its transfer alive until the compute stream has waited for the event, so freed memory is never in
+use.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from typing import Any
 
 import torch
 
+from hf_helix.operators.base import TransferFn
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
 
-TransferFn = Callable[[], object]
-
 
 class Event(ABC):
-    """The end of one piece of communication.
+    """The end of a transfer.
 
     Attributes:
-        label: what the communication is called in traces.
-        kind: which stream it is on.
+        label: of the transfer in traces.
+        kind: its stream.
     """
 
     label: str
@@ -54,46 +53,46 @@ class Event(ABC):
 
 
 class Streams(ABC):
-    """The streams of one rank.
+    """The streams of a rank.
 
     Attributes:
-        trace: records what runs, while it is set.
-        slots_ahead: how early to issue what other ranks send, see `build_programs`.
+        trace: the record of a trace while tracing; else None.
+        slots_ahead: how early to issue receives from other ranks, see `build_programs`.
     """
 
     trace: Trace | None = None
     slots_ahead: int
 
     @abstractmethod
-    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
-        """Queues communication behind everything computed so far and behind other communication.
+    def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
+        """Queues a transfer after everything computed so far and after other transfers.
 
         Args:
-            kind: which stream it goes to.
-            work: moves the data; it allocates nothing.
-            after: events of other streams that it waits for.
-            label: what it is called in traces.
-            lane: work of one lane runs in order; lanes of one kind do not wait for each other.
+            kind: the stream.
+            transfer: moves the data; allocates nothing.
+            after: events of other streams to wait for.
+            label: of the transfer in traces.
+            lane: the queue on the stream; a lane keeps order, and does not wait for other lanes.
 
         Returns:
             The event of its end, for `wait`.
         """
 
     def window(self) -> AbstractContextManager[Any]:
-        """Returns a context for a window: its computations all go to the stream that is current when it begins."""
+        """Returns a context for a window: all its computations go to the current stream of its begin."""
         return nullcontext()
 
     @abstractmethod
     def is_over(self, event: Any) -> bool:
-        """Returns whether the work is done, without waiting; the tensors that it used may then be freed."""
+        """Returns whether the transfer is done, without waiting; its memory may then be freed."""
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Lets the compute stream wait for an event; raises the error that the work raised, if it did."""
+        """Lets the compute stream wait for an event; raises the error of the transfer, if any."""
 
     @abstractmethod
     def compute(self, work: Callable[[], Any], label: str) -> Any:
-        """Runs a computation and records it in the trace; without a trace, calls it directly."""
+        """Runs a computation, recorded in the trace while tracing."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -101,7 +100,7 @@ class Streams(ABC):
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Yields a trace that records what runs within the context, and is complete at its end."""
+        """Yields a trace of everything within the context, complete at its end."""
         self.trace = trace = Trace()
         try:
             yield trace
@@ -115,7 +114,7 @@ class Streams(ABC):
 
 
 def stream_name(kind: Kind, lane: str = "") -> str:
-    """Returns what a stream is called in traces."""
+    """Returns the name of a stream in traces."""
     return f"{kind.value} {lane}" if lane else kind.value
 
 
@@ -148,7 +147,7 @@ class _CpuEvent(Event):
 
 
 class _Worker:
-    """A thread that runs the communication of one stream in order. After a failure it runs nothing more."""
+    """A thread for the transfers of a stream, in order. After a failure it runs nothing more."""
 
     def __init__(self, stream: str) -> None:
         self._queue: queue.SimpleQueue[tuple[TransferFn, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
@@ -158,35 +157,35 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name=f"hf_helix-{stream}", daemon=True)
         self._thread.start()
 
-    def put(self, work: TransferFn, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
-        self._queue.put((work, after, event, trace))
+    def put(self, transfer: TransferFn, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
+        self._queue.put((transfer, after, event, trace))
 
     def close(self) -> None:
         self._queue.put(None)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, after, event, trace = item
+            transfer, after, event, trace = item
             try:
                 if self._failure is not None:
                     raise self._failure
                 for earlier in after:
                     earlier.wait()
                 start = time.perf_counter()
-                work()
+                transfer()
                 if trace is not None:
                     trace.spans.append(Span(self._stream, event.label, start, time.perf_counter()))
             except BaseException as error:
                 self._failure = event.error = error
             finally:
                 event.set()
-                del item, work, after, event
+                del item, transfer, after, event
 
 
 class CpuStreams(Streams):
     """Worker threads for communication; computation runs in the calling thread."""
 
-    slots_ahead = 1  # a receive that waits costs nothing, and with gloo nothing is sent before the receive is there
+    slots_ahead = 1  # a waiting receive costs nothing, and gloo sends nothing before the receive is posted
 
     def __init__(self) -> None:
         self._workers: dict[tuple[Kind, str], _Worker] = {}
@@ -194,12 +193,12 @@ class CpuStreams(Streams):
     def __del__(self) -> None:
         self.close()
 
-    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
         worker = self._workers.get((kind, lane))
         if worker is None:
             worker = self._workers[kind, lane] = _Worker(stream_name(kind, lane))
         event = _CpuEvent(label, kind)
-        worker.put(work, after, event, self.trace)
+        worker.put(transfer, after, event, self.trace)
         return event
 
     def is_over(self, event: Any) -> bool:
@@ -240,11 +239,11 @@ class CudaStreams(Streams):
 
     Args:
         device: the GPU.
-        cuda: where streams and events come from; tests give stand-ins that report every missing order.
+        cuda: where streams and events come from; tests give fakes that report every missing order.
     """
 
-    # A receive of NCCL that waits takes SMs from computation. And it keeps the device busy, so that the host hangs if
-    # it waits for the device (to load a kernel, to free memory) before it has issued what the other rank needs first.
+    # A waiting receive of NCCL takes SMs from computation, and keeps the device busy: the host hangs if it waits for
+    # the device (to load a kernel, to free memory) before it has issued the sends for the other rank.
     slots_ahead = 0
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -262,32 +261,32 @@ class CudaStreams(Streams):
         finally:
             self._compute = before
 
-    def issue(self, kind: Kind, work: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
+    def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
         known = self._streams.get((kind, lane))
         if known is None:
             known = self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1), self._cuda.Event()
         stream, computed = known
         compute = self._compute or self._cuda.current_stream(self._device)
-        # One event serves all waits of a stream: each is for what was recorded last when it was issued.
+        # One event serves all waits of a stream: a wait is for the last record before it.
         computed.record(compute)
         self._wait_for_computed(stream, computed)
         for earlier in after:
             stream.wait_event(earlier.done)
-        # As `torch.cuda.stream` does, which first looks up what is known here: the device and the current stream.
+        # As `torch.cuda.stream` does after a lookup of the device and the current stream, which are known here.
         self._cuda.set_stream(stream)
         try:
             if self.trace is None:
-                work()
+                transfer()
             else:
-                self._recorded(stream_name(kind, lane), label, work)
+                self._recorded(stream_name(kind, lane), label, transfer)
         finally:
             self._cuda.set_stream(compute)
         done = self._cuda.Event()
         done.record(stream)
-        return _CudaEvent(label, kind, done, (work, after))
+        return _CudaEvent(label, kind, done, (transfer, after))
 
     def _wait_for_computed(self, stream: Any, computed: Any) -> None:
-        """Lets a stream wait for the compute stream. Afterwards it may also write to memory that the compute stream
+        """Lets a stream wait for the compute stream. Afterwards the stream may write to memory that the compute stream
         used before."""
         stream.wait_event(computed)
 

@@ -1,8 +1,8 @@
-"""The stage that a plan runs on: the rank's own, or cut into tiles for the intra-batch baseline.
+"""The stage for a plan: the rank's own stage, or that stage in tiles for the intra-batch baseline.
 
 In:   the stage of a rank, and a plan.
-Out:  a stage whose graphs are those that the plan orders.
-Must hold: the parameters are the same; so is everything between the ranks.
+Out:  a stage with the graphs of the plan.
+Must hold: the parameters stay the same, and so does everything between the ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hf_helix.runtime.stage import Stage, shared_gradients
 
 
 def stage_for(plan: Plan, stage: Stage) -> Stage:
-    """The stage that a plan orders."""
+    """Returns the stage with the graphs that a plan orders."""
     return tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
 
 
 def tile_stage(stage: Stage, tiles: int) -> Stage:
-    """The stage with collectives and the linears beside them cut into tiles."""
+    """Returns the stage with collectives and their linears cut into tiles."""
     model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
     return replace(stage, model=model, layout=replace(tile_layout(stage.layout, tiles), shared=shared_gradients(model)))

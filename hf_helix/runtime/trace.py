@@ -1,8 +1,8 @@
-"""A record of what ran: which operator, on which stream, in which order and when.
+"""A record of a run: operators, their streams, their order and times.
 
-In:   calls from the streams and the executor while a trace is switched on.
-Out:  `events`, the order in which the issuing thread did things; `spans`, start and end of every operator.
-Must hold: nothing is recorded, and nothing costs anything, while no trace is given.
+In:   calls from the streams and the executor while a trace is on.
+Out:  `events`, the order of actions of the issuing thread; `spans`, start and end of every operator.
+Must hold: without a trace nothing is recorded, at no cost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class Span:
 
 @dataclass
 class Trace:
-    """Collectives are what plans hide; the other streams wait for other ranks, and are only drawn.
+    """The events and spans of a trace. Plans hide collectives; the other communication streams wait for other ranks,
+    and are only drawn.
 
-    Events are ("run" | "issue" | "wait", label); a label is strand letter, micro-batch, unit, operator."""
+    An event is ("run" | "issue" | "wait", label); a label is strand letter, micro-batch, unit, operator.
+    """
 
     events: list[tuple[str, str]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -43,15 +45,15 @@ class Trace:
         self.events.append((verb, label))
 
     def busy(self, compute: bool, stream: str | None = None) -> float:
-        """Seconds in which computation, or a collective, ran; of one stream, if it is given."""
+        """Seconds with computation, or with a collective, running; on one stream where given."""
         return sum(end - start for start, end in self._union(compute, stream))
 
-    def beside(self, stream: str | None = None) -> float:
-        """Seconds of communication that ran beside computation; of one stream, if it is given."""
+    def overlapped(self, stream: str | None = None) -> float:
+        """Seconds of collectives overlapped with computation; on one stream where given."""
         return sum(end - start for start, end in common(self._union(compute=False, stream=stream), self._union(True)))
 
-    def communicating(self) -> list[str]:
-        """The streams on which collectives ran."""
+    def collective_streams(self) -> list[str]:
+        """The streams with collectives."""
         return sorted({span.stream for span in self.spans} & COLLECTIVE)
 
     def _union(self, compute: bool, stream: str | None = None) -> list[Interval]:
@@ -63,7 +65,7 @@ class Trace:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Overlapping intervals joined, in order."""
+    """Returns the union of intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -74,7 +76,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> Iterator[Interval]:
-    """Where intervals of both overlap; each must be as `merge` returns them."""
+    """Yields the intersections of two lists of intervals, each as `merge` returns it."""
     a = b = 0
     while a < len(first) and b < len(second):
         start, end = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])

@@ -1,9 +1,10 @@
-"""Where what a rank steps of a parameter lies in the whole parameter.
+"""ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones; the gathers of ZeRO-1.
 
-In:   the model of a stage, with how its parameters are cut and spread.
-Out:  of every parameter that this rank steps a part of, its name, and views of anything of its shape by their place in
-      the whole.
-Must hold: the pieces of all ranks fill the whole parameter; those of copies are the same pieces.
+In:   the model of a stage, with its cuts and its flat parameters.
+Out:  for every parameter that this rank steps: its name, and views of any tensor of its shape by their offset in the
+      full parameter; the gathers of ZeRO-1 weights for a layout.
+Must hold: the pieces of all ranks fill the full parameter; replicas have the same pieces. Gathers are in the order in
+which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FlatShard:
-    """What a rank steps of a slice that is spread over ranks (`shard_optimizer`, `shard_parameters`): some of its
-    elements, in a row.
+    """This rank's shard of a slice (`shard_optimizer`, `shard_parameters`): consecutive elements of the flattened
+    slice.
 
     Attributes:
         shape: of the slice.
         start: the first element of the flattened slice.
-        axis: the ranks that it is spread over.
-        is_first_replica: whether no other rank of tensor parallelism writes what this one does. These copies of a
-            parameter may be spread otherwise, since they lie beside slices of other lengths.
+        axis: the ranks with the other shards.
+        is_first_replica: whether this rank writes the shard, of the tensor-parallel ranks with the same slice. The flat
+            parameters of these ranks may differ, since slices of other lengths lie beside the slice.
     """
 
     shape: tuple[int, ...]
@@ -49,27 +50,28 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter that this rank steps a slice of, or a stretch of a slice.
+    """A parameter of which this rank steps a slice, or a shard of a slice.
 
     Attributes:
         name: of the parameter in the model.
-        placement: how it is cut.
-        axis: the ranks that it is cut over.
-        stretch: of the slice; None where this rank steps all of it.
-        trained: whether the parameter is at present; what is frozen once it is cut is frozen in the model alone.
+        placement: its cut.
+        axis: the ranks of the cut.
+        shard: of the slice; None where this rank steps the full slice.
+        trained: whether the parameter is trained at present; freezing after the cut freezes the parameter of the model
+            alone.
     """
 
     name: str
     placement: Placement
     axis: Axis
-    stretch: FlatShard | None = None
+    shard: FlatShard | None = None
     trained: bool = True
 
     @property
     def mark(self) -> str:
-        """The suffix of a state that belongs to what this rank steps alone; empty where that is the whole parameter."""
+        """The suffix of a state of this rank's part; empty where this rank steps the full parameter."""
         axes = [self.axis] if self.placement.dim is not None and self.axis.size > 1 else []
-        axes += [self.stretch.axis] if self.stretch is not None else []
+        axes += [self.shard.axis] if self.shard is not None else []
         if not axes:
             return ""
         return f"@{'.'.join(str(axis.rank) for axis in axes)}of{'.'.join(str(axis.size) for axis in axes)}"
@@ -77,18 +79,18 @@ class LocalParameter:
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank writes its pieces."""
-        return self.stretch is None or self.stretch.is_first_replica
+        return self.shard is None or self.shard.is_first_replica
 
     def full_shape(self, local: Tensor) -> torch.Size:
-        """The shape of the whole tensor, from what this rank steps of it."""
-        return torch.Size(self.placement.full_shape(local.shape if self.stretch is None else self.stretch.shape))
+        """The shape of the full tensor, from this rank's part of it."""
+        return torch.Size(self.placement.full_shape(local.shape if self.shard is None else self.shard.shape))
 
     def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
-        """Views of what this rank steps by their offset in the whole tensor: one for each block that is cut by itself;
-        of a stretch, one for each box that its elements fill in the slice, and again for each block."""
+        """Views of this rank's part by their offset in the full tensor. A slice is one view for each of its blocks; a
+        shard is one view for each box that its elements fill in the slice, split by blocks again."""
         boxes = {(0,) * local.dim(): local}
-        if self.stretch is not None:
-            boxes = dict(boxes_of(local, self.stretch.start, self.stretch.shape))
+        if self.shard is not None:
+            boxes = dict(boxes_of(local, self.shard.start, self.shard.shape))
         dim = self.placement.dim
         if dim is None:
             return boxes
@@ -98,20 +100,20 @@ class LocalParameter:
             for offset, box in boxes.items():
                 begin, end = max(start, offset[dim]), min(start + last - first, offset[dim] + box.shape[dim])
                 if begin < end:
-                    place = (*offset[:dim], begin - start + first, *offset[dim + 1 :])
-                    pieces[place] = box.narrow(dim, begin - offset[dim], end - begin)
+                    corner = (*offset[:dim], begin - start + first, *offset[dim + 1 :])
+                    pieces[corner] = box.narrow(dim, begin - offset[dim], end - begin)
             start += last - first
         return {offset: piece for offset, piece in pieces.items() if piece.numel()}
 
 
 def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tuple[Offset, Tensor]]:
-    """Yields the boxes that elements in a row fill in a tensor, each with its offset.
+    """Yields the boxes of consecutive elements of a flattened tensor, each with its offset.
 
-    Those of a matrix are the end of a row, whole rows, and the beginning of a row.
+    The boxes of a matrix are the end of a row, full rows, and the beginning of a row.
 
     Args:
-        elements: [n], of the flattened tensor.
-        start: the first of them there.
+        elements: [n].
+        start: the index of the first element.
         shape: of the tensor.
     """
     if not elements.numel():
@@ -121,7 +123,7 @@ def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tup
         return
     row = prod(shape[1:])
     end = start + elements.numel()
-    first, last = -(-start // row), end // row  # whole rows
+    first, last = -(-start // row), end // row  # full rows
     if first < last:
         head, body, tail = elements.split([first * row - start, (last - first) * row, end - last * row])
         parts = [(start, head), (last * row, tail)]
@@ -136,7 +138,8 @@ def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tup
 
 
 def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
-    """What an optimizer steps on this rank: parameters, or stretches of them, without those of other pipeline ranks.
+    """Returns this rank's optimizer parameters: parameters, or shards of them; those of other pipeline ranks are left
+    out.
 
     Args:
         model: the cut model.
@@ -144,43 +147,31 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
         mesh: the layout of the ranks.
     """
     placements, owners, shards = stage.all_placements, stage.owners, stage.shards
-    flats = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
+    sharded = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
     result = {}
     for name, parameter in model.named_parameters():
         if owners.get(parameter) != stage.rank:
             continue
-        placement, stretch = placements[parameter], None
-        if parameter in flats:
-            flat = flats[parameter]
+        placement, shard = placements[parameter], None
+        if parameter in sharded:
+            flat = sharded[parameter]
             is_first_replica = placement.dim is not None or mesh.tp.rank == 0
-            stretch = FlatShard(
+            shard = FlatShard(
                 tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, is_first_replica
             )
         stepped = shards.get(parameter, parameter)
         axis, trained = mesh.axis_of(placement), parameter.requires_grad
-        result[stepped] = LocalParameter(name, placement, axis, stretch, trained)
+        result[stepped] = LocalParameter(name, placement, axis, shard, trained)
     return result
 
 
-# -- kept weights --------------------------------------------------------------------------------------------------
-# Weights that every rank keeps whole, and that each steps a part of: what a layout knows of them.
-#
-# In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.zero.zero1`).
-# Out:  the gathers of a layout, and which units read which flat.
-# Must hold: gathers are in the order in which a micro-batch first reads them, the same on all ranks of a pipeline.
-
+# -- ZeRO-1: gathers of a layout -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
-    """Returns a layout with the gathers of weights of all ranks of the pipeline.
-
-    Args:
-        layout: what the ranks hold.
-        model: the units of the whole model, before any parameter is cut.
-        mesh: which ranks share what.
-    """
+    """Returns a layout with the ZeRO-1 gathers of all pipeline ranks, from the uncut units of the whole model."""
     readers = readers_of(sorted(model.items()))
     return replace(
         layout, gathers=[WeightGather(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
@@ -188,11 +179,7 @@ def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -
 
 
 def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list[T]]:
-    """Returns, for every flat that is kept whole, the units that read it, in the order in which they are given.
-
-    Args:
-        units: each with what it goes by in the result, in forward order.
-    """
+    """Returns the reading units of every ZeRO-1 flat parameter, by the given names, in the given (forward) order."""
     readers: dict[Zero1FlatParameter, list[T]] = {}
     for name, unit in units:
         for flat in zero1_flat_parameters(unit.flat_parameters.values()):
@@ -201,7 +188,7 @@ def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list
 
 
 def _bytes(flat: Zero1FlatParameter, mesh: Mesh) -> int:
-    """The bytes of the piece on the rank that holds most of it, without padding."""
+    """The bytes of the buffer on the rank with the largest, without padding."""
     return sum(
         max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
         for parameter, placement in flat.placements.items()

@@ -20,8 +20,8 @@ def test_equals_the_unsplit_model(case: Case, cluster_of: Any, tmp_path: Path) -
 def test_documents_in_a_row_stay_apart() -> None:
     """Packed rows mean something: the unsplit model gives other losses where position ids do not restart."""
     case = CASES["llama-tp2-packed"]
-    contiguous_view = batches_of(case.count, case.rows, lengths=case.lengths, kind=case.kind)
-    for batch in contiguous_view:
+    single_batches = batches_of(case.count, case.rows, lengths=case.lengths, kind=case.kind)
+    for batch in single_batches:
         del batch["position_ids"]
     packed = unsplit(case.model, case.count, case.kind, case.lengths, case.rows)
-    assert packed["losses"] != reference(dict(case.model), contiguous_view)["losses"]
+    assert packed["losses"] != reference(dict(case.model), single_batches)["losses"]

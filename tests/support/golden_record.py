@@ -54,6 +54,7 @@ from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.sizes import Sizes, size_text
 
 PLANS = ("sequential", "round_robin", "greedy", "search", "dhelix")
+REPLICAS = {"replica": "copies", "expert_replica": "expert_copies"}  # groups of a mesh by the axes of the simulator
 NEAR = 1e-9  # predicted seconds that differ by a smaller part are equal
 LONG = 70  # micro-batches of a window that repeats itself
 
@@ -75,7 +76,7 @@ def layout_of(case: Case) -> Layout:
     made = simulated_mesh(
         sizes, case.options.get("inter_node_axes") or (), False, copies if config.zero_stage else None
     ).mesh
-    groups = {f"{name}_group": object() if size > 1 else None for name, size in copies.items()}
+    groups = {f"{name}_group": object() if copies[axis] > 1 else None for name, axis in REPLICAS.items()}
     group = object() if sizes["dp"] > 1 else None
     pipe = Pipe(list(range(sizes["pp"])), None, {0: object(), 1: object()})  # type: ignore[dict-item]
     mesh = replace(made, sizes=sizes, pipe=pipe, dp_group=group, **groups)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.doctor.amounts.kernels import Transfer
-from hf_helix.operators.communication.transport import Axis, Copies, Transport, bytes_moved
+from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
@@ -96,11 +96,11 @@ def simulated_mesh(
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
         return Axis(SimulatedTransport(name, size, sums_in_place, log), kind)
 
-    def shard_axes(name: str) -> Copies | None:
+    def shard_axes(name: str) -> ReplicaAxes | None:
         size = (spread or {}).get(name, 1)
         if size == 1:
             return None
-        return Copies(axis(name, size, "dp", *["cp"] * (cp > 1)), axis(name, size, "dp"))
+        return ReplicaAxes(axis(name, size, "dp", *["cp"] * (cp > 1)), axis(name, size, "dp"))
 
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
@@ -117,7 +117,7 @@ def simulated_mesh(
         None,
         None,
         None,
-        copies=shard_axes(COPIES),
-        expert_copies=shard_axes(EXPERT_COPIES),
+        replica_axes=shard_axes(COPIES),
+        expert_replica_axes=shard_axes(EXPERT_COPIES),
     )
     return SimulatedMesh(mesh, log)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.models.stock_modules import is_untouched
-from hf_helix.operators.explicit import alike
+from hf_helix.operators.explicit import in_one_dtype
 
 NAMES = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 """Classes that compute the same. Others differ: that of Gemma multiplies with 1 + weight."""
@@ -45,7 +45,7 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         weight: [hidden].
         epsilon: is added to the mean of squares.
     """
-    value, weight = alike(value, weight)
+    value, weight = in_one_dtype(value, weight)
     return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
 
 

@@ -1,20 +1,20 @@
-"""The attention kernels of CUDA that return the log-sum-exp, and which of them serves where.
+"""The attention kernels of CUDA that return the log-sum-exp, and their limits.
 
 In:   as of `hf_helix.operators.attention.partial`, on a CUDA device.
 Out:  the same; memory grows with the number of tokens, and not with its square.
-Must hold: a kernel takes only what it computes right, forward and backward; who switches one of torch's kernels off
-(`torch.nn.attention.sdpa_kernel`), or asks for deterministic ones, gets no other.
+Must hold: a kernel takes only cases that it computes right, forward and backward. A user who switches off a kernel of
+torch (`torch.nn.attention.sdpa_kernel`), or asks for deterministic kernels, gets no other.
 
-What each takes, the fastest first (signatures as of torch 2.11 to 2.13):
+Limits of each kernel, the fastest first (signatures as of torch 2.11 to 2.13):
 
-    kernel      types             heads up to  sees                                     GPUs
-    Cudnn       bf16, fp16        128          everything, causal; 64 tokens or more    compute capability 9 and 10
+    kernel      types             heads up to  masks                                    GPUs
+    Cudnn       bf16, fp16        128          full, causal; 64 tokens or more          compute capability 9 and 10
     Flash       bf16, fp16        256 (192)    windows, too                             8.0 and more (8.6, 8.9, 12: 192)
-    Efficient   fp32, fp16, bf16  any          any mask, which it reads from memory     7.0 and more (bf16: 8.0)
+    Efficient   fp32, fp16, bf16  any          any mask, read from memory               7.0 and more (bf16: 8.0)
     Exact       any               any          any; all products of queries and keys    any
 
 The backward passes of Flash and Efficient add with atomics unless `torch.use_deterministic_algorithms(True)` is called;
-that of Cudnn always may, so it steps back then.
+Cudnn's may always, so it does not serve then.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ Capability = tuple[int, int]
 HALF = (torch.float16, torch.bfloat16)
 
 SHORTEST = 64
-"""Tokens below which cuDNN's attention gains nothing; it refuses some short ones, and torch does not survive that."""
+"""The least tokens for cuDNN's attention: below, it gains nothing, and it refuses some short sequences, which crashes
+torch."""
 
 ROWS, COLUMNS = 32, 16
-"""What `Efficient` fills a log-sum-exp and the rows of a mask up to a multiple of."""
+"""Padded multiples of `Efficient`: of a log-sum-exp, and of the rows of a mask."""
 
 
 class Cudnn(Fused):
-    """The kernel of cuDNN, which is made for Hopper and Blackwell."""
+    """The kernel of cuDNN, for Hopper and Blackwell."""
 
     multiple = 8
 
@@ -76,9 +77,9 @@ class Cudnn(Fused):
         seen: AttentionMask,
         scale: float,
     ) -> Tensors:
-        # torch finds a graph of cuDNN by the strides of q, k and v alone, so those of the others must not vary.
+        # torch finds a graph of cuDNN by the strides of q, k and v alone, so the other strides must not vary.
         gradient, o, lse = (value.contiguous() for value in (gradient, o, lse.unsqueeze(-1)))
-        seed = q.new_empty((), dtype=torch.long)  # of the dropout that there is not
+        seed = q.new_empty((), dtype=torch.long)  # of absent dropout
         return tuple(
             aten._scaled_dot_product_cudnn_attention_backward(
                 gradient, q, k, v, o, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, seen.causal,
@@ -88,7 +89,7 @@ class Cudnn(Fused):
 
 
 class Flash(Fused):
-    """The flash attention of torch, which knows windows."""
+    """The flash attention of torch, with windows."""
 
     multiple = 8
     grouped = True
@@ -127,7 +128,7 @@ class Flash(Fused):
     ) -> Tensors:
         sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
         gradient, o, q, k, v = (value.transpose(1, 2) for value in (gradient, o, q, k, v))
-        state = q.new_empty(2, dtype=torch.uint64)  # of the dropout that there is not
+        state = q.new_empty(2, dtype=torch.uint64)  # of absent dropout
         parts = aten._flash_attention_backward(
             gradient, q, k, v, o, lse.contiguous(), None, None, *sizes, 0.0, seen.causal, state, state[:1],
             scale=scale, **windows,
@@ -142,7 +143,7 @@ class Flash(Fused):
 
 
 class Efficient(Fused):
-    """The memory-efficient attention of torch: fp32, and any mask, which it takes as something to add."""
+    """The memory-efficient attention of torch: fp32, and any mask, as an additive bias."""
 
     multiple = 8
 
@@ -176,11 +177,11 @@ class Efficient(Fused):
         scale: float,
     ) -> Tensors:
         bias = self._bias(q, k, seen)
-        # Rows that see nothing, and those that only fill up, have the weights zero.
+        # Rows that see nothing, and padding rows, have the weights zero.
         lse = functional.pad(lse.masked_fill(lse == -torch.inf, torch.inf), (0, -q.shape[2] % ROWS), value=torch.inf)
-        # In half precision the kernel reads o as if it lay so, whatever its strides are.
+        # In half precision the kernel assumes these strides of o.
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
-        seed = q.new_empty((), dtype=torch.long)  # of the dropout that there is not
+        seed = q.new_empty((), dtype=torch.long)  # of absent dropout
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             gradient, q, k, v, bias, o, lse, seed, seed, 0.0, (True, True, True, False),
             seen.causal and bias is None, scale=scale,
@@ -188,14 +189,14 @@ class Efficient(Fused):
         return dq, dk, dv
 
     def _bias(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Tensor | None:
-        """What hides keys from queries, added to their products [batch, heads, queries, keys]."""
+        """Returns the bias that hides keys from queries [batch, heads, queries, keys]."""
         queries, keys = q.shape[2], k.shape[2]
         hidden = None if seen.is_plain else seen.hides(queries, keys, q.device)
         if hidden is None:
             return None
-        room = q.new_zeros(q.shape[0], 1, queries, keys + -keys % COLUMNS)[..., :keys]
-        room.masked_fill_(hidden.reshape(-1, 1, queries, keys), self._low(q))
-        return room.expand(-1, q.shape[1], -1, -1)
+        bias = q.new_zeros(q.shape[0], 1, queries, keys + -keys % COLUMNS)[..., :keys]
+        bias.masked_fill_(hidden.reshape(-1, 1, queries, keys), self._low(q))
+        return bias.expand(-1, q.shape[1], -1, -1)
 
     def _low(self, q: Tensor) -> float:
         # With minus infinity, rows that see nothing would give no numbers.
@@ -247,14 +248,14 @@ class FlashAttention(AttentionKernel):
 
 
 KERNELS = ("eager", "sdpa", "flash_attention_2")
-"""The attention implementations of Transformers that have a kernel here."""
+"""The attention implementations of Transformers with a kernel here."""
 
 
 def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
-    """The kernel that stands for an attention implementation of Transformers.
+    """Returns the kernel for an attention implementation of Transformers.
 
     Raises:
-        ValueError: it gives no log-sum-exp; names those that do.
+        ValueError: the implementation gives no log-sum-exp; names the implementations with one.
     """
     if implementation not in KERNELS:
         raise ValueError(
@@ -272,16 +273,10 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
 
 
 def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
-    """Those of torch that a GPU of this compute capability has, the fastest first."""
+    """Returns the kernels of torch for a GPU of this compute capability, the fastest first."""
     return Cudnn(capability), Flash(capability), Efficient(capability)
 
 
 def reach(seen: AttentionMask, queries: int, keys: int) -> int:
-    """How many keys back a query sees, as flash attention counts: the last query stands at the last key.
-
-    Args:
-        seen: which keys queries attend to.
-        queries: how many there are.
-        keys: how many there are.
-    """
+    """Returns how many keys back a query sees, as flash attention counts: the last query stands at the last key."""
     return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

@@ -1,9 +1,9 @@
-"""Attention of some queries over some keys, with the log-sum-exp by which parts of it can be put together.
+"""Attention of some queries over some keys, with the log-sum-exp for merging parts of the keys.
 
-In:   q [batch, heads, queries, head_dim], k and v [batch, kv heads, keys, head_dim]; what may see what.
+In:   q [batch, heads, queries, head_dim], k and v [batch, kv heads, keys, head_dim]; a mask.
 Out:  o [batch, heads, queries, head_dim] and lse [batch, heads, queries] in fp32; backward the gradients of q, k, v.
-Must hold: backward takes the output and the lse of the whole row of keys, so that the parts' gradients add up to those
-of the whole. A query that may see nothing gets zeros, and an lse of minus infinity, unless the kernel averages.
+Must hold: backward takes the output and the lse over all keys of a query, so that the gradients of the parts add up to
+the full gradient. A query that may see nothing gets zeros, and an lse of minus infinity, unless the kernel averages.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query attends to.
+    """The keys that each query attends to.
 
     Attributes:
         causal: whether query i attends to the keys up to i only (there are as many queries as keys).
-        window: how many tokens a query attends to, itself and those before it; None for all.
-        apart: how many tokens query 0 stands behind key 0 in the sequence, where there is a window.
+        window: how many tokens a query attends to, itself and earlier tokens; None for all.
+        apart: the distance of query 0 from key 0 in the sequence, where there is a window.
         mask: [batch, queries, keys], True where a query attends to a key; None for full attention. Mutually exclusive
             with `window`.
-        blank: [batch, queries], True where a query takes the mean of all values, as one that may see nothing does in
-            `eager` attention; only beside a mask.
+        blank: [batch, queries], True where a query takes the mean of all values, as a query that may see nothing does
+            in `eager` attention; only beside a mask.
     """
 
     causal: bool = False
@@ -45,7 +45,7 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is full or causal attention, which every kernel computes."""
+        """Whether the mask is full or causal attention, which every kernel computes."""
         return self.mask is None and self.window is None
 
     def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -54,7 +54,7 @@ class AttentionMask:
         Args:
             queries: how many there are.
             keys: how many there are.
-            device: that the result lies on.
+            device: of the result.
         """
         if self.mask is not None:
             return ~self.mask[:, None, None]
@@ -69,17 +69,18 @@ EVERYTHING, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 
 
 class AttentionKernel(ABC):
-    """A way to compute attention. `scale` multiplies the products of queries and keys.
+    """An attention kernel. `scale` multiplies the products of queries and keys.
 
     Attributes:
         averages: see `Exact`.
-        unpads: whether hidden tokens are left out, as flash attention of Transformers does; no window counts them.
+        unpads: whether hidden tokens are left out, as in flash attention of Transformers; windows then do not count
+            them.
     """
 
     averages = unpads = False
 
     def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says.
+        """Returns whether the kernel can compute attention of queries like `q` over keys like `k` with a mask.
 
         Args:
             q: queries, [batch, heads, queries, head_dim].
@@ -97,7 +98,7 @@ class AttentionKernel(ABC):
             k: [batch, kv heads, keys, head_dim].
             v: [batch, kv heads, keys, head_dim of values].
             seen: which keys each query attends to.
-            scale: what the products of queries and keys are multiplied with.
+            scale: the factor of the products of queries and keys.
         """
 
     @abstractmethod
@@ -115,7 +116,7 @@ class AttentionKernel(ABC):
         """Returns the gradients of q, k and v, in their shapes.
 
         Args:
-            gradient: that of the whole output [batch, heads, queries, head_dim].
+            gradient: of the output over all keys [batch, heads, queries, head_dim].
             q: as of `forward`.
             k: as of `forward`, some of the keys or all.
             v: as of `forward`, for the same keys as `k`.
@@ -127,11 +128,11 @@ class AttentionKernel(ABC):
 
 
 class Exact(AttentionKernel):
-    """Written out, in fp32: the reference, and what serves where nothing else does. Needs room for all products.
+    """Attention written out in fp32: the reference, and the last resort. Needs memory for all products.
 
     Args:
-        averages: as `eager` of Transformers does, let a query that may see nothing take the mean of all keys.
-        cap: what bounds the products of queries and keys, x becomes cap * tanh(x / cap); None for no bound.
+        averages: a query that may see nothing takes the mean of all keys, as in `eager` of Transformers.
+        cap: bounds the products of queries and keys, x becomes cap * tanh(x / cap); None for no bound.
     """
 
     def __init__(self, averages: bool = False, cap: float | None = None) -> None:
@@ -158,8 +159,8 @@ class Exact(AttentionKernel):
         groups = k.shape[1]
         products = self._products(q, k, scale)
         weights = self._weights(self._masked(products, seen), lse.unflatten(1, (groups, -1)))
-        do, qs, whole = (value.float().unflatten(1, (groups, -1)) for value in (gradient, q, o))
-        delta = (do * whole).sum(-1, keepdim=True)
+        do, qs, out = (value.float().unflatten(1, (groups, -1)) for value in (gradient, q, o))
+        delta = (do * out).sum(-1, keepdim=True)
         ds = weights * (do @ v.float().unsqueeze(2).mT - delta) * scale
         if self.cap is not None:
             ds = ds * (1 - (products / self.cap).square())
@@ -179,16 +180,17 @@ class Exact(AttentionKernel):
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
-        # Where nothing is seen, minus infinity less minus infinity would be no number.
+        # For a query that sees nothing, minus infinity less minus infinity would be NaN.
         return (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
 
 
 class Fused(AttentionKernel):
-    """A kernel of torch that writes out no products, behind one face: sizes and heads as it wants them, and back.
+    """A kernel of torch that stores no products, behind a common interface: sizes and heads as the kernel wants them,
+    and back.
 
     Attributes:
-        multiple: what the head size is filled up to a multiple of; zeros add nothing to the products.
-        grouped: whether it takes fewer heads of keys and values than of queries; they are repeated otherwise.
+        multiple: the head size is padded to a multiple of this number; zeros add nothing to the products.
+        grouped: whether the kernel takes fewer heads of keys and values than of queries; they are repeated otherwise.
     """
 
     multiple = 1
@@ -211,7 +213,7 @@ class Fused(AttentionKernel):
         scale: float,
     ) -> Tensors:
         groups, size = k.shape[1], q.shape[-1]
-        gradient, o = (_filled(value, self.multiple) for value in (gradient, o))
+        gradient, o = (_padded(value, self.multiple) for value in (gradient, o))
         parts = [
             part[..., :size] for part in self._differentiate(gradient, o, *self._fitted(q, k, v), lse, seen, scale)
         ]
@@ -219,7 +221,7 @@ class Fused(AttentionKernel):
 
     @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-        """o and lse, of what fits the kernel."""
+        """Returns o and lse, of arguments that fit the kernel."""
 
     @abstractmethod
     def _differentiate(
@@ -233,15 +235,15 @@ class Fused(AttentionKernel):
         seen: AttentionMask,
         scale: float,
     ) -> Tensors:
-        """Gradients of q, k and v, of what fits the kernel."""
+        """Returns gradients of q, k and v, of arguments that fit the kernel."""
 
     def _fitted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (_filled(value, self.multiple) for value in (q, k, v))
+        q, k, v = (_padded(value, self.multiple) for value in (q, k, v))
         return (q, k, v) if self.grouped else (q, _for_every_head(k, q), _for_every_head(v, q))
 
 
 class TorchCpu(Fused):
-    """The kernel behind `scaled_dot_product_attention` on CPU."""
+    """The kernel of `scaled_dot_product_attention` on CPU."""
 
     def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return seen.is_plain
@@ -268,7 +270,7 @@ class TorchCpu(Fused):
 
 
 class FirstOf(AttentionKernel):
-    """The first of some kernels that takes what there is; `Exact`, the last, takes everything."""
+    """The first of some kernels that supports the arguments; `Exact`, the last, supports all."""
 
     def __init__(self, *kernels: AttentionKernel) -> None:
         self.kernels = (*kernels, Exact())
@@ -293,12 +295,12 @@ class FirstOf(AttentionKernel):
     def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> AttentionKernel:
         chosen = next(kernel for kernel in self.kernels if kernel.supports(q, k, seen))
         if isinstance(chosen, Exact) and q.device.type != "cpu":
-            _say_written_out(q.dtype, q.shape[-1], q.device.type)
+            _warn_of_exact(q.dtype, q.shape[-1], q.device.type)
         return chosen
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each; o in fp32.
+    """Returns attention over two sets of keys from attention over each; o in fp32.
 
     Args:
         o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
@@ -320,14 +322,14 @@ def _sum_by_group(gradient: Tensor, groups: int) -> Tensor:
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
 
 
-def _filled(value: Tensor, multiple: int) -> Tensor:
-    """The last dimension filled up with zeros to a multiple."""
+def _padded(value: Tensor, multiple: int) -> Tensor:
+    """The value with its last dimension padded with zeros to a multiple."""
     extra = -value.shape[-1] % multiple
     return functional.pad(value, (0, extra)) if extra else value
 
 
 @cache
-def _say_written_out(dtype: torch.dtype, head_dim: int, device: str) -> None:
+def _warn_of_exact(dtype: torch.dtype, head_dim: int, device: str) -> None:
     logger.warning(
         f"attention over a cut sequence is written out for {dtype} and heads of {head_dim} on this {device} device: no "
         "kernel takes them, and all products of queries and keys need memory; bf16=True in the training arguments "

@@ -1,14 +1,15 @@
 """Attention over a sequence that several ranks share (context parallelism), as operators.
 
 In:   this rank's queries, keys and values; further keys and values come round the ring, step by step.
-Out:  the attention of its queries over the whole sequence.
+Out:  the attention of its queries over the full sequence.
 Must hold: the sequence is cut in 2c parts, and rank r holds the parts r and 2c-1-r, so that every rank has as much of
-the causal triangle; keys and values of another rank never outlive the block that reads them, backward fetches them
-anew; softmax statistics are merged in fp32. Values that are shorter than keys are filled up with zeros.
+the causal triangle. Keys and values of another rank never outlive the block that reads them; backward fetches them
+anew. Softmax statistics are merged in fp32. Values shorter than keys are padded with zeros.
 
-Forward, block i attends to the keys of rank r-i while step i+1 of the ring brings those of rank r-i-1. Backward runs
-through the blocks from the last to the first, and the gradients of keys and values go back the way these came, each
-step beside the next block: 2(c-1) steps against the 2c-1 of rings that carry gradients onward (paper, section 3.1).
+Forward, block i attends to the keys of rank r-i while step i+1 of the ring brings the keys of rank r-i-1. Backward runs
+through the blocks from the last to the first, and the gradients of keys and values take the way of the keys back, each
+step concurrently with the next block: 2(c-1) steps against the 2c-1 of rings that carry gradients onward (paper,
+section 3.1).
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
 
 DOCUMENTS, MASKED = "documents", "masked"
-"""Side inputs: the document of every token [batch, whole sequence], or one of the marks below, None where there is but
-one document; and whether a mask says which tokens are padding."""
+"""Side inputs: the document of every token [batch, full sequence], or one of the marks below, None for a single
+document; and whether a mask marks tokens as padding."""
 
 PADDING, ABSENT = -1, -2
-"""A token that is padding, and one that was added to make the sequence divide."""
+"""A padding token, and a token added to make the sequence divide."""
 
 MaskTile = tuple[slice, slice, AttentionMask]
-"""Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
+"""Some of a rank's queries, some of another's keys, and the mask between them."""
 
 
 class RingStep(Communication):
-    """Keys and values to the next rank of the ring, from the one before; gradients the other way."""
+    """Keys and values to the next rank of the ring, from the previous rank; gradients in the other direction."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -53,14 +54,16 @@ class RingStep(Communication):
 
 
 class RingBlock(Computation):
-    """Attention of this rank's queries to the keys of one rank, put together with that of the blocks before.
+    """Attention of this rank's queries to the keys of one rank, merged with earlier blocks.
 
-    Values: q [batch, heads, n, head_dim]; kv [2, batch, kv heads, n, head_dim]; the attention so far as [batch, heads,
-    n, head_dim + 1] in fp32, its last column the log-sum-exp. Backward also reads q, kv, and output and lse of the
-    whole, see `JoinBlocks`.
+    Values: q [batch, heads, n, head_dim]; kv [2, batch, kv heads, n, head_dim]; the result of earlier blocks as [batch,
+    heads, n, head_dim + 1] in fp32, its last column the log-sum-exp. Backward also reads q, kv, and the final output
+    and lse, see `JoinBlocks`.
 
     Args:
-        distance: how many steps the keys have come.
+        kernel: of the block.
+        axis: the context-parallel axis.
+        distance: how many ring steps the keys have come.
         scale: of the products of queries and keys.
         window: how many tokens a query looks back on, itself included; None for all.
     """
@@ -78,7 +81,7 @@ class RingBlock(Computation):
 
     @property
     def source(self) -> int:
-        """The rank whose keys these are."""
+        """The rank of these keys."""
         return (self.axis.rank - self.distance) % self.axis.size
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
@@ -93,7 +96,7 @@ class RingBlock(Computation):
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, q, kv, out, lse = gradients
-        out = _filled(out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3), q.shape[-1])
+        out = _padded(out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3), q.shape[-1])
         dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
         for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
@@ -101,9 +104,9 @@ class RingBlock(Computation):
             parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
             for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
                 total.add(part, where)
-        # Those of the queries are added up over the blocks, and in fp32; those of keys and values travel.
+        # The gradient of the queries is summed over the blocks, in fp32; the gradient of keys and values travels.
         own = (dq.total.float(), torch.stack((dk.total, dv.total)))
-        # The gradient of what was so far is that of the whole: the kernel has the statistics of the whole.
+        # The gradient of earlier blocks is the gradient of the result: the kernel has the statistics of all keys.
         return own if self.distance == 0 else (*own, gradient)
 
     def _tiles(self, call: Call, q: Tensor) -> list[MaskTile]:
@@ -113,13 +116,13 @@ class RingBlock(Computation):
 class JoinBlocks(Computation):
     """The end of the blocks: output [n, batch, heads * value_dim] and its log-sum-exp [batch, heads, n].
 
-    A sink is one more logit of a head, beside those of the keys, with a value of zero. With it in the output and in the
-    log-sum-exp, the blocks' backward is that of attention with sinks. Where there are sinks, backward also reads output
-    and log-sum-exp.
+    A sink is an additional logit of a head, beside the logits of the keys, with a value of zero. With the sink in the
+    output and in the log-sum-exp, the blocks' backward is the backward of attention with sinks. With sinks, backward
+    also reads output and log-sum-exp.
 
     Args:
         dtype: of queries, keys and values where there is no autocast.
-        value_dim: the length of values; None for that of keys.
+        value_dim: the length of values; None for the length of keys.
         sinks: [heads], or None.
     """
 
@@ -147,21 +150,21 @@ class JoinBlocks(Computation):
         return out.permute(2, 0, 1, 3).flatten(2), lse.contiguous()
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        gradient, *whole = gradients
+        gradient, *results = gradients
         (heads, size), call.saved = call.saved, None
         if self.sinks is not None and self.sinks.requires_grad:
-            self._add_to_sinks(self.sinks, gradient, *whole)
-        return (_filled(gradient.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), size).contiguous(),)
+            self._add_to_sinks(self.sinks, gradient, *results)
+        return (_padded(gradient.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), size).contiguous(),)
 
     def _add_to_sinks(self, sinks: Tensor, gradient: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Adds to the gradients of sinks: a sink takes its weight from all keys alike."""
+        """Adds to the gradients of sinks: a sink takes its weight from all keys equally."""
         delta = (gradient.float() * out.float()).unflatten(-1, (len(sinks), -1)).sum(-1)
         weights = (sinks.float().unsqueeze(-1) - lse).exp().permute(2, 0, 1)
         add_to_bias_gradients((sinks,), -(weights * delta).sum((0, 1)).unsqueeze(0))
 
 
 class GatheredBlocks(Computation):
-    """All blocks in one operator, over keys and values [c * 2, ...] that an `AllGather` has brought.
+    """All blocks in one operator, over keys and values [c * 2, ...] of an `AllGather`.
 
     Values as of `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
     """
@@ -183,25 +186,30 @@ class GatheredBlocks(Computation):
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, q, gathered, out, lse = gradients
         parts = gathered.chunk(self.axis.size)
-        whole = torch.empty_like(gathered)
-        of_blocks = whole.chunk(self.axis.size)
+        dkvs = torch.empty_like(gathered)
+        of_blocks = dkvs.chunk(self.axis.size)
         total: Tensor | None = None
         for block in reversed(self._blocks):
             dq, dkv, *_ = block.backward(call, gradient, q, parts[block.source], out, lse)
             of_blocks[block.source].copy_(dkv)
             total = dq if total is None else total + dq
         assert total is not None
-        return total, whole
+        return total, dkvs
 
 
 def mask_tiles(
     n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None, kernel: AttentionKernel
 ) -> list[MaskTile]:
-    """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
+    """Returns tiles of a rank's `n` queries and another rank's `n` keys; each pair of a query and a visible key is in
+    one tile.
 
     Args:
+        n: tokens of a rank.
+        axis: the context-parallel axis.
+        source: the rank of the keys.
+        side: the side inputs of the micro-batch.
         window: how many tokens a query looks back on, itself included; None for all.
-        kernel: says what a query that may see nothing takes, and how a window counts hidden tokens.
+        kernel: decides the result of a query that may see nothing, and whether a window counts hidden tokens.
     """
     documents = side.get(DOCUMENTS)
     is_masked = documents is not None and side.get(MASKED, False)
@@ -221,7 +229,7 @@ def mask_tiles(
 
 
 def _before(n: int, axis: Axis, source: int) -> MaskTile:
-    """Without a window a rank's queries meet the keys of another all at once."""
+    """Returns the single tile of a rank's queries and another's keys without a window."""
     everything = slice(0, n)
     if source == axis.rank:
         return everything, everything, CAUSAL
@@ -231,7 +239,7 @@ def _before(n: int, axis: Axis, source: int) -> MaskTile:
 
 
 def _within(window: int, n: int, axis: Axis, source: int) -> list[MaskTile]:
-    """With a window, each part of the queries with each part of the keys that it reaches."""
+    """Returns a tile for each part of the queries and each part of the keys within their window."""
     half = n // 2
     met = []
     for (i, mine), (j, theirs) in product(*(enumerate(parts_of(axis.size, rank)) for rank in (axis.rank, source))):
@@ -253,7 +261,7 @@ def _part(which: int, half: int, first: int = 0, last: int | None = None) -> sli
 def _seen_within(
     documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, kernel: AttentionKernel
 ) -> AttentionMask:
-    """Queries see the keys of their own document, by their places in the sequence."""
+    """Returns the mask by which queries see the keys of their own document, by positions in the sequence."""
     seen = _sees(documents, queries, keys, window, kernel.unpads)
     if not kernel.averages:
         return AttentionMask(mask=seen)
@@ -263,7 +271,8 @@ def _seen_within(
 
 
 def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
-    """A mask hides keys alone: unless left out, hidden queries are of the one document that a row then has."""
+    """Returns the visible pairs. A mask hides only keys: unless left out, hidden queries belong to the row's only
+    document."""
     real = documents >= 0
     own = documents if unpads else documents.clamp(min=0)
     places = real.cumsum(1) if unpads else torch.arange(documents.shape[1], device=documents.device).unsqueeze(0)
@@ -273,13 +282,13 @@ def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, 
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """The places in the whole sequence of the `n` tokens that a rank holds.
+    """Returns the positions in the full sequence of a rank's `n` tokens.
 
     Args:
-        n: tokens that a rank holds.
+        n: tokens of a rank.
         size: context-parallel ranks.
-        rank: which of them.
-        device: that the result lies on.
+        rank: the rank among these.
+        device: of the result.
     """
     half = n // 2
     places = torch.arange(half, device=device)
@@ -287,12 +296,12 @@ def positions_of(n: int, size: int, rank: int, device: torch.device | None = Non
 
 
 def parts_of(size: int, rank: int) -> tuple[int, int]:
-    """Which of the 2 * `size` parts of a sequence a rank holds."""
+    """Returns the numbers of a rank's two parts among the 2 * `size` parts of a sequence."""
     return rank, 2 * size - 1 - rank
 
 
 def _with_keys(so_far: Tensor | None, o: Tensor, lse: Tensor, rows: slice, n: int) -> Tensor:
-    """Attention so far with that of some of the `n` queries to further keys. Changes what was so far."""
+    """Returns earlier attention merged with attention of some of the `n` queries to further keys. Changes `so_far`."""
     if so_far is None and o.shape[2] == n:
         return torch.cat((o.float(), lse.unsqueeze(-1)), -1)
     if so_far is None:
@@ -304,8 +313,8 @@ def _with_keys(so_far: Tensor | None, o: Tensor, lse: Tensor, rows: slice, n: in
     return so_far
 
 
-def _filled(value: Tensor, size: int) -> Tensor:
-    """Returns a value whose last dimension is filled up with zeros."""
+def _padded(value: Tensor, size: int) -> Tensor:
+    """The value with its last dimension padded with zeros."""
     extra = size - value.shape[-1]
     return functional.pad(value, (0, extra)) if extra else value
 

@@ -1,9 +1,9 @@
-"""Rotary position embedding of queries and keys in one, with a backward of its own.
+"""Rotary position embedding of queries and keys together, with explicit backward.
 
 In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
-Out:  both rotated, in the type that multiplication with the cosines gives.
+Out:  both rotated, in the type of their products with the cosines.
 Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backward; half as many kernels, where queries
-and keys lie side by side in memory.
+and keys are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 
 
 class _Rotation(torch.autograd.Function):
-    """Computes in [tokens, batch, heads, head_dim], which is how the projections give the values."""
+    """Computes in [tokens, batch, heads, head_dim], the layout of the projections."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -40,10 +40,10 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = q.dtype
         q, k = _tokens_first(q), _tokens_first(k)
-        whole = contiguous_heads((q, k))
-        if whole is None:
+        joined = contiguous_heads((q, k))
+        if joined is None:
             return _heads_first(_rotate(q, cos, sin)), _heads_first(_rotate(k, cos, sin))
-        out = _rotate(whole, cos, sin)
+        out = _rotate(joined, cos, sin)
         heads = q.shape[2]
         return _heads_first(out[:, :, :heads]), _heads_first(out[:, :, heads:])
 

@@ -1,9 +1,12 @@
-"""Collectives as operators.
+"""Collectives and pipeline P2P transfers as operators.
 
-In:   a value, cut or to be cut along dimension 0 (the sequence).
-Out:  the gathered, or the reduced and scattered value.
+In:   a value, cut along dimension 0 (the sequence) or to be cut; at the end of a virtual stage its outputs, at the
+      begin of a stage nothing.
+Out:  the gathered value, or the reduced and scattered value; at the end of a stage nothing, at the begin the received
+      values.
 Must hold: sums run in the same order every time (in rank order but on NCCL in fp32), so every rank and every run gets
-the same bits.
+the same bits. On a P2P link both ends send and receive in the schedule's order; links do not wait for each other.
+Shapes follow from the micro-batch, which every rank of a pipeline has, so they may differ between micro-batches.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from hf_helix.planning.graph.operator import Part
 
 
 class AllGather(Communication):
-    """Shards [n, ...] to the whole [size * n, ...]; backward is a reduce-scatter."""
+    """Shards [n, ...] to the full value [size * n, ...]; backward is a reduce-scatter."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        out, work = (prepare_reduce_scatter if part is Part.B else prepare_all_gather)(self.axis, *inputs)
-        return (out,), work
+        out, transfer = (prepare_reduce_scatter if part is Part.B else prepare_all_gather)(self.axis, *inputs)
+        return (out,), transfer
 
 
 class ReduceScatter(Communication):
@@ -41,13 +44,13 @@ class ReduceScatter(Communication):
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        out, work = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
-        return (out,), work
+        out, transfer = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
+        return (out,), transfer
 
 
 class AllGatherReplicated(Communication):
-    """Like `AllGather`, for values that every rank then uses in the same way (the loss): backward takes the slice of
-    this rank, and communicates nothing."""
+    """Like `AllGather`, for values that every rank uses in the same way (the loss): backward takes this rank's slice,
+    and communicates nothing."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -55,19 +58,19 @@ class AllGatherReplicated(Communication):
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         if part is Part.B:
             return (inputs[0].chunk(self.axis.size)[self.axis.rank],), lambda: None
-        out, work = prepare_all_gather(self.axis, *inputs)
-        return (out,), work
+        out, transfer = prepare_all_gather(self.axis, *inputs)
+        return (out,), transfer
 
 
 def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
-    """Shards [n, ...] to the whole [size * n, ...]: the output to come, and the work that fills it."""
+    """Returns the full value [size * n, ...] of shards [n, ...], not filled yet, and the transfer that fills it."""
     value = value.contiguous()
     out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
     return out, lambda: axis.transport.all_gather(out, value)
 
 
 def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
-    """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; as `prepare_all_gather`."""
+    """Returns this rank's shard [n, ...] of the sum of partial sums [size * n, ...]; as `prepare_all_gather`."""
     value = value.contiguous()
     transport = axis.transport
     out = value.new_empty((value.shape[0] // axis.size, *value.shape[1:]))
@@ -83,31 +86,21 @@ def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, TransferF
 
 
 # -- pipeline p2p --------------------------------------------------------------------------------------------------
-# Pipeline communication as operators: what leaves a virtual stage goes to the next, its gradients come back.
-#
-# In:   what leaves a stage, or nothing where it arrives.
-# Out:  nothing where it leaves, or what arrived.
-# Must hold: on a way between two stages everything is sent and received in the same order, the schedule's; ways do
-# not
-# wait for each other. Shapes follow from the micro-batch, which every rank of a pipeline has, so they may differ from
-# one
-# to the next.
-
 
 MakeBuffers = Callable[[Mapping[str, Any]], Tensors]
-"""From the side inputs of a micro-batch, room for what passes from stage to stage."""
+"""From the side inputs of a micro-batch to buffers for a transfer between stages."""
 
 
 class P2PChannel(ABC):
-    """The way between two neighbouring virtual stages on different ranks, as one of them sees it."""
+    """An end of the P2P link between two neighbouring virtual stages on different ranks."""
 
     @abstractmethod
     def send(self, value: Tensor, forward: bool) -> None:
-        """Gives a value, or (`forward` false) a gradient, to the other rank."""
+        """Sends a value, or (`forward` false) a gradient, to the other rank."""
 
     @abstractmethod
     def receive(self, out: Tensor, forward: bool) -> None:
-        """Fills `out` with what the other rank sends."""
+        """Fills `out` with a tensor from the other rank."""
 
 
 class GroupChannel(P2PChannel):
@@ -115,8 +108,8 @@ class GroupChannel(P2PChannel):
 
     Args:
         peer: the other rank, in the launcher's group.
-        forward, backward: the groups that values and that gradients go over.
-        tag: of the way, since with gloo several ways share a group.
+        forward, backward: the groups for values and for gradients.
+        tag: of the link, since with gloo several links share a group.
     """
 
     def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup, tag: int) -> None:
@@ -132,11 +125,11 @@ class GroupChannel(P2PChannel):
 
 
 class LaneChannel(P2PChannel):
-    """A channel over groups of its two ranks alone, in which the sender broadcasts.
+    """A channel over groups of its two ranks alone; the sender broadcasts.
 
     Args:
         peer: the other rank, in the launcher's group.
-        forward, backward: the groups that values and that gradients go over.
+        forward, backward: the groups for values and for gradients.
     """
 
     def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup) -> None:
@@ -151,11 +144,12 @@ class LaneChannel(P2PChannel):
 
 
 class PipelineTransfer(Communication):
-    """One end of a channel.
+    """An end of a channel as an operator.
 
     Args:
-        boundary: the number of the channel, that of the stage that it leads out of.
-        make_buffers: allocates what is received.
+        channel: the channel.
+        boundary: the number of the channel: of the stage before it.
+        make_buffers: allocates buffers for receives.
     """
 
     def __init__(self, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
@@ -164,7 +158,7 @@ class PipelineTransfer(Communication):
         self.make_buffers = make_buffers
 
     def lane(self, part: Part) -> str:
-        # Each direction of each channel has its own.
+        # A lane for each direction of each channel.
         return f"{self.boundary}{part.value}"
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
@@ -176,22 +170,19 @@ class PipelineTransfer(Communication):
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
-        """Gives everything that passes here to the other rank."""
+        """Sends all values of a transfer."""
         for value in values:
             self.channel.send(value, forward)
 
     def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
-        """Fills room for everything that passes here."""
+        """Receives all values of a transfer."""
         for out in outputs:
             self.channel.receive(out, forward)
 
 
 def transfer_unit(name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
-    """The unit at one end of a channel: `send` behind stage number `boundary`, or `receive` before the next.
-
-    Args:
-        values: how many pass.
-    """
+    """Returns the unit at an end of a channel with number `boundary`: `send` after stage `boundary`, or `receive`
+    before the next stage, of `values` values."""
     assert name in (SEND, RECEIVE)
     transfer = PipelineTransfer(channel, boundary, make_buffers)
     label = f"{name}.{boundary}"

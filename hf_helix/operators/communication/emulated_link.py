@@ -1,14 +1,14 @@
-"""An emulated link: every rank sends and receives at a given speed, whatever really carries the bytes.
+"""An emulated link: every rank sends and receives at a given speed, whatever carries the bytes.
 
-In:   transfers, each with the bytes that this rank sends and receives in it.
-Out:  the same transfers, which end no earlier than on such a link: in each direction they follow one another, each
-      for bytes / rate, and arrive a latency later.
-Must hold: a rank has one link, full duplex, which all its axes and streams share. The bytes really move while the link
-is carrying them, so a transfer takes what it takes here or what the link needs, whichever is more. Waiting is sleeping:
-no core is taken, and no lock is held. Deadlines are absolute, so errors of the clock do not add up.
+In:   transfers, each with the bytes that this rank sends and receives.
+Out:  the same transfers, which end no earlier than on such a link: in each direction they follow one another, each for
+      bytes / rate, and arrive a latency later.
+Must hold: a rank has a single link, full duplex, for all its axes and streams. The bytes really move during the
+emulated transfer, so a transfer takes the longer of the real and the emulated time. Waiting is sleeping: it takes no
+core and holds no lock. Deadlines are absolute, so errors of the clock do not add up.
 
-Every rank keeps its own clock. In a collective it counts from the moment when this rank begins it; what a single rank
-sends to another (a pipeline) is held back by the one that receives it, from the moment when it is there.
+Every rank keeps its own clock. A collective starts when this rank begins it. The receiver holds back a P2P transfer of
+a pipeline, from its arrival on.
 
 For runs on CPU, whose transfers run in threads of their own (`hf_helix.runtime.streams`); nothing here knows CUDA.
 """
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from hf_helix.config import LinkSpeed
 from hf_helix.operators.communication.collectives import P2PChannel
-from hf_helix.operators.communication.transport import Method, Transport, TransportWrapper, bytes_moved
+from hf_helix.operators.communication.transport import Transport, TransportMethod, TransportWrapper, bytes_moved
 
 
 class Direction:
-    """One way of a link. What goes over it goes one after the other."""
+    """A direction of a link. Its transfers follow one another."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -39,13 +39,7 @@ class Direction:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, seconds: float, now: float) -> float:
-        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed.
-
-        Args:
-            count: bytes.
-            seconds: that they occupy this way.
-            now: the time at which they may begin, in seconds.
-        """
+        """Counts bytes that occupy the direction for some seconds; returns the time when the last byte has passed."""
         with self._lock:
             self.bytes += count
             self._free = max(self._free, now) + seconds
@@ -53,15 +47,15 @@ class Direction:
 
 
 class EmulatedLink:
-    """What connects a rank with all others.
+    """The link between a rank and all others.
 
     Args:
-        speed: see `LinkSpeed`. Until a rate that is to be found by measuring is known, nothing waits.
-        clock, sleep: seconds, and to let them pass.
+        speed: see `LinkSpeed`. Nothing waits until a rate to be measured is known.
+        clock, sleep: the time in seconds, and a wait of some seconds.
 
     Attributes:
-        rate: bits a second each way; None while transfers run as they are.
-        out, into: the two ways, with the bytes that went over them.
+        rate: bits a second in each direction; None while transfers are not slowed down.
+        out, into: the two directions, with the bytes so far.
     """
 
     def __init__(
@@ -77,11 +71,11 @@ class EmulatedLink:
         self._sleep = sleep
 
     def carry(self, sent: int, received: int, move: Callable[[], object]) -> None:
-        """Runs a transfer that all its ranks take part in at the same time.
+        """Runs a collective transfer.
 
         Args:
-            sent, received: bytes that leave this rank, and that come to it.
-            move: really moves them, and returns when they are there.
+            sent, received: bytes from this rank, and bytes to it.
+            move: really moves the bytes, and returns after their arrival.
         """
         now = self._clock()
         ends = self._reserve(self.out, sent, now), self._reserve(self.into, received, now)
@@ -90,7 +84,7 @@ class EmulatedLink:
             self._wait_until(max(ends))
 
     def send(self, count: int, move: Callable[[], object]) -> None:
-        """Runs a transfer to a rank that receives it with `receive`."""
+        """Runs a transfer to a rank that calls `receive`."""
         end = self._reserve(self.out, count, self._clock())
         move()
         self._wait_until(end)
@@ -100,12 +94,12 @@ class EmulatedLink:
         move()
         self._wait_until(self._reserve(self.into, count, self._clock()))
 
-    def _reserve(self, way: Direction, count: int, now: float) -> float:
-        return way.reserve(count, self.seconds(count), now)
+    def _reserve(self, direction: Direction, count: int, now: float) -> float:
+        return direction.reserve(count, self.seconds(count), now)
 
     @property
     def speed_now(self) -> LinkSpeed:
-        """With the rate that was found."""
+        """The speed with the measured rate."""
         return replace(self.speed, rate=self.rate)
 
     def __str__(self) -> str:
@@ -113,7 +107,7 @@ class EmulatedLink:
         return f"{self.speed_now}{' (even)' if is_measured else ''}"
 
     def seconds(self, count: int) -> float:
-        """How long so many bytes occupy one way."""
+        """Returns how long a number of bytes occupies a direction."""
         return 0.0 if self.rate is None else 8 * count / self.rate
 
     def _wait_until(self, end: float) -> None:
@@ -125,20 +119,20 @@ class EmulatedLink:
 
 @final
 class LinkedTransport(TransportWrapper):
-    """A transport whose bytes go over an emulated link."""
+    """A transport over an emulated link."""
 
     def __init__(self, inner: Transport, link: EmulatedLink) -> None:
         super().__init__(inner)
         self.group = inner.group
         self._link = link
 
-    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         sent, received = bytes_moved(name, out, value, self.size, self.rank, rows)
         self._link.carry(sent, received, lambda: run(out, value, *rows))
 
 
 class LinkedChannel(P2PChannel):
-    """A way between two ranks of a pipeline over an emulated link."""
+    """A P2P channel of a pipeline over an emulated link."""
 
     def __init__(self, inner: P2PChannel, link: EmulatedLink) -> None:
         self.inner = inner
@@ -153,7 +147,7 @@ class LinkedChannel(P2PChannel):
 
 @contextmanager
 def bare(link: EmulatedLink | None) -> Iterator[None]:
-    """Within it, transfers go as they are."""
+    """Returns a context in which transfers are not slowed down."""
     if link is None:
         yield
         return
@@ -165,13 +159,7 @@ def bare(link: EmulatedLink | None) -> Iterator[None]:
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, link: EmulatedLink | None) -> None:
-    """Sums a value over a group, in place; over a link as the ring that moves least.
-
-    Args:
-        value: is overwritten with the sum.
-        group: the ranks that sum.
-        link: the emulated link that the sum goes over; None where there is none.
-    """
+    """Sums a value over a group, in place; over a link with the bytes of a ring."""
     if link is None:
         dist.all_reduce(value, group=group)
         return

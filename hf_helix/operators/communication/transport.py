@@ -1,6 +1,7 @@
-"""Transports: what carries values between the ranks of an axis.
+"""Transports: they carry values between the ranks of an axis; for NCCL and similar backends, for gloo, and for no
+group.
 
-In:   buffers, allocated before.
+In:   the process groups of an axis; buffers, allocated before.
 Out:  the same buffers, filled.
 Must hold: rank order everywhere, so that every rank and every run gets the same bits.
 """
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from hf_helix.planning.graph.operator import Kind
 
-Method = Callable[..., None]
+TransportMethod = Callable[..., None]
 """A method of a transport: `method(out, value, *rows)`."""
 
 
 class Transport(ABC):
-    """Moves data between the ranks of one group. `size` ranks; this one is `rank`.
+    """Moves data between the `size` ranks of one group, of which this is `rank`.
 
-    `group` is the process group, or None where nothing is really moved.
+    `group` is the process group, or None where no data moves.
     """
 
     size: int
@@ -34,47 +35,48 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, out: Tensor, value: Tensor) -> None:
-        """`out` [size * n, ...] becomes every rank's `value` [n, ...] in rank order."""
+        """Fills `out` [size * n, ...] with every rank's `value` [n, ...] in rank order."""
 
     @abstractmethod
     def exchange(self, out: Tensor, value: Tensor) -> None:
-        """All-to-all: block i of `value` goes to rank i; `out` is what came, in rank order."""
+        """All-to-all: block i of `value` goes to rank i; `out` receives blocks in rank order."""
 
     @abstractmethod
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
         """All-to-all with blocks of unequal length, rank by rank.
 
         Args:
-            out: what came, in rank order: [sum(arriving), ...].
+            out: receives blocks in rank order: [sum(arriving), ...].
             value: the blocks for the ranks, in rank order: [sum(sent), ...].
-            arriving: the rows that come from each rank.
-            sent: the rows that go to each rank.
+            arriving: the number of rows from each rank.
+            sent: the number of rows to each rank.
         """
 
     @abstractmethod
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        """`out` [n, ...] becomes this rank's block of the sum of every rank's `value` [size * n, ...]."""
+        """Fills `out` [n, ...] with this rank's block of the sum of every rank's `value` [size * n, ...]."""
 
     @abstractmethod
     def shift(self, out: Tensor, value: Tensor) -> None:
-        """One step round the ring: `value` goes to the next rank, `out` is what comes from the one before."""
+        """A ring step: `value` goes to the next rank, `out` receives from the previous."""
 
     @abstractmethod
     def shift_back(self, out: Tensor, value: Tensor) -> None:
-        """One step round the ring the other way: `value` goes to the rank before, `out` comes from the next."""
+        """A ring step in the other direction: `value` goes to the previous rank, `out` receives from the next."""
 
     def prefers_exchange(self, value: Tensor) -> bool:
-        """Whether a reduce-scatter is better done as an exchange and a local sum."""
+        """Returns whether a reduce-scatter is better done as an exchange and a local sum."""
         return False
 
 
 class SilentTransport(Transport):
-    """Stands for a group of `size` ranks without moving anything between them: for timing computation alone.
+    """Stands for a group of `size` ranks without moving data between them: for timing computation alone.
 
     Values stay finite and shapes right; results mean nothing.
 
     Args:
-        like: the transport of that group, so that the same is computed around it.
+        size, rank: of the group.
+        like: the transport of the group, so that the computation around it stays the same.
     """
 
     def __init__(self, size: int, rank: int, like: Transport | None = None) -> None:
@@ -108,7 +110,7 @@ class SilentTransport(Transport):
 
 @dataclass(frozen=True)
 class Move:
-    """One use of a transport: the method, shape and type of what it fills and of what it reads, and row counts."""
+    """A use of a transport: the method, shape and type of its output and of its input, and row counts."""
 
     name: str
     out: tuple[torch.Size, torch.dtype]
@@ -123,13 +125,13 @@ class Move:
 def bytes_moved(
     name: str, out: Tensor, value: Tensor, size: int, rank: int, rows: Sequence[Sequence[int]] = ()
 ) -> tuple[int, int]:
-    """The bytes that a rank sends, and that it receives, in one use of a transport.
+    """Returns the bytes that a rank sends, and the bytes that it receives, in a use of a transport.
 
     Args:
         name: the method.
-        out, value: what it fills and what it reads.
+        out, value: its output and input.
         size, rank: of the transport.
-        rows: of `exchange_rows`, what arrives and what is sent.
+        rows: of `exchange_rows`, the arriving and the sent rows.
     """
     others = size - 1
     if name == "all_gather":
@@ -145,11 +147,7 @@ def bytes_moved(
 
 
 class TransportWrapper(Transport):
-    """A transport around another one, which really moves the data.
-
-    Args:
-        inner: the transport that moves the data.
-    """
+    """A transport around another transport, which moves the data."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -157,14 +155,14 @@ class TransportWrapper(Transport):
         self.rank = inner.rank
 
     @abstractmethod
-    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        """Runs one use of the inner transport, with whatever the wrapper adds to it.
+    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        """Runs a use of the inner transport, with the wrapper's additions.
 
         Args:
             name: the method of the transport.
             run: that method of the inner transport; takes the remaining arguments.
-            out, value: the tensors that it fills and that it reads.
-            rows: of `exchange_rows`, what arrives and what is sent.
+            out, value: its output and input.
+            rows: of `exchange_rows`, the arriving and the sent rows.
         """
 
     @final
@@ -198,25 +196,21 @@ class TransportWrapper(Transport):
 
 @final
 class Recorder(TransportWrapper):
-    """Keeps a list of what goes over another transport, and counts the bytes that this rank sends."""
+    """Records the uses of another transport, and counts the bytes that this rank sends."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.moved: list[Move] = []
         self.bytes_sent = 0
 
-    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
         self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
         run(out, value, *rows)
 
 
 class Axis:
-    """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one.
-
-    Args:
-        kind: of its communication: intra-node where the ranks share a host, otherwise inter-node.
-    """
+    """A dimension of the mesh from the view of operators. A silent transport may replace the transport."""
 
     def __init__(self, transport: Transport, kind: Kind = Kind.INTRA_NODE) -> None:
         self.transport = transport
@@ -232,41 +226,35 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None where there is one rank."""
+        """The process group; None for a single rank."""
         return self.transport.group
 
     @classmethod
     def single(cls) -> Axis:
-        """An axis of one rank; no operator of it communicates."""
+        """Returns an axis of a single rank, whose operators do not communicate."""
         return cls(SilentTransport(1, 0))
 
 
 @dataclass(frozen=True)
 class ReplicaAxes:
-    """The ranks that hold the same of a parameter and see other tokens, where they share the work of keeping it.
+    """The axes over the replicas of a parameter, where these shard it (ZeRO).
 
     Attributes:
-        gather: the axis that operators gather weights over.
-        reduce: the same ranks, for sums of gradients. Where gathers are operators of units, sums run on another stream
-            and need a transport of their own.
+        gather: for gathers of weights.
+        reduce: for gradient reduction. Under ZeRO-3, gathers and reductions run on two streams, and each has a
+            transport of its own.
     """
 
     gather: Axis
     reduce: Axis
 
     def map(self, change: Callable[[Axis], Axis]) -> ReplicaAxes:
-        """Returns the same ranks with each axis changed; what is one axis stays one."""
+        """Returns the axes changed by a function; equal axes stay equal."""
         gather = change(self.gather)
         return ReplicaAxes(gather, gather if self.reduce is self.gather else change(self.reduce))
 
 
 # -- group transports ----------------------------------------------------------------------------------------------
-# Transports over process groups of torch.distributed: one for NCCL and backends like it, one for gloo.
-#
-# In:   the process groups of an axis; buffers, allocated before.
-# Out:  the same buffers, filled.
-# Must hold: rank order everywhere, so that every rank and every run gets the same bits.
-
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -274,11 +262,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ProcessGroupTransport(Transport):
-    """A transport over the process group of an axis.
-
-    Args:
-        group: the group.
-    """
+    """A transport over the process group of an axis."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -296,7 +280,7 @@ class ProcessGroupTransport(Transport):
 
     @abstractmethod
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        """Sends a value so many ranks further round the axis, and receives that of the rank as many before."""
+        """Sends a value `step` ranks further round the axis, and receives the value of the rank `step` before."""
 
 
 @final
@@ -313,7 +297,7 @@ class GroupTransport(ProcessGroupTransport):
         dist.all_to_all_single(out, value, list(arriving), list(sent), group=self.group)
 
     def prefers_exchange(self, value: Tensor) -> bool:
-        # A group adds up from rank to rank in the type of the values; a local sum rounds once.
+        # NCCL adds up from rank to rank in the type of the values; a local sum rounds once.
         return value.element_size() < 4
 
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
@@ -327,7 +311,7 @@ class GroupTransport(ProcessGroupTransport):
 
 @final
 class GlooTransport(ProcessGroupTransport):
-    """The collectives of gloo, over two groups, so that both directions of a link are used at once.
+    """The collectives of gloo, over two groups, for both directions of a link at once.
 
     A gloo connection carries one direction at a time: ranks of even number send over the first group, the others over
     the second. The reduce-scatter of gloo is an all-reduce with a copy at issue, twice the bytes of an exchange.
@@ -368,7 +352,7 @@ class GlooTransport(ProcessGroupTransport):
         _finish(pending)
 
     def _start(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[dist.Work | None]:
-        """Sends block i to rank i and receives block i from it, for every other rank; empty ones are not sent."""
+        """Sends block i to rank i and receives block i from it, for every other rank, without empty blocks."""
         pending = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size

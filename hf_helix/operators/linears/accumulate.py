@@ -21,16 +21,16 @@ DEVICES = {"cuda"}
 
 
 def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
-    """Adds a product to the gradients of weights whose rows it holds, one weight after the other.
+    """Adds a product to the gradients of weights; the rows of the product belong to the weights in order.
 
     Args:
         weights: [rows, columns] each.
         left: [rows of all weights, tokens].
         right: [tokens, columns].
     """
-    whole = _gradient_of(weights)
-    if whole is not None:
-        add_product(whole, left, right)
+    joined = _gradient_of(weights)
+    if joined is not None:
+        add_product(joined, left, right)
     elif all(weight.grad is None for weight in weights):
         _start(weights, product(left, right, weights[0].dtype))
     else:
@@ -39,19 +39,20 @@ def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> 
 
 
 def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float = 1.0) -> None:
-    """Adds the sum of rows, times a factor, to the gradients of biases whose elements it holds, one after the other.
+    """Adds the sum of rows, times a factor, to the gradients of biases; the elements of the sum belong to the biases in
+    order.
 
     Args:
         biases: [features] each.
         rows: [tokens, features of all biases].
-        factor: what the sum is multiplied with.
+        factor: of the sum.
     """
     total = rows.sum(0, dtype=biases[0].dtype)
     if factor != 1:
         total *= factor
-    whole = _gradient_of(biases)
-    if whole is not None:
-        whole.add_(total)
+    joined = _gradient_of(biases)
+    if joined is not None:
+        joined.add_(total)
     elif all(bias.grad is None for bias in biases):
         _start(biases, total)
     else:
@@ -60,7 +61,7 @@ def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float 
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the product of two matrices in a type that may be of higher precision.
+    """Returns the product of two matrices in a type of the same or a higher precision.
 
     Args:
         left: [rows, inner].
@@ -73,7 +74,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds the product of two matrices, or of two stacks of them, to a total that may be of higher precision.
+    """Adds the product of two matrices, or of two stacks of matrices, to a total of the same or a higher precision.
 
     Args:
         total: [rows, columns], or [stack, rows, columns]; written to.
@@ -91,17 +92,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether one GEMM can multiply factors like this one and write, or add, the product in a type.
+    """Returns whether a single GEMM can multiply factors like this and write, or add, the product in a type.
 
-    cuBLAS does so from half precision to float32, and torch offers it on CUDA since the oldest version that hf_helix
-    supports. Elsewhere the product is rounded to the type of the factors first.
+    cuBLAS does so from half precision to float32, and torch offers it on CUDA in every version that hf_helix supports.
+    Elsewhere the product is rounded to the type of the factors first.
     """
     halves = factor.dtype in (torch.bfloat16, torch.float16)
     return factor.device.type in DEVICES and torch.version.hip is None and halves and dtype is torch.float32
 
 
 def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
-    """Gives parameters their parts of a gradient that is all of theirs."""
+    """Gives parameters their parts of a joint gradient."""
     first = 0
     for parameter in parameters:
         parameter.grad = gradient if len(parameters) == 1 else gradient.narrow(0, first, len(parameter))
@@ -109,7 +110,7 @@ def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
 
 
 def _gradient_of(parameters: Sequence[Tensor]) -> Tensor | None:
-    """All gradients in one, if they are there and lie so."""
+    """The joint gradient of all parameters, if all have a gradient and these are adjacent."""
     if len(parameters) == 1:
         return parameters[0].grad
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -83,7 +83,7 @@ class GroupedLinear(SplitComputation):
         return ()
 
     def _matrices(self, call: Call, rows: Tensor) -> Tensor:
-        """Returns the weight [experts, features out, features in] in the type of what it meets."""
+        """Returns the weight [experts, features out, features in] in the type of the rows."""
         weight = call.precision.weights.of((self.weight,), rows.dtype)
         return weight.transpose(1, 2) if self.transposed else weight
 

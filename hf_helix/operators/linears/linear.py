@@ -1,10 +1,10 @@
-"""Plain linears with explicit input and weight gradients, and the low-rank adapters beside them.
+"""Linears with explicit input and weight gradients, and their low-rank adapters.
 
-In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
+In:   a value [..., features_in], and its linears (q, k, v; gate, up), cut or full.
 Out:  one value per linear.
-Must hold: W reads only what forward read and the output gradient, so it can run at any time after them. Weights are
-cast to the type of what they meet once in a window, where they become one matrix; outputs are slices then. What W finds
-is added up in the type of the weight.
+Must hold: W reads only the inputs of forward and the output gradient, so W can run at any time afterwards. Once a
+window, weights are cast to the type of their input and joined to a matrix; outputs are slices then. W accumulates in
+the type of the weight.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
 from hf_helix.operators.side_by_side import contiguous_columns, join_columns
 from hf_helix.planning.graph.operator import Part
 
-SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
+SMALL = 0.1  # the W of biases or low-rank adapters, in W of a weight: a rough value until measured
 
 
 class Projection(Protocol):
-    """A module that is an affine map: `nn.Linear`, or Transformers' `Conv1D`."""
+    """An affine map: `nn.Linear`, or Transformers' `Conv1D`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -37,15 +37,15 @@ class Projection(Protocol):
 
 
 class Linear(SplitComputation):
-    """Linears that read the same value, as one operator.
+    """Linears with the same input, as a single operator.
 
     Args:
-        linears: each gives one output.
-        adds_bias: False on all ranks but one of a row-parallel linear, whose partial sums are added up later.
-            The gradient of the bias is complete on every rank all the same, since each sees the whole gradient.
-        transposed: the weights are [features_in, features_out], as those of `Conv1D`.
-        adapters: beside each linear; empty where no linear has any.
-        copies: all modules that the linears may stand for, whichever they do when they run; by default themselves.
+        linears: each gives an output.
+        adds_bias: False on all ranks but one of a row-parallel linear, whose partial sums are added up later. The
+            gradient of the bias is complete on every rank all the same, since each rank sees the full gradient.
+        transposed: the weights are [features_in, features_out], as in `Conv1D`.
+        adapters: of each linear; empty where no linear has any.
+        copies: all modules that the linears may stand for at run time; by default themselves.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Linear(SplitComputation):
         return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
+        # Rows: of a transposed value (from attention) with a single sequence, torch would multiply token by token.
         shape, value = inputs[0].shape[:-1], _rows(call.precision.cast_for_matmul(inputs[0]))
         outputs: list[Tensor] = []
         for gemm in self._gemms(call, value.dtype):
             bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
-            whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
-            whole = whole.view(*shape, whole.shape[-1])
-            outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
+            output = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+            output = output.view(*shape, output.shape[-1])
+            outputs += [output] if len(gemm.sizes) == 1 else output.split(gemm.sizes, -1)
         if self._adapters:
             for output, adapter, mask in self._each(call, outputs):
                 adapter.add(_rows(output), value, call, mask, self.adds_bias)
@@ -97,9 +97,9 @@ class Linear(SplitComputation):
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
         for gemm, parts in self._with_rows(call, gradients):
-            whole, first = self._matrix(call, gemm, parts[0].dtype), 0
+            matrices, first = self._matrix(call, gemm, parts[0].dtype), 0
             for rows in parts:
-                matrix = whole if len(parts) == 1 else whole.narrow(0, first, rows.shape[-1])
+                matrix = matrices if len(parts) == 1 else matrices.narrow(0, first, rows.shape[-1])
                 total = rows @ matrix if total is None else total.addmm_(rows, matrix)
                 first += rows.shape[-1]
         assert total is not None
@@ -112,26 +112,26 @@ class Linear(SplitComputation):
         *of_outputs, given = gradients
         value = _rows(call.precision.cast_for_matmul(given))
         for gemm, parts in self._with_rows(call, of_outputs):
-            together = len(parts) == 1
-            for place, rows in enumerate(parts):
+            joined = len(parts) == 1
+            for index, rows in enumerate(parts):
                 if gemm.trains_weights:
                     left, right = (value, rows) if self.transposed else (rows, value)
-                    weights = gemm.weights if together else gemm.weights[place : place + 1]
+                    weights = gemm.weights if joined else gemm.weights[index : index + 1]
                     add_to_gradients(weights, left.t(), right)
                 if gemm.trains_biases:
-                    add_to_bias_gradients(gemm.biases if together else gemm.biases[place : place + 1], rows)
+                    add_to_bias_gradients(gemm.biases if joined else gemm.biases[index : index + 1], rows)
         if self._adapters:
             for gradient, adapter, mask in self._each(call, of_outputs):
                 adapter.add_weight_gradients(value, _rows(gradient), call, mask)
         return ()
 
     def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
-        """The products of a type that forward makes of its value, which stay the same in a window."""
+        """Returns the products of forward in a type, the same in a window."""
         gemms: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
         return gemms
 
     def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
-        """One for all linears where their weights are copied to that type anyway, which puts them in one piece."""
+        """Returns one product for all linears where their weights need a cast anyway: the cast joins the weights."""
         apart = [_Gemm.of(linear.weight, linear.bias, self.transposed) for linear in self.linears]
         copied = all(gemm.weights[0].dtype is not dtype for gemm in apart)
         if len(apart) == 1 or self.transposed or not copied or len({gemm.kind for gemm in apart}) > 1:
@@ -139,28 +139,30 @@ class Linear(SplitComputation):
         return [_Gemm.joined(apart)]
 
     def _with_rows(self, call: Call, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
-        """Every product with the gradients of its outputs [tokens, features]: in one piece, or linear by linear."""
+        """Yields every product with the gradients of its outputs [tokens, features]: joined, or linear by linear."""
         place = 0
         for gemm in self._gemms(call, gradients[0].dtype):
             count = len(gemm.sizes)
             parts = [_rows(gradient) for gradient in gradients[place : place + count]]
             place += count
-            yield gemm, parts if count == 1 else _beside(parts, gemm.weights[0].shape[1])
+            yield gemm, parts if count == 1 else _joined_if_faster(parts, gemm.weights[0].shape[1])
 
     def _trains_weights(self) -> bool:
         return any(linear.weight.requires_grad for linear in self.linears)
 
     def _of_adapters(self) -> list[Tensor]:
-        return [p for beside in self._adapters for adapter in beside.all_adapters() for p in adapter.parameters]
+        return [p for adapters in self._adapters for adapter in adapters.all_adapters() for p in adapter.parameters]
 
-    def _beside(self) -> list[Sequence[LowRank]]:
-        """The adapters that are switched on, linear by linear."""
-        return [beside.adapters() for beside in self._adapters]
+    def _active_adapters(self) -> list[Sequence[LowRank]]:
+        """The active adapters, linear by linear."""
+        return [adapters.adapters() for adapters in self._adapters]
 
     def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
-        """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
+        """Yields every adapter with the value of its linear, and with its dropout mask."""
         pairs = [
-            (value, adapter) for value, adapters in zip(values, self._beside(), strict=True) for adapter in adapters
+            (value, adapter)
+            for value, adapters in zip(values, self._active_adapters(), strict=True)
+            for adapter in adapters
         ]
         tokens = values[0].numel() // values[0].shape[-1]
         drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
@@ -176,12 +178,12 @@ class Linear(SplitComputation):
 
 @dataclass(slots=True)
 class _Gemm:
-    """One product of forward: of a linear, or of several that read the same value.
+    """A product of forward: of a linear, or of several linears with the same input.
 
     Attributes:
-        weights, biases: one of each linear; no biases where there are none.
-        sizes: the features out of each.
-        matrix: the weights as they are multiplied, once they are.
+        weights, biases: of each linear; no biases where there are none.
+        sizes: the output features of each linear.
+        matrix: the joined weights, after the first use.
     """
 
     weights: list[Tensor]
@@ -193,21 +195,21 @@ class _Gemm:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:
-        """Returns the product of one linear."""
+        """Returns the product of a linear."""
         biases = [] if bias is None else [bias]
         trains = weight.requires_grad, bias is not None and bias.requires_grad
         return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains)
 
     @classmethod
     def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
-        """Returns the one product of several linears of one kind that read the same value."""
+        """Returns the joint product of several linears of equal kind with the same input."""
         weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
         trains = gemms[0].trains_weights, gemms[0].trains_biases
         return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What linears must have in common to be one product."""
+        """The common properties of linears in a joint product."""
         return self.trains_weights, self.trains_biases, *(p.dtype for p in (*self.weights, *self.biases))
 
 
@@ -215,14 +217,15 @@ def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1])
 
 
-def _beside(gradients: list[Tensor], width: int) -> list[Tensor]:
-    """The gradients of outputs [tokens, features] in one piece, for one product; as they are where several are faster.
+def _joined_if_faster(gradients: list[Tensor], width: int) -> list[Tensor]:
+    """Returns the gradients of outputs [tokens, features] joined for a single product; unchanged where several products
+    are faster.
 
-    Every product but the first reads and writes the input gradient again, and the input for the weight gradients, both
-    `width` wide; putting the gradients in one piece reads and writes them.
+    Every product but the first reads and writes the input gradient again, and the input for the weight gradients, each
+    `width` wide; joining reads and writes the gradients.
     """
     features = sum(gradient.shape[-1] for gradient in gradients)
     if 2 * features <= (len(gradients) - 1) * width:
         return [join_columns(gradients)]
-    whole = contiguous_columns(gradients)
-    return gradients if whole is None else [whole]
+    joined = contiguous_columns(gradients)
+    return gradients if joined is None else [joined]

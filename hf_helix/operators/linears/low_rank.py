@@ -1,9 +1,9 @@
-"""Low-rank adapters beside a linear (LoRA, arXiv 2106.09685), with explicit input and weight gradients.
+"""Low-rank adapters of a linear (LoRA, arXiv 2106.09685), with explicit input and weight gradients.
 
-In:   rows [tokens, features] of what the linear reads and gives, and of their gradients.
+In:   rows [tokens, features] of the linear's input and output, and of their gradients.
 Out:  the same with the adapter's part added.
-Must hold: as for `Linear`: W reads only what forward read and the output gradient. Dropout is drawn anew where it is
-needed, from the call's seed, so no mask is kept.
+Must hold: as for `Linear`, W reads only the inputs of forward and the output gradient. Dropout masks are drawn anew at
+every use, from the call's seed, so none is kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradi
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a linear: `scaling * up(down(dropout(rows)))`.
+    """An adapter's addition to a linear: `scaling * up(down(dropout(rows)))`.
 
-    A rank may hold a part of the features that go in, and then adds a partial sum; or a part of those that come out.
+    A rank may hold a part of the input features, and then adds a partial sum; or a part of the output features.
 
     Attributes:
         down: [rank, features in].
@@ -43,17 +43,18 @@ class LowRank:
         return tuple(p for p in (self.down, self.up, self.bias) if p is not None)
 
     def dtype(self, call: Call) -> torch.dtype:
-        """What the adapter computes in: as in PEFT the type of its weights, unless there is autocast."""
+        """Returns the type of the adapter's computation: as in PEFT the type of its weights, unless there is
+        autocast."""
         return call.precision.autocast_dtype or self.down.dtype
 
     def add(self, total: Tensor, rows: Tensor, call: Call, mask: Tensor | None, adds_bias: bool) -> None:
-        """Adds the adapter's part to what the linear gives.
+        """Adds the adapter's part to the linear's output.
 
         Args:
-            total: what the linear gives [tokens, features out]; written to.
-            rows: what the linear reads [tokens, features in].
+            total: the linear's output [tokens, features out]; written to.
+            rows: the linear's input [tokens, features in].
             call: the micro-batch's call of the linear.
-            mask: what dropout multiplies `rows` with, see `dropout_masks`; None without dropout.
+            mask: the dropout mask of `rows`, see `dropout_masks`; None without dropout.
             adds_bias: as of `Linear`.
         """
         dtype = self.dtype(call)
@@ -63,11 +64,11 @@ class LowRank:
             total.add_(call.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
 
     def add_input_gradient(self, total: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
-        """Adds the adapter's part to the gradient of what the linear reads.
+        """Adds the adapter's part to the gradient of the linear's input.
 
         Args:
             total: the gradient of `rows` [tokens, features in]; written to.
-            gradient: that of what the linear gives [tokens, features out].
+            gradient: of the linear's output [tokens, features out].
             call: as of `add`.
             mask: as of `add`.
         """
@@ -78,11 +79,11 @@ class LowRank:
             total += (below @ down) * mask
 
     def add_weight_gradients(self, rows: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
-        """Adds to the gradients of those of the adapter's own weights that are trained.
+        """Adds to the gradients of the adapter's trained weights.
 
         Args:
-            rows: what the linear read [tokens, features in].
-            gradient: that of what the linear gave [tokens, features out].
+            rows: the linear's input [tokens, features in].
+            gradient: of the linear's output [tokens, features out].
             call: as of `add`.
             mask: as of `add`.
         """
@@ -95,36 +96,36 @@ class LowRank:
             add_to_gradients((self.down,), self._below(gradient, call).t(), rows)
 
     def _between(self, rows: Tensor, call: Call) -> Tensor:
-        """What `up` reads [tokens, rank]; so narrow that it is computed anew rather than kept."""
+        """The input of `up` [tokens, rank]; narrow enough to compute anew rather than keep."""
         return (rows @ call.precision.weights.of((self.down,), rows.dtype).t()).mul_(self.scaling)
 
     def _below(self, gradient: Tensor, call: Call) -> Tensor:
-        """The gradient of what `down` gives [tokens, rank]."""
+        """The gradient of the output of `down` [tokens, rank]."""
         dtype = self.dtype(call)
         return (gradient.to(dtype) @ call.precision.weights.of((self.up,), dtype)).mul_(self.scaling)
 
 
 class Adapters(Protocol):
-    """The adapters beside a linear."""
+    """The adapters of a linear."""
 
     def adapters(self) -> Sequence[LowRank]:
-        """Returns those that are switched on, whenever it is asked."""
+        """Returns the active adapters, at every call anew."""
 
     def all_adapters(self) -> Sequence[LowRank]:
-        """Returns those that may be switched on."""
+        """Returns all adapters that may become active."""
 
 
 def dropout_masks(
     call: Call, adapters: Sequence[LowRank], tokens: int, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """Yields what dropout multiplies the rows of each adapter with [tokens, features in]; None for an adapter without
-    dropout. A call gets the same masks whenever it asks.
+    """Yields the dropout mask for the rows of each adapter [tokens, features in]; None for an adapter without dropout.
+    A call always gets the same masks.
 
     Args:
-        call: whose seed the masks are drawn from.
-        adapters: those that are switched on.
+        call: has the seed of the masks.
+        adapters: the active adapters.
         tokens: how many rows there are.
-        device: where the masks are drawn.
+        device: of the masks.
     """
     generator: torch.Generator | None = None
     for adapter in adapters:

@@ -1,23 +1,26 @@
-"""Mixture of experts as operators: rows to the ranks of their experts, and back; what the router does is counted.
+"""Mixture of experts as operators: rows to the ranks of their experts, and back; counts of the router.
 
-In:   rows of this rank sorted by expert, and without a capacity how many each expert gets [experts].
-Out:  the rows of this rank's experts, sorted by expert; back, the rows as they were.
-Must hold: without a capacity, no token is dropped and shapes follow from what the router chose, so the host reads once
-a layer how many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums
-run in a fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
+In:   tokens of this rank [n, batch, hidden], or flattened [n * batch, hidden]; the experts chosen for each token [n *
+      batch, k], and their weights.
+Out:  the rows of this rank's experts, sorted by expert; back, the weighted sum over a token's choices.
+Must hold: without a capacity, no token is dropped and shapes follow from the router's choices, so the host reads the
+counts of rows once a layer; with a capacity, shapes follow from the number of tokens, and the host waits for nothing.
+Sums run in a fixed order: of a token over its choices, in the higher precision of the weights and the output; of an
+expert's weights over ranks and tokens.
 
-A row is a token once for each of its choices. The way of the rows, by the classes of the operators:
+A row is a token for one of its choices. The operators on the way of the rows:
 
-    Permute         [tokens, hidden] -> rows sorted by expert, and how many each expert gets (`permutation`)
+    Permute         [tokens, hidden] -> rows sorted by expert, and how many each expert gets
     ExchangeCounts  how many rows will come from every rank, without a capacity
     AllToAll        to the ranks that hold the experts
     SortByExpert    sorted by rank, then expert -> by expert alone
     experts         grouped GEMMs, with input and weight gradients apart (`grouped_linear`)
     SortByExpert    back
     AllToAll        back
-    Unpermute       weighted sum over a token's choices (`permutation`)
+    Unpermute       weighted sum over a token's choices
 
-With a capacity, every expert gets as many rows from every rank: [experts, capacity, hidden], empty ones zero.
+With a capacity, `PermuteToCapacity` and `UnpermuteFromCapacity` replace `Permute` and `Unpermute`: every expert gets as
+many rows from every rank, [experts, capacity, hidden], empty rows zero.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
 
 COUNTED = "counted"
-"""Side input: which tokens of the ranks that share a sequence over tp are no padding [tokens of all, batch]."""
+"""Side input: True for tokens without padding, of the ranks that share a sequence over tp [tokens of all, batch]."""
 
 SHARD_TOKENS = "shard_tokens"
-"""Side input: the tokens of a rank, of the one that has most of those that share experts."""
+"""Side input: the tokens of a rank, the most over the ranks that share experts."""
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
@@ -49,30 +52,27 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
         tokens: of the rank.
         choices: how many experts a token goes to.
         experts: how many there are, on all ranks.
-        factor: the capacity, in parts of the rows of an expert where all get the same.
+        factor: the capacity, in parts of an even share of rows.
     """
     return math.ceil(factor * tokens * choices / experts)
 
 
 def counted_tokens(side: Mapping[str, Any], tp: Axis) -> Tensor:
-    """Returns which of this rank's tokens count [tokens], as 0 and 1: padding does not.
-
-    Args:
-        side: the side inputs of a micro-batch.
-        tp: whose ranks have the parts of a sequence.
-    """
+    """Returns 1 for this rank's tokens that count, 0 for padding [tokens]; `tp` has the ranks with the parts of a
+    sequence."""
     counted: Tensor = side[COUNTED]
     return counted.chunk(tp.size)[tp.rank].flatten()
 
 
 class RouterMeter:
-    """What a layer's router does, added up on this rank's device until it is read.
+    """The counts of a layer's router, added up on this rank's device until `read`.
 
     Args:
-        tp: whose ranks have the parts of a sequence.
+        num_experts: of the layer.
+        tp: the ranks with the parts of a sequence.
 
     Attributes:
-        sums: what `read` returns; None before the first micro-batch.
+        sums: the result of `read`; None before the first micro-batch.
     """
 
     def __init__(self, num_experts: int, tp: Axis) -> None:
@@ -81,16 +81,16 @@ class RouterMeter:
         self.sums: Tensor | None = None
 
     def mine(self, side: Mapping[str, Any]) -> Tensor:
-        """Which of this rank's tokens count [tokens], as 0 and 1."""
+        """Returns 1 for this rank's tokens that count, 0 for padding [tokens]."""
         return counted_tokens(side, self.tp)
 
     def note(self, logits: Tensor | None, chosen: Tensor, counted: Tensor) -> None:
-        """A micro-batch in training: what the router said [tokens, experts] and chose [tokens, k].
+        """Adds a micro-batch in training.
 
         Args:
-            logits: what it said; None where that is not known, whose squares are no number then.
-            chosen: what it chose.
-            counted: which tokens count [tokens], as 0 and 1.
+            logits: of the router [tokens, experts]; None where unknown, then the squares are NaN.
+            chosen: the chosen experts [tokens, k].
+            counted: 1 for tokens that count, else 0 [tokens].
         """
         with torch.no_grad():
             load = torch.zeros(self.num_experts, device=chosen.device)
@@ -102,13 +102,13 @@ class RouterMeter:
             self._add(torch.cat((load, torch.stack((squares, counted.sum().float(), squares.new_zeros(()))))))
 
     def note_dropped(self, dropped: Tensor) -> None:
-        """Rows for which an expert had no room."""
+        """Adds a number of dropped rows."""
         sums = torch.zeros(self.num_experts + 3, device=dropped.device)
         sums[-1] = dropped
         self._add(sums)
 
     def read(self, device: torch.device) -> Tensor:
-        """Since the last time: load of every expert, sum of squared log-sum-exps, tokens, rows dropped."""
+        """Returns since the last read: load of every expert, sum of squared log-sum-exps, tokens, rows dropped."""
         sums, self.sums = self.sums, None
         return torch.zeros(self.num_experts + 3, device=device) if sums is None else sums
 
@@ -117,9 +117,9 @@ class RouterMeter:
 
 
 class ExchangeCounts(Communication):
-    """How many rows each expert gets of this rank, to how many each of this rank's experts gets of every rank.
+    """From the rows of this rank for each expert to the rows of every rank for each of this rank's experts.
 
-    Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient. Both are copied to the host.
+    Value: [experts]. Output: [ranks, experts / ranks]. Neither has a gradient. Both are copied to the host.
     """
 
     def __init__(self, axis: Axis, row_counts: RowCounts | None = None) -> None:
@@ -129,21 +129,21 @@ class ExchangeCounts(Communication):
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (counts,) = inputs
         out = torch.empty_like(counts).view(self.axis.size, -1)
-        reading = self.row_counts.expect(call, out)
+        copy = self.row_counts.expect(call, out)
 
         def exchange_and_copy() -> None:
             self.axis.transport.exchange(out, counts.view_as(out))
-            if reading is not None:
-                reading.copy(counts.view_as(out), out)
+            if copy is not None:
+                copy.queue(counts.view_as(out), out)
 
         return (out,), exchange_and_copy
 
 
 class AllToAll(Communication):
-    """Rows to the ranks of their experts, or (`back`) from there; gradients the other way.
+    """Rows to the ranks of their experts, or (`back`) from there; gradients in the other direction.
 
-    Values: rows, and without a capacity how many rows each expert gets of this rank [experts], and each of this rank's
-    experts of every rank [ranks, experts / ranks].
+    Values: rows, and without a capacity the number of rows of this rank for each expert [experts], and of every rank
+    for each of this rank's experts [ranks, experts / ranks].
     """
 
     def __init__(self, axis: Axis, back: bool = False, row_counts: RowCounts | None = None) -> None:
@@ -167,8 +167,9 @@ class AllToAll(Communication):
 class SortByExpert(Computation):
     """Rows sorted by rank, then expert, to rows sorted by expert, or (`back`) the other way.
 
-    Values: rows, and without a capacity how many each of this rank's experts gets of every rank [ranks, experts].
-    Outputs: rows; on the way there without a capacity also how many each expert gets [experts], without gradient.
+    Values: rows, and without a capacity the number of rows of every rank for each of this rank's experts [ranks,
+    experts]. Outputs: rows; on the way there without a capacity also the number of rows of each expert [experts],
+    without gradient.
     """
 
     def __init__(self, ranks: int, experts: int, back: bool = False) -> None:
@@ -199,7 +200,7 @@ class SortByExpert(Computation):
         return rows.unflatten(0, (*first, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
     def _order(self, counts: Tensor, length: int) -> Tensor:
-        """Returns for every row in the order of experts its place in the order of ranks."""
+        """Returns for every row in the order of experts its index in the order of ranks."""
         experts = torch.arange(self.experts, device=counts.device).repeat(self.ranks)
         return experts.repeat_interleave(counts.flatten(), output_size=length).argsort(stable=True)
 
@@ -211,24 +212,13 @@ def _scatter(rows: Tensor, order: Tensor) -> Tensor:
 
 
 # -- permutation ---------------------------------------------------------------------------------------------------
-# Tokens to rows for their experts, and back: a row is a token once for each of its choices.
-#
-# In:   tokens of this rank [n, batch, hidden], or in one row after the other [n * batch, hidden]; the experts chosen
-# for
-#       each [n * batch, k] and their weights.
-# Out:  rows in the order of the experts; back, the weighted sum over a token's choices.
-# Must hold: sums run over a token's choices in their order, in the higher precision of the weights and the output.
-#
-# `Permute` and `Unpermute` drop no token. With a capacity, `PermuteToCapacity` and `UnpermuteFromCapacity` stand in
-# their
-# place: every expert gets as many rows from every rank [experts, capacity, hidden], empty ones zero.
 
 
 class Permute(Computation):
     """Values: tokens [..., hidden], chosen experts [n * batch, k].
 
-    Outputs: rows sorted by expert [n * batch * k, hidden]; without gradients, the place of each row among the tokens'
-    choices, and how many rows each expert gets.
+    Outputs: rows sorted by expert [n * batch * k, hidden]; without gradients, the index of each row among the tokens'
+    choices, and the number of rows of each expert.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -284,15 +274,15 @@ class Unpermute(Computation):
 class PermuteToCapacity(Computation):
     """`Permute` with a capacity. Values: tokens [..., hidden], chosen experts [n * batch, k].
 
-    An expert takes first choices before second ones, and of these the tokens in order; padding comes last.
-    Outputs: rows [experts * capacity, hidden]; without gradients, the row of each choice [tokens, k], -1 where it was
-    dropped.
+    An expert takes first choices before second choices, and of equal choices the tokens in order; padding comes last.
+    Outputs: rows [experts * capacity, hidden]; without gradients, the row of each choice [tokens, k], -1 for a dropped
+    choice.
 
     Args:
         num_experts: of the layer.
         factor: see `capacity_of`.
-        tp: whose ranks have the parts of a sequence.
-        meter: counts what is dropped; None where nobody asks.
+        tp: the ranks with the parts of a sequence.
+        meter: counts dropped rows; None for no count.
     """
 
     def __init__(self, num_experts: int, factor: float, tp: Axis, meter: RouterMeter | None = None) -> None:
@@ -314,7 +304,7 @@ class PermuteToCapacity(Computation):
         taken = place < capacity
         row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
         flat = call.precision.cast_for_matmul(tokens).flatten(0, -2)
-        # One row more, which everything dropped is written to.
+        # The last row takes all dropped tokens.
         rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
         for choice in row.unbind(1):
             rows[choice] = flat
@@ -357,7 +347,7 @@ class UnpermuteFromCapacity(Computation):
 
 
 def _is_of(expert: Tensor, num_experts: int) -> Tensor:
-    """Whether a row is of an expert [rows, experts]. Nothing of it waits for the device, as `bincount` would."""
+    """Whether a row is of an expert [rows, experts]. No wait for the device, unlike `bincount`."""
     return expert.unsqueeze(1) == torch.arange(num_experts, device=expert.device)
 
 

@@ -1,7 +1,7 @@
-"""ZeRO: weights, gradients and optimizer states that data-parallel ranks shard.
+"""ZeRO: data-parallel replicas shard weights, gradients and optimizer states.
 
-flat_parameter  parameters of a unit in one flat buffer, of which each rank has a shard
-grouping        which parameters share a flat parameter
+flat_parameter  the parameters of a unit in a flat buffer, sharded over ranks
+grouping        the parameters of each flat parameter
 zero1           every rank keeps the full weights and updates a shard (`shard_optimizer`)
-zero3           every rank keeps a shard; operators get full weights while they run (`shard_parameters`)
+zero3           every rank keeps a shard; operators run on full weights (`shard_parameters`)
 """

@@ -1,22 +1,21 @@
-"""Flats: parameters in one piece, of which every rank that has copies of them owns one stretch.
+"""A flat parameter: parameters in a flat buffer, sharded over their data-parallel replicas (ZeRO, FSDP).
 
-In:   the parameters of a unit that have one type and the same ranks with copies, as this rank holds them (cut over tp
-      or over experts already).
-Out:  this rank's stretch of the piece, and for every parameter its part of that stretch, often an empty one: a 1-D
-      parameter that an optimizer steps and that carries the summed gradient.
-Must hold: every rank lays the piece out alike. The parts are views of the stretch, so that stepping them needs no copy.
-Nobody reads a parameter while it is not unsharded: it then is a stand-in of its shape and type, full of NaN. The type of a
-piece changes no bit of what is computed.
+In:   parameters of a unit with equal type and replicas, as this rank holds them (cut over tp or over experts already).
+Out:  this rank's shard of the buffer; for every parameter its part of the shard, often empty: a 1-D parameter for an
+      optimizer, with the reduced gradient.
+Must hold: every rank has the same layout of the buffer. The parts are views of the shard: an optimizer step copies
+nothing. Nobody reads a resharded parameter: a placeholder of its shape and type, full of NaN. The type of a buffer
+changes no bit of a result.
 
-The piece, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
+The buffer, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
 
     aaaaaaaaaaaaa...bbbbbbbb|bbbbb...ccccc...........
     rank 0                   rank 1
     shards: a[0:13] b[0:8] c[]    a[] b[8:13] c[0:5]
 
-Under autocast, parameters that matrix products alone read have pieces in the type of the products: then a stretch is
-what the piece is cast from (the fp32 master of bfloat16 weights), the parameters stay stand-ins while it is unsharded, and
-products take their weights from the piece (`hf_helix.operators.matmul_dtype.CastWeights`).
+Under autocast, parameters with only matrix products as readers have a buffer in the type of the products. The shard is
+the master copy (fp32 masters of bfloat16 weights), the parameters stay placeholders, and products take their weights
+from the buffer (`hf_helix.operators.matmul_dtype.CastWeights`).
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 
 ALIGNMENT = 32
-"""Elements, so that whatever lies in a piece begins at a multiple of 64 bytes in half precision."""
+"""Elements between starts of parameters: every parameter begins at a multiple of 64 bytes in half precision."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a parameter lies in a piece.
+    """The position of a parameter in a flat buffer.
 
     Attributes:
         start: its first element.
-        shape: of what this rank holds of the parameter, before it is spread.
+        shape: of this rank's slice of the parameter, before sharding.
     """
 
     start: int
@@ -52,97 +51,92 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """The element behind its last one."""
+        """The first element after it."""
         return self.start + prod(self.shape)
 
-    def view(self, whole: Tensor) -> Tensor:
-        """Returns the parameter in a whole piece."""
-        return whole[self.start : self.end].view(self.shape)
+    def view(self, buffer: Tensor) -> Tensor:
+        """Returns the parameter in a full buffer."""
+        return buffer[self.start : self.end].view(self.shape)
 
 
 @dataclass(eq=False)
 class FlatParameter:
-    """Parameters in one piece, spread over ranks.
+    """Parameters in a flat buffer, sharded over ranks.
 
-    Until `spread` has been called, the parameters are ordinary ones, and only `name`, `placements`, `axis` and `sums`
-    may be used. From then on:
+    Before `shard_in_place`, the parameters are ordinary parameters, and only `name`, `placements` and the axes may be
+    used. Afterwards:
 
-    - between its uses a parameter is a stand-in: its shape and type are right, it takes no memory, and its values are
-      NaN. `unshard` makes all parameters views of a whole piece of their type, `reshard` makes them stand-ins again;
-    - `shard` [length / ranks] is what this rank owns. `shards` has, for every parameter, a 1-D parameter that is a view
-      of `shard`: the flattened parameter from `part(parameter)[0]` to `[1]`, empty where the parameter lies elsewhere.
-      Optimizers step these, so all ranks have the same groups; their `grad` is what clipping and the gradient norm
-      look at;
-    - `parameter.grad` is what this rank has found in the window that runs, and None between windows.
+    - `unshard` makes all parameters views of a full buffer of their type, `reshard` makes them placeholders again: of
+      the right shape and type, without memory, with NaN as values;
+    - `shard` [length / ranks] is this rank's shard. `shards` has, for every parameter, a 1-D parameter, a view of
+      `shard`: the elements `owned_range(parameter)` of the flattened parameter, none where other ranks own all.
+      Optimizers step these views, so all ranks have the same groups; clipping and the gradient norm read their `grad`;
+    - `parameter.grad` is this rank's own gradient of the current window, and None between windows.
 
     Attributes:
-        name: of the value of a graph that holds the gathered piece, see `Operator.weights`.
-        placements: the parameters in their order, with how they are cut over other axes. All are trained, or none.
-        axis: the ranks that the piece is gathered over.
-        sums: the same ranks, for sums of gradients: another transport, since sums run on another stream.
-        cast_to: the type of what operators read, where it is not that of the parameters.
-        shard: what this rank owns.
+        name: of the gathered buffer as a value of a graph, see `Operator.weights`.
+        placements: the parameters in order, with their cuts over other axes. All are trained, or none.
+        gather_axis: the ranks of the gather.
+        reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
+        cast_to: the type of the gathered buffer; None for the type of the parameters.
+        shard: this rank's shard.
         shards: its parts, by parameter.
-        unsharded: the whole piece that operators read at present; None for none.
+        unsharded: the full buffer for operators at present; None between uses.
     """
 
     name: str
     placements: Mapping[nn.Parameter, Placement]
-    axis: Axis
-    sums: Axis
+    gather_axis: Axis
+    reduce_axis: Axis
     cast_to: torch.dtype | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
     unsharded: Tensor | None = field(init=False, default=None, repr=False)
     _extents: dict[nn.Parameter, Extent] = field(init=False, default_factory=dict, repr=False)
-    _stand_ins: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
+    _placeholders: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `spread` has been called."""
+        """Whether `shard_in_place` has been called."""
         return bool(self._extents)
 
     @property
     def length(self) -> int:
-        """The elements of the whole piece, padding included; a multiple of the ranks."""
-        return self.shard.numel() * self.axis.size
+        """The elements of the full buffer, padding included; a multiple of the ranks."""
+        return self.shard.numel() * self.gather_axis.size
 
-    # -- how the piece lies ----------------------------------------------------------------------------------------
+    # -- layout of the buffer --------------------------------------------------------------------------------------
 
-    def spread(self, device: torch.device) -> None:
-        """Keeps this rank's stretch of the parameters, on a device, and makes the parameters stand-ins.
-
-        Args:
-            device: of the stretch and of the stand-ins. The parameters may be on another one.
-        """
+    def shard_in_place(self, device: torch.device) -> None:
+        """Copies this rank's shard of the parameters to a device, and makes the parameters placeholders there."""
         shapes = [tuple(parameter.shape) for parameter in self.placements]
         starts = list(accumulate((_aligned(prod(shape)) for shape in shapes), initial=0))
-        extents = map(Extent, starts, shapes)  # the last start is where the piece ends
+        extents = map(Extent, starts, shapes)  # the last start is the end of the buffer
         self._extents = dict(zip(self.placements, extents, strict=True))
-        owned = _aligned(-(-starts[-1] // self.axis.size))
+        owned = _aligned(-(-starts[-1] // self.gather_axis.size))
         dtype = next(iter(self.placements)).dtype
         self.shard = self._make_shard(owned, dtype, device)
         nothing = torch.full((), torch.nan, dtype=dtype, device=device)
         for parameter, extent in self._extents.items():
-            self._stand_ins[parameter] = nothing.expand(extent.shape)
-            first, last = self.part(parameter)
-            place = self._place(self.shard, parameter)
-            place.copy_(parameter.detach().reshape(-1)[first:last])
-            self.shards[parameter] = nn.Parameter(place, requires_grad=parameter.requires_grad)
-        self._empty()
+            self._placeholders[parameter] = nothing.expand(extent.shape)
+            first, last = self.owned_range(parameter)
+            part = self._part(self.shard, parameter)
+            part.copy_(parameter.detach().reshape(-1)[first:last])
+            self.shards[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        self._show_placeholders()
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates this rank's stretch."""
+        """Allocates this rank's shard."""
         return torch.zeros(owned, dtype=dtype, device=device)
 
     @property
     def _begin(self) -> int:
-        """The first element of the piece that this rank owns."""
-        return self.axis.rank * self.shard.numel()
+        """The first element of this rank's shard in the buffer."""
+        return self.gather_axis.rank * self.shard.numel()
 
-    def part(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Returns the first and the last element, exclusive, of a flattened parameter that this rank owns; two equal
-        numbers where it owns none."""
+    def owned_range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Returns the first and the last element, exclusive, of this rank's part of the flattened parameter; two equal
+        numbers for none."""
         extent = self._extents[parameter]
         first, last = (
             min(max(bound, extent.start), extent.end) - extent.start
@@ -150,104 +144,103 @@ class FlatParameter:
         )
         return first, last
 
-    def part_of(self, value: Any, parameter: nn.Parameter) -> Any:
-        """Returns this rank's part of something of a parameter's shape, with memory of its own; other things as they
-        are."""
+    def owned_part(self, value: Any, parameter: nn.Parameter) -> Any:
+        """Returns a copy of this rank's elements of a tensor of the parameter's shape; any other value unchanged."""
         if not isinstance(value, Tensor) or value.shape != self._extents[parameter].shape:
             return value
-        first, last = self.part(parameter)
+        first, last = self.owned_range(parameter)
         return value.reshape(-1)[first:last].clone()
 
-    def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Returns the parameters in a whole piece [length], of any type."""
-        return {parameter: extent.view(whole) for parameter, extent in self._extents.items()}
+    def views(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Returns the parameters in a full buffer [length] of any type."""
+        return {parameter: extent.view(buffer) for parameter, extent in self._extents.items()}
 
-    # -- the whole piece -------------------------------------------------------------------------------------------
+    # -- the full buffer -------------------------------------------------------------------------------------------
 
     def check_resharded(self) -> None:
-        """Raises an error where somebody has unsharded the parameters already, who would lose them."""
+        """Raises an error where the parameters are unsharded already: their user would lose them."""
         if self.unsharded is not None:
             raise RuntimeError(
                 "the model has all weights at present: leave whole_weights() before you train, evaluate, save or load"
             )
 
     def begin_window(self) -> None:
-        """Prepares the parameters for a window. Pieces of this kind are unsharded operator by operator."""
+        """Prepares the parameters for a window. Operators unshard flat parameters of this class as needed."""
         self.check_resharded()
 
     def mark_stale(self) -> None:
-        """Says that stretches may have been stepped. No piece of this kind is older than what it was gathered from."""
+        """Reports a possible step of an optimizer. This class keeps no buffer between windows."""
 
     def prepare_gather(self) -> tuple[Tensor, TransferFn]:
-        """Allocates the piece that operators read; returns it, not yet filled, and the work that gathers it.
-        Collective."""
-        piece = self.shard.new_empty(self.length, dtype=self.cast_to)
-        return piece, lambda: self._fill(piece)
+        """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective."""
+        buffer = self.shard.new_empty(self.length, dtype=self.cast_to)
+        return buffer, lambda: self._fill(buffer)
 
-    def _fill(self, piece: Tensor) -> None:
-        """Gathers a piece where it lies, from the stretches of all ranks."""
-        own = self.shard if self.cast_to is None else self._own_place(piece).copy_(self.shard)
-        self.axis.transport.all_gather(piece, own)
+    def _fill(self, buffer: Tensor) -> None:
+        """Gathers the shards of all ranks into a buffer."""
+        own = self.shard if self.cast_to is None else self._own_part(buffer).copy_(self.shard)
+        self.gather_axis.transport.all_gather(buffer, own)
 
-    def _own_place(self, piece: Tensor) -> Tensor:
-        """The place of this rank's stretch in a piece."""
-        return piece.chunk(self.axis.size)[self.axis.rank]
+    def _own_part(self, buffer: Tensor) -> Tensor:
+        """The part of a buffer for this rank's shard."""
+        return buffer.chunk(self.gather_axis.size)[self.gather_axis.rank]
 
     def gather(self) -> Tensor:
-        """Returns the whole piece in the type of the parameters. Collective; for checkpoints, not for windows."""
-        whole = self.shard.new_empty(self.length)
-        self.axis.transport.all_gather(whole, self.shard)
-        return whole
+        """Returns the full buffer in the type of the parameters. Collective; for checkpoints, not for windows."""
+        buffer = self.shard.new_empty(self.length)
+        self.gather_axis.transport.all_gather(buffer, self.shard)
+        return buffer
 
-    def keep(self, whole: Tensor) -> None:
-        """Keeps this rank's stretch of a whole piece that was written to, such as by a checkpoint that is loaded."""
-        self.shard.copy_(whole[self._begin : self._begin + self.shard.numel()])
+    def load_full(self, buffer: Tensor) -> None:
+        """Copies this rank's shard from a full buffer with new values, for example of a loaded checkpoint."""
+        self.shard.copy_(buffer[self._begin : self._begin + self.shard.numel()])
 
-    def unshard(self, whole: Tensor) -> None:
-        """Makes the parameters views of a whole piece, until `reshard` or until another piece is unsharded. Of a piece in
-        another type they stay stand-ins, and `casts` are views of it."""
-        if self.unsharded is whole:
+    def unshard(self, buffer: Tensor) -> None:
+        """Makes the parameters views of a full buffer, until `reshard` or another `unshard`. Where the buffer has
+        another type, the parameters stay placeholders, and `cast` returns views of the buffer."""
+        if self.unsharded is buffer:
             return
-        if whole.dtype is self.shard.dtype:
+        if buffer.dtype is self.shard.dtype:
             for parameter, extent in self._extents.items():
-                parameter.data = extent.view(whole)
-        self.unsharded = whole
+                parameter.data = extent.view(buffer)
+        self.unsharded = buffer
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns a parameter in the type of matrix products: a view of what is unsharded; None where that has another
-        type."""
+        """Returns a parameter in the type of matrix products, as a view of the unsharded buffer; None where the buffer
+        has another type."""
         return self._view_in(self.unsharded, parameter)
 
-    def _view_in(self, piece: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
-        if piece is None or piece.dtype is not self.cast_to:
+    def _view_in(self, buffer: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+        if buffer is None or buffer.dtype is not self.cast_to:
             return None
-        return self._extents[parameter].view(piece.detach())  # not based on the piece, which may have to keep it
+        # Detached: the view must not have the buffer as its base, since the buffer may have to keep the view.
+        return self._extents[parameter].view(buffer.detach())
 
-    def reshard(self, whole: Tensor | None = None) -> None:
-        """Makes the parameters stand-ins, so that they keep no memory alive.
+    def reshard(self, buffer: Tensor | None = None) -> None:
+        """Makes the parameters placeholders, without memory.
 
         Args:
-            whole: does nothing unless this piece is unsharded; None for whatever the parameters are at present.
+            buffer: reshard only where this buffer is the unsharded one; None for any.
         """
-        if whole is None or self.unsharded is whole:
-            self._empty()
+        if buffer is None or self.unsharded is buffer:
+            self._show_placeholders()
 
-    def _empty(self) -> None:
-        for parameter, stand_in in self._stand_ins.items():
-            parameter.data = stand_in
+    def _show_placeholders(self) -> None:
+        for parameter, placeholder in self._placeholders.items():
+            parameter.data = placeholder
         self.unsharded = None
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
-    def split_shard(self, stretch: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Returns, for every parameter, the part that this rank owns of it in a stretch [length / ranks] of something
-        that lies as the piece does, such as the summed gradients."""
-        return {parameter: self._place(stretch, parameter) for parameter in self.shards}
+    def split_shard(self, shard: Tensor) -> dict[nn.Parameter, Tensor]:
+        """Returns, for every parameter, this rank's part of a tensor [length / ranks] with the layout of the shard
+        (reduced gradients)."""
+        return {parameter: self._part(shard, parameter) for parameter in self.shards}
 
-    def _place(self, stretch: Tensor, parameter: nn.Parameter) -> Tensor:
-        first, last = self.part(parameter)
+    def _part(self, shard: Tensor, parameter: nn.Parameter) -> Tensor:
+        first, last = self.owned_range(parameter)
         start = max(self._extents[parameter].start - self._begin, 0)
-        return stretch[start : start + last - first]
+        return shard[start : start + last - first]
 
 
 def _aligned(count: int) -> int:

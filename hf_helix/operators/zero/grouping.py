@@ -1,9 +1,9 @@
-"""Which parameters lie in one flat.
+"""The parameters of each flat parameter.
 
-In:   the units of a whole model, which ranks hold copies of what, and the type of matrix products under autocast.
-Out:  flats, not spread yet, for each unit.
-Must hold: parameters of a flat are read by the same units, have one type, the same ranks with copies and readers of one
-kind, and are all trained, or none.
+In:   the units of a whole model, the replicas of each parameter, and the type of matrix products under autocast.
+Out:  flat parameters, not sharded yet, for each unit.
+Must hold: the parameters of a flat parameter have the same reading units, type, replicas and kind of reader (products,
+or others), and are all trained, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 
 ShardAxes = Callable[[Placement], ReplicaAxes | None]
-"""Returns the ranks that a parameter which is placed like this is spread over; None where every rank keeps it."""
+"""From the placement of a parameter to the axes over its replicas, which shard it; None where every rank keeps it."""
 
 AnyFlatParameter = TypeVar("AnyFlatParameter", bound=FlatParameter)
 
@@ -33,54 +33,47 @@ def make_flat_parameters(
     kind: type[AnyFlatParameter],
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
-    """Returns the flats of every unit. A parameter that several units read is in a flat of its own kind, which each of
-    these units has.
+    """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
+    own, shared by these units.
 
     Args:
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        kind: the class of the flats.
-        frozen: whether parameters that are not trained are in flats, too.
+        kind: the class of the flat parameters.
+        frozen: whether flat parameters hold frozen parameters, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
     placements: dict[nn.Parameter, Placement] = {}
-    for place, unit in enumerate(units):
+    for index, unit in enumerate(units):
         for parameter, placement in unit.placements.items():
-            users.setdefault(parameter, []).append(place)
+            users.setdefault(parameter, []).append(index)
             placements[parameter] = placement
-    cast = set(_read_by_products_alone(units)) if autocast_dtype is not None else set()
+    cast = set(_read_only_by_products(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
-    for parameter, places in users.items():
+    for parameter, indices in users.items():
         if shard_axes(placements[parameter]) is not None and (frozen or parameter.requires_grad):
             is_cast = parameter in cast and parameter.dtype is not autocast_dtype
-            name = _name_of(parameter, placements[parameter], len(places) > 1, is_cast)
-            members.setdefault((tuple(places), name, is_cast), []).append(parameter)
-    found: list[list[AnyFlatParameter]] = [[] for _ in units]
-    for (using, name, is_cast), alike in members.items():
-        over = shard_axes(placements[alike[0]])
-        assert over is not None
-        # Matrices first, so that those that are multiplied at once lie side by side.
-        ordered = sorted(alike, key=lambda parameter: -parameter.dim())
+            name = _name_of(parameter, placements[parameter], len(indices) > 1, is_cast)
+            members.setdefault((tuple(indices), name, is_cast), []).append(parameter)
+    by_unit: list[list[AnyFlatParameter]] = [[] for _ in units]
+    for (users_of_group, name, is_cast), group in members.items():
+        axes = shard_axes(placements[group[0]])
+        assert axes is not None
+        # Matrices first: matrices of one product then lie side by side.
+        ordered = sorted(group, key=lambda parameter: -parameter.dim())
         held = {parameter: placements[parameter] for parameter in ordered}
-        taken = {flat.name for place in using for flat in found[place]}
-        if name in taken:  # by what these units share with others
+        taken = {flat.name for index in users_of_group for flat in by_unit[index]}
+        if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        flat = kind(name, held, over.gather, over.reduce, autocast_dtype if is_cast else None)
-        for place in using:
-            found[place].append(flat)
-    return found
+        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None)
+        for index in users_of_group:
+            by_unit[index].append(flat)
+    return by_unit
 
 
 def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cast: bool) -> str:
-    """Returns the name of the flat that a parameter is in, and of the value that holds it once it is gathered.
-
-    Args:
-        parameter: itself.
-        placement: how it is cut.
-        shared: whether several units read it.
-        is_cast: whether operators read it in the type of matrix products.
-    """
+    """Returns the name of a parameter's flat parameter, also the name of the gathered value."""
     traits = {
         "shared": shared,
         "experts": placement.over == EXPERTS,
@@ -91,7 +84,7 @@ def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cas
     return ".".join(["weights", *(trait for trait, holds in traits.items() if holds)])
 
 
-def _read_by_products_alone(units: Sequence[Unit]) -> Iterator[Tensor]:
+def _read_only_by_products(units: Sequence[Unit]) -> Iterator[Tensor]:
     operators = [operator for unit in units for operator in unit.operators.values()]
     cast = {parameter for operator in operators for parameter in operator.cast_parameters}
     others = {p for operator in operators for p in operator.parameters if p not in set(operator.cast_parameters)}

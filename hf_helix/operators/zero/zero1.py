@@ -1,12 +1,12 @@
-"""Flats that every rank keeps whole, and steps a stretch of (ZeRO-1).
+"""ZeRO-1: every rank keeps the full weights, and steps its shard (`shard_optimizer`).
 
-In:   the trained parameters of a unit that have one type, the same ranks with copies, and readers of one kind.
-Out:  a piece that never moves, which is gathered once in a window; this rank's stretch, which an optimizer steps.
-Must hold: between windows parameters are stand-ins, as those of every flat: what other ranks have stepped is not here
-yet.
+In:   the trained parameters of a unit with equal type, replicas and kind of reader.
+Out:  a full buffer, gathered once a window; this rank's shard for an optimizer.
+Must hold: between windows the parameters are placeholders, as in every flat parameter: the steps of other ranks have
+not arrived yet.
 
-A piece in the type of the parameters has this rank's stretch in it, and the parameters are views of it while a window
-runs. A piece in the type of matrix products has the cast of it.
+A buffer in the type of the parameters contains this rank's shard, and the parameters are views of the buffer during a
+window. A buffer in the type of matrix products contains a cast of the shard.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
 
 @dataclass(eq=False)
 class Zero1FlatParameter(FlatParameter):
-    """Parameters in one piece that every rank keeps, and of which each steps a stretch.
+    """A flat parameter whose full buffer every rank keeps; each rank steps its shard.
 
     Attributes:
-        piece: the parameters in one piece [length], as operators read them.
+        buffer: the full buffer [length], in the type for operators.
     """
 
     buffer: Tensor = field(init=False, repr=False)
-    _gathered_at: int | None = field(init=False, default=None, repr=False)  # the version of the stretch
+    _gathered_at: int | None = field(init=False, default=None, repr=False)  # the version of the shard
 
     @property
     def is_current(self) -> bool:
-        """Whether the piece is as the ranks' stretches are. Steps of optimizers are said by `mark_stale`; others who write
-        to shards, such as schedule-free optimizers between training and evaluation, are found by the version that torch
-        counts."""
+        """Whether the buffer equals the shards of all ranks. `mark_stale` reports steps of optimizers; other writes to
+        shards, for example by schedule-free optimizers between training and evaluation, change torch's version
+        counter."""
         return self._gathered_at == self.shard._version
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.buffer = torch.zeros(owned * self.axis.size, dtype=self.cast_to or dtype, device=device)
-        return self._own_place(self.buffer) if self.cast_to is None else super()._make_shard(owned, dtype, device)
+        self.buffer = torch.zeros(owned * self.gather_axis.size, dtype=self.cast_to or dtype, device=device)
+        return self._own_part(self.buffer) if self.cast_to is None else super()._make_shard(owned, dtype, device)
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
         return self._view_in(self.buffer, parameter)
@@ -57,13 +57,13 @@ class Zero1FlatParameter(FlatParameter):
         self._gathered_at = None
 
     def refresh(self) -> TransferFn:
-        """Returns the work that gathers the piece from the stretches of all ranks, where it lies. Collective."""
+        """Returns a function to gather the shards of all ranks into the buffer. Collective."""
 
-        def work() -> None:
+        def gather() -> None:
             self._fill(self.buffer)
-            self._gathered_at = self.shard._version  # behind: the stretch may lie in the piece
+            self._gathered_at = self.shard._version  # after the gather: the shard may lie in the buffer
 
-        return work
+        return gather
 
     def gather(self) -> Tensor:
         if self.cast_to is not None:
@@ -71,26 +71,26 @@ class Zero1FlatParameter(FlatParameter):
         self.refresh()()
         return self.buffer
 
-    def load_full(self, whole: Tensor) -> None:
-        super().load_full(whole)
+    def load_full(self, buffer: Tensor) -> None:
+        super().load_full(buffer)
         self.mark_stale()
 
 
 def apply_zero1(units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None) -> list[Unit]:
-    """Returns the units with their trained parameters in flats that every rank keeps whole; graphs stay as they are.
+    """Returns the units with their trained parameters in ZeRO-1 flat parameters; graphs stay as they are.
 
     Args:
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    flats = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, frozen=False)
+    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, frozen=False)
     return [
-        replace(unit, flat_parameters={flat.name: flat for flat in found}) if found else unit
-        for unit, found in zip(units, flats, strict=True)
+        replace(unit, flat_parameters={flat.name: flat for flat in own}) if own else unit
+        for unit, own in zip(units, by_unit, strict=True)
     ]
 
 
 def zero1_flat_parameters(flats: Iterable[FlatParameter]) -> Iterator[Zero1FlatParameter]:
-    """Yields those that every rank keeps whole."""
+    """Yields the ZeRO-1 flat parameters among flat parameters."""
     return (flat for flat in flats if isinstance(flat, Zero1FlatParameter))

@@ -1,1 +1,7 @@
-"""Process groups: the mesh of ranks, the pipeline as one of its ranks sees it, and what ranks agree on."""
+"""Ranks: process groups, the mesh, the pipeline, decisions that all ranks share.
+
+groups     backends, process groups and communicators
+mesh       the axes and groups of a layout
+pipe       the P2P links of a pipeline
+agreement  checks and decisions over all ranks
+"""

@@ -1,8 +1,8 @@
-"""Agreement: what must be equal on several ranks is compared before anything hangs on it.
+"""Agreement: ranks compare texts, batches and actions before a collective depends on equality.
 
-In:   a text (plan, schedule), the batches of a window, what a rank is about to do, or what one rank alone can find out.
-Out:  nothing or the same result, or the same error, on every rank that compared.
-Must hold: ranks never issue collectives that do not match.
+In:   a text (plan, schedule), the batches of a window, the next action of a rank, or a result of a single rank.
+Out:  nothing, the same result, or the same error, on every rank of the comparison.
+Must hold: ranks never issue mismatched collectives.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ T = TypeVar("T")
 NUM_FLAGS = 8
 TOGETHER = "every rank must do so; write it without `if trainer.is_world_process_zero():`"
 
-awaited = ""  # what this rank is about to do, while it waits for the others to do so, too
+awaited = ""  # the action that this rank is about to take, while it waits for the others
 
 
 def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
-    """Waits until every rank is about to do the same. Collective, before anything else that is: its message has one
-    size whatever it is called for, so ranks that do different things find out, and do not communicate by mistake.
+    """Waits until every rank is about to take the same action. Collective, before any other collective of the action:
+    the message has one size for all actions, so ranks with different actions find out, and do not communicate by
+    mistake.
 
     Args:
-        what: a clause that says what follows, such as "trainer.save_model() is called".
+        what: a clause for the action, such as "trainer.save_model() is called".
         flags: up to `NUM_FLAGS`, as many on every rank.
 
     Returns:
         For every flag whether any rank has set it.
 
     Raises:
-        RuntimeError: on every rank, names two of them and what each is about to do.
+        RuntimeError: on every rank, names two of the ranks and their actions.
     """
     global awaited
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -57,15 +58,15 @@ def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
         said = all_gather_object(what)
         odd = next(rank for rank, text in enumerate(said) if text != said[0])
         raise RuntimeError(f"{said[0]} on rank 0 while {said[odd]} on rank {odd}: {TOGETHER}")
-    awaited = ""  # where communication fails it stays, for the error that names it
+    awaited = ""  # after failed communication the text stays, for the error message
     return [bool(flag) for flag in shared[: len(flags)]]
 
 
 def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
-    """Returns what each of several ranks brings, in their order. Collective over these ranks.
+    """Returns the objects of several ranks, on each of them, through the host's memory. Collective over these ranks.
 
     Args:
-        mine: what this rank brings; anything that can be pickled.
+        mine: a small object that can be pickled.
         ranks: in the launcher's group; None for all of them.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -80,8 +81,12 @@ def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
 def check_same_on_all_ranks(text: str, what: str) -> None:
     """Compares a text over all ranks. Collective.
 
+    Args:
+        text: the text of this rank.
+        what: a name for the text in the error.
+
     Raises:
-        ValueError: on every rank, naming the ranks and the first line that differs.
+        ValueError: on every rank, names the ranks and the first different line.
     """
     digests = all_gather_object(hashlib.sha256(text.encode()).hexdigest())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -99,7 +104,7 @@ def agree_on_success(error: Exception | None) -> None:
 
     Raises:
         Exception: this rank's own error.
-        ValueError: that of another rank, which it names.
+        ValueError: the error of another rank, with its number.
     """
     errors = all_gather_object(f"{type(error).__name__}: {error}" if error else "")
     if error is not None:
@@ -112,7 +117,7 @@ def agree_on_success(error: Exception | None) -> None:
 
 
 def on_all_ranks(step: Callable[[], T]) -> T:
-    """Runs a step that communicates nothing, and raises on every rank if it fails on any. Collective.
+    """Runs a step without communication, and raises on every rank if it fails on any. Collective.
 
     Raises:
         Exception: see `agree_on_success`.
@@ -128,11 +133,11 @@ def on_all_ranks(step: Callable[[], T]) -> T:
 
 
 def decide_on_rank_0(decide: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank. Collective.
+    """Returns rank 0's decision on every rank. Collective.
 
     Raises:
         ValueError: on every rank, as rank 0 has raised it.
-        RuntimeError: on the others, with any other error that rank 0 has raised.
+        RuntimeError: on the others, for any other error of rank 0.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
@@ -156,7 +161,7 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
     """Compares the tensors of a window, and their names, over the ranks that share it. Collective.
 
     Raises:
-        ValueError: on every rank of the group, names what differs.
+        ValueError: on every rank of the group, names the tensors that differ.
     """
     if group is None:
         return
@@ -168,7 +173,7 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
 
 
 def _fingerprint(batch: Mapping[str, Any]) -> Tensor:
-    """A number of the names, types, shapes and bytes of the tensors of a batch; 64 bits, which may overflow."""
+    """A number from the names, types, shapes and bytes of the tensors of a batch; 64 bits, which may overflow."""
     tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
     about = zlib.crc32(repr([(name, value.dtype, value.shape) for name, value in tensors]).encode())
     content = torch.cat([value.detach().contiguous().view(-1).view(torch.uint8) for _, value in tensors])
@@ -195,13 +200,15 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     """Compares the number of micro-batches of a window over all ranks. Collective.
 
     Args:
-        states: whole numbers that the ranks tell each other on this occasion, as many on every rank.
+        count: of this rank.
+        device: of the message.
+        states: whole numbers to exchange in the same message, as many on every rank.
 
     Returns:
         The states of every rank.
 
     Raises:
-        ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
+        ValueError: on every rank, if the numbers differ: the dataset of a rank has ended before the others'.
     """
     mine = torch.tensor([count], device=device)
     if states is not None:
@@ -223,7 +230,7 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
 
 
 def sum_over_ranks(numbers: Sequence[int]) -> list[int]:
-    """The sums of whole numbers over all ranks, over the host's memory. Collective."""
+    """Returns the sums of whole numbers over all ranks, through the host's memory. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
     total = torch.tensor(numbers, dtype=torch.long)

@@ -1,10 +1,10 @@
-"""Process groups: the backend behind them, how they are made, and their communicators.
+"""Process groups: their backend, their creation, and their communicators.
 
-In:   rows of ranks, and the device that tensors lie on.
-Out:  this rank's groups; one group over all ranks for what stays in the host's memory; the name of this host.
+In:   rows of ranks, and the device of tensors.
+Out:  this rank's groups; a group over all ranks for data in the host's memory; the name of this host.
 Must hold: every rank makes the same groups in the same order, and every NCCL communicator is made before the first
-step: making one blocks the host until its other ranks do the same, so two ranks that came to two of them in different
-order would wait for each other for ever.
+step. Making a communicator blocks the host until the other ranks make it, so two ranks with different orders would wait
+for each other for ever.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ T = TypeVar("T")
 GLOO = "gloo"
 NCCL = "nccl"
 
-# The most thread blocks that a group's NCCL kernels may take from computation beside them (an H100 has 132 SMs). What
-# is not listed has NCCL's default (up to 32): collectives of tensor parallelism and experts are waited for soonest, so
-# they get the whole bandwidth.
+# The most thread blocks that a group's NCCL kernels may take from concurrent computation (an H100 has 132 SMs). Groups
+# without an entry have NCCL's default (up to 32): computation waits soonest for collectives of tensor parallelism and
+# experts, so these get the full bandwidth.
 MAX_CTAS = {
-    "lane": 4,  # a receive holds its blocks from when it is posted until its peer sends, which may be long
-    "gradients": 8,  # nothing waits for them before the end of a window, and they run beside backward all the time
+    "lane": 4,  # a receive holds its blocks until its peer sends, which may be long
+    "gradients": 8,  # nothing waits for reductions before the end of a window, and they overlap with all of backward
 }
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def backends() -> dict[str, str]:
-    """By the type of device, the backend that carries its tensors in the launcher's group."""
-    # Always in the form "cpu:gloo,cuda:nccl", also where the launcher gave one name, or none.
+    """Returns the backends of the launcher's group, by the type of device."""
+    # Always in the form "cpu:gloo,cuda:nccl", also where the launcher gave a single name, or none.
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that carries the tensors of a device.
+    """Returns the backend for the tensors of a device.
 
     Raises:
-        ValueError: there is none, or it is gloo for CUDA tensors, most of whose operations it lacks.
+        ValueError: there is none, or it is gloo for CUDA tensors, most of whose operations gloo lacks.
     """
     by_device = backends()
     name = by_device.get(device.type)
@@ -67,10 +67,10 @@ def backend_of(device: torch.device) -> str:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """All ranks, for objects and tensors in the host's memory; None, which stands for the launcher's group, where that
-    one carries them or there is none. Collective when it is first called.
+    """Returns a group over all ranks for data in the host's memory; None for the launcher's group, where it serves or
+    there is no group. Collective at the first call.
 
-    Objects that went over NCCL would be copied to the device and back, behind everything that it still computes.
+    NCCL would copy objects to the device and back, after everything that the device still computes.
     """
     if not dist.is_initialized() or "cpu" in backends():
         return None
@@ -83,25 +83,26 @@ def _new_control_group(world: Any) -> dist.ProcessGroup:
 
 
 def send_on_host(value: torch.Tensor, target: int) -> None:
-    """Give a tensor to another rank over the host's memory, wherever it lies; empty ones are not sent."""
+    """Sends a tensor on any device to another rank through the host's memory; an empty tensor is not sent."""
     if value.numel():
         dist.send(value.cpu().contiguous().view(-1).view(torch.uint8), target, group=control_group())
 
 
 def receive_on_host(out: torch.Tensor, source: int) -> None:
-    """The other end of `send_on_host`; `out` lies in the host's memory, in one piece."""
+    """Receives a tensor of `send_on_host`; `out` is contiguous in the host's memory."""
     if out.numel():
         dist.recv(out.view(-1).view(torch.uint8), source, group=control_group())
 
 
 def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
-    """What one of several ranks brings, on all of them, over the host's memory. Collective over these ranks.
+    """Returns the object of one of several ranks on all of them, through the host's memory. Collective over these
+    ranks.
 
-    One by one, so that no group of gloo is needed for them: where `device_id` was given to `init_process_group`,
-    ranks outside of a new group take part in a split of NCCL's communicator that members of one of gloo do not join.
+    Sends go out singly, without a gloo group: where `init_process_group` was given a `device_id`, ranks outside of a
+    new group take part in a split of NCCL's communicator, and members of a gloo group do not join the split.
 
     Args:
-        mine: what counts on the rank `source`.
+        mine: the object, on the rank `source`.
         source, ranks: in the launcher's group.
     """
     if dist.get_rank() != source:
@@ -115,14 +116,14 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
 
 
 def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:
-    """A group over each row of `places`; those that this rank is in. Collective.
+    """Returns the groups over those rows of `places` that contain this rank; makes a group for each row. Collective.
 
-    Ranks outside a row only count it, in about 0.1 ms (where `device_id` was given to `init_process_group`, they must
-    even take part in making its communicator), so all ranks make all groups, which keeps them in one order.
+    A rank outside a row spends about 0.1 ms on its group (where `init_process_group` was given a `device_id`, it must
+    even take part in making the communicator), so all ranks make all groups, in one order.
 
     Args:
         places: ranks in the launcher's group, in ascending order along the last dimension.
-        backend: None for that of the launcher's group.
+        backend: None for the backend of the launcher's group.
         use: a key of `MAX_CTAS`, or empty.
     """
     groups = []
@@ -134,19 +135,13 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
 
 
 def group_of(places: torch.Tensor, backend: str | None = None, use: str = "") -> dist.ProcessGroup:
-    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`.
-
-    Args:
-        places: as of `make_groups`.
-        backend: as of `make_groups`.
-        use: as of `make_groups`.
-    """
+    """Returns the group over this rank's row, where every rank is in a row. See `make_groups`."""
     (group,) = make_groups(places, backend, use)
     return group
 
 
 def options_of(use: str) -> Any:
-    """What a group for this use is made with: limits of NCCL, new on each call; None for none."""
+    """Returns the options of a group for a use: limits of NCCL, new on each call; None for none."""
     if use not in MAX_CTAS or NCCL not in backends().values():
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -155,13 +150,11 @@ def options_of(use: str) -> Any:
 
 
 def wait_for_gloo(limit: float) -> None:
-    """Waits until gloo's threads have let go of what was communicated last; call it before the interpreter ends.
+    """Waits until gloo's threads have released all tensors, at most `limit` seconds; call it before the interpreter
+    ends.
 
-    They drop a tensor after its collective is over, and take the GIL to do so, which aborts a process whose interpreter
-    is ending (pytorch/pytorch#190489). Torch joins them only where nobody holds the group, as a trainer does.
-
-    Args:
-        limit: seconds to wait at most.
+    The threads release a tensor after its collective, and take the GIL for that, which aborts a process with an ending
+    interpreter (pytorch/pytorch#190489). Torch joins the threads only where nothing holds the group, as a trainer does.
     """
     deadline, now = time.monotonic() + limit, _gloo_threads()
     before: list[str] = []
@@ -171,7 +164,8 @@ def wait_for_gloo(limit: float) -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """What gloo's worker threads do and how often they have slept, by the system; it stays the same while they rest."""
+    """Returns the states of gloo's worker threads and their counts of sleeps, by the system; constant while they
+    rest."""
     found = []
     for task in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):
@@ -182,12 +176,12 @@ def _gloo_threads() -> list[str]:
 
 
 def order_launches(pp_size: int) -> None:
-    """Let kernels of several communicators start in the order of issue; call it before the first of them.
+    """Lets kernels of several communicators start in the order of issue; call it before the first communicator.
 
-    Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
-    kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
-    could hold back what its sender waits for. NCCL reads the variable once, so the first layout of a process decides
-    for those that follow, unless the user has set it, or `share_process` has been told of them all.
+    Without a pipeline, the order is the same on every rank. Otherwise two ranks could each fill their SMs with a kernel
+    that waits for the other's. The ranks of a pipeline run different programs: a late receive could hold back the
+    kernel that its sender waits for. NCCL reads the variable once, so the first layout of a process decides for later
+    ones, unless the user has set the variable, or `share_process` knows all layouts.
 
     Raises:
         ValueError: there is a pipeline, and kernels start in the order of issue.
@@ -204,22 +198,19 @@ def order_launches(pp_size: int) -> None:
 
 
 def share_process(pp_sizes: Iterable[int], device: torch.device) -> None:
-    """Prepare this process for several layouts in turn, before the first mesh; what was chosen before stays.
+    """Prepares this process for several layouts in turn, before the first mesh; earlier choices stay.
 
-    If any of them has a pipeline, kernels of none start in the order of issue. A layout without a pipeline then runs as
-    tensor parallelism does within one: without a hang as long as the kernels of its communicators find room side by
-    side. They do on a GPU with more SMs than NCCL takes blocks: 32 for a communicator at most, fewer for few bytes.
-
-    Args:
-        pp_sizes: of the layouts.
-        device: that tensors will lie on.
+    If any layout has a pipeline, no kernels start in the order of issue. A layout without a pipeline then runs like
+    tensor parallelism within a pipeline: without a hang while the kernels of its communicators fit on the GPU together.
+    They do on a GPU with more SMs than NCCL takes blocks: 32 for a communicator at most, fewer for few bytes.
     """
     if backend_of(device) == NCCL and torch.version.hip is None and max(pp_sizes, default=1) > 1:
         os.environ.setdefault(LAUNCH_ORDER, "0")
 
 
 def host_name() -> str:
-    """Tells hosts apart, as NCCL does: containers on different machines may have the same name."""
+    """Returns a name that tells hosts apart, as NCCL does: containers on different machines may have the same host
+    name."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

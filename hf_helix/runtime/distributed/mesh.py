@@ -1,8 +1,12 @@
-"""Whether a mesh can be made of the processes that there are.
+"""The mesh: the axes of the parallel dimensions, and checks of their sizes against the number of processes.
 
-In:   the number of processes that have joined, and the sizes of the mesh or the link that are asked for.
-Out:  nothing, or an error that says which values work.
-Must hold: every rank finds the same.
+In:   the sizes of the parallel dimensions, and the process group that the launcher made.
+Out:  the axes and the pipeline that operators communicate over, and the groups for gradient reduction; or an error with
+      values that work, the same on every rank.
+Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), then come the pipeline,
+context parallelism and, innermost, tensor parallelism, so that it stays inside a host. Every rank builds the same
+groups in the same order; with NCCL, all communicators are made with the mesh; process groups are destroyed when the
+interpreter exits.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
 
 
 def check_joined(world: int) -> None:
-    """Raises ValueError if the launcher started several processes and this one counts a world of one."""
+    """Raises ValueError if the launcher started several processes and this process counts a world of one."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world == 1:
         by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
@@ -37,13 +41,7 @@ def check_joined(world: int) -> None:
 
 
 def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raises ValueError where there is nothing that a link could be emulated for.
-
-    Args:
-        link: as the option was given.
-        device: that the run is on.
-        world: processes of the run.
-    """
+    """Raises ValueError where there is no link to emulate."""
     if device.type == "cuda":
         raise ValueError(
             f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
@@ -64,10 +62,12 @@ def check_world(
     ep_size: int = 1,
     fits: Callable[[int], bool] | None = None,
 ) -> None:
-    """See `build_mesh`.
+    """Raises ValueError where the sizes do not divide the world, see `build_mesh`.
 
     Args:
-        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
+        world: processes of the run.
+        tp_size, pp_size, cp_size, ep_size: the options.
+        fits: whether the model can be cut over a number of tensor-parallel ranks; None where there is no model yet.
     """
     left = world
     taken: list[str] = []
@@ -96,37 +96,29 @@ def check_world(
 
 
 # -- mesh ----------------------------------------------------------------------------------------------------------
-# The mesh: which ranks share what.
-#
-# In:   the sizes of the parallel dimensions and the process group that the launcher made.
-# Out:  the axes and the pipeline that operators communicate over, and the groups that gradients are summed over.
-# Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), then come the pipeline,
-# context parallelism and, innermost, tensor parallelism, so that it stays inside a host; every rank builds the same
-# groups in the same order; with NCCL, all communicators are made with the mesh; process groups are destroyed when the
-# interpreter exits.
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of this rank.
+    """The position of this rank.
 
     Attributes:
-        device: where tensors must lie to be communicated.
-        device_mesh: dimensions ("dp_replicate", "tp"), as Accelerate reads them, whose "tp" are all ranks that share a
-            batch; None for a single process.
+        device: of tensors that are communicated.
+        device_mesh: dimensions ("dp_replicate", "tp"), as Accelerate reads them; its "tp" are all ranks with the same
+            batch. None for a single process.
         tp: the tensor-parallel axis.
         cp: the context-parallel axis: ranks with the same shards and other parts of the same sequences.
-        experts: ranks that together hold every expert once, those of tensor parallelism (and expert parallelism, which
-            takes them from data parallelism); tokens go to their experts over it.
+        experts: the ranks that together hold every expert once: those of tensor parallelism (and of expert parallelism,
+            taken from data parallelism). Tokens go to their experts over this axis.
         pipe: the ranks of the pipeline.
-        dp_group: ranks with the same shards and other batches; None where there is only one.
-        replica_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
-        expert_replica_group: ranks with the same experts and other tokens; None where there is only one.
-        batch_group: ranks that share a batch; None where there is only one.
-        link: the emulated link that this rank is connected by; None where bytes go as they are.
-        copies: the ranks of `replica_group`, where weights or the optimizer are spread over them; None where neither is.
-        expert_copies: those of `expert_replica_group`, likewise.
-        reduction_kind: the kind of communication whose links sums of gradients go over.
+        dp_group: ranks with the same shards and other batches; None for a single rank.
+        replica_group: ranks with the same shards and other tokens, dp and cp together; None for a single rank.
+        expert_replica_group: ranks with the same experts and other tokens; None for a single rank.
+        batch_group: ranks with the same batch; None for a single rank.
+        link: the emulated link of this rank; None without emulation.
+        replica_axes: the axes over `replica_group` where ZeRO shards over it; None without ZeRO.
+        expert_replica_axes: the same for `expert_replica_group`.
+        reduction_kind: the kind of communication whose links gradient reductions use.
     """
 
     sizes: dict[str, int]
@@ -146,14 +138,14 @@ class Mesh:
     reduction_kind: Kind = Kind.INTRA_NODE
 
     def over(self, link: EmulatedLink) -> Mesh:
-        """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
+        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
 
         axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
         tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
-        spread = {each: each and each.map(linked) for each in self._shard_axes}
+        linked_axes = {each: each and each.map(linked) for each in self._shard_axes}
         return replace(
             self,
             tp=tp,
@@ -161,8 +153,8 @@ class Mesh:
             experts=experts,
             pipe=self.pipe.over(link),
             link=link,
-            replica_axes=spread[self.replica_axes],
-            expert_replica_axes=spread[self.expert_replica_axes],
+            replica_axes=linked_axes[self.replica_axes],
+            expert_replica_axes=linked_axes[self.expert_replica_axes],
         )
 
     @property
@@ -171,15 +163,16 @@ class Mesh:
 
     @property
     def option_sizes(self) -> dict[str, int]:
-        """By the names of the options, without data parallelism; context and expert parallelism where there is any."""
+        """The sizes by the names of the options, without data parallelism; context and expert parallelism only where
+        used."""
         options = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
         return options | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
 
     @property
     def axes(self) -> list[Axis]:
-        """Those that operators communicate over."""
-        spread = [each.gather for each in self._shard_axes if each is not None]
-        axes = dict.fromkeys((self.tp, self.cp, self.experts, *spread))
+        """The axes of operators."""
+        gathers = [each.gather for each in self._shard_axes if each is not None]
+        axes = dict.fromkeys((self.tp, self.cp, self.experts, *gathers))
         return [axis for axis in axes if axis.size > 1]
 
     @property
@@ -187,30 +180,30 @@ class Mesh:
         return self.replica_axes, self.expert_replica_axes
 
     def axis_of(self, placement: Placement) -> Axis:
-        """The ranks that a parameter is cut over."""
+        """Returns the ranks that a parameter is cut over."""
         return self.experts if placement.over == EXPERTS else self.tp
 
     def replica_group_of(self, placement: Placement) -> dist.ProcessGroup | None:
-        """The ranks that hold the same of a parameter and see other tokens."""
+        """Returns the replicas of a parameter: ranks with the same part of it and other tokens."""
         return self.expert_replica_group if placement.over == EXPERTS else self.replica_group
 
     def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
-        """The ranks of `replica_group_of` that each keep or step a part of a parameter; None where each does all of it."""
+        """Returns the axes over the replicas of a parameter that shard it; None without ZeRO."""
         return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
 
     def holds_first_replica(self, placement: Placement) -> bool:
-        """Whether this rank is the one to write what it holds of a parameter."""
+        """Returns whether this rank writes its part of a parameter."""
         group = self.replica_group_of(placement)
         return group is None or dist.get_rank(group) == 0
 
 
 def world_size() -> int:
-    """Processes of the launcher's group; 1 without a group."""
+    """Returns the processes of the launcher's group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process in the launcher's group; 0 without a group."""
+    """Returns the number of this process in the launcher's group; 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -224,15 +217,15 @@ def build_mesh(
     link: str | None = None,
     zero_stage: int = 0,
 ) -> Mesh:
-    """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
+    """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
 
-    Every group has threads and connections of its own, so a process that makes several trainers must not make groups
-    for each of them. An emulated link is made anew.
+    Every group has threads and connections of its own, so several trainers of a process share groups. An emulated link
+    is made anew.
 
     Args:
-        ep_size: of the data-parallel ranks, how many share the experts.
-        inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) that communicate between hosts; None to ask for the ranks'
-            hosts.
+        tp_size, device, pp_size, cp_size: as in `Mesh`.
+        ep_size: how many data-parallel ranks share the experts.
+        inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
         zero_stage: see `HelixConfig.zero_stage`.
 
@@ -258,7 +251,7 @@ def build_mesh(
 
 
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
-    """Returns the mesh that a configuration asks for, see `build_mesh`."""
+    """Returns the mesh for a configuration, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
     return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.zero_stage)
 
@@ -267,8 +260,8 @@ _meshes: dict[object, Mesh] = {}
 
 
 def forget_meshes() -> None:
-    """Drops the meshes after a failure: their process groups may still carry collectives of the failed step, which must
-    not meet those of the next one."""
+    """Drops the meshes after a failure: their process groups may still carry collectives of the failed step, and the
+    next step must not meet these."""
     _meshes.clear()
 
 
@@ -302,38 +295,41 @@ def _new_mesh(
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
-    def shard_axes(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
+    def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
         if zero_stage == 0 or group is None:
             return None
-        sums = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
-        if zero_stage == 1:  # weights are gathered on the stream of the sums, which is idle by then
-            return ReplicaAxes(sums, sums)
-        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), reduction_kind)
-        return ReplicaAxes(weights, sums)
+        reduce = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
+        if zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
+            return ReplicaAxes(reduce, reduce)
+        gather = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), reduction_kind)
+        return ReplicaAxes(gather, reduce)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["copies"], use="gradients")
-    copies = shard_axes("copies", replica_group)
-    expert_replica_group, expert_copies = replica_group, copies
+    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use="gradients")
+    replica_axes = axes_over("replicas", replica_group)
+    expert_replica_group, expert_replica_axes = replica_group, replica_axes
     if ep_size > 1:
-        several = rows["expert_copies"].shape[-1] > 1
-        expert_replica_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
-        expert_copies = shard_axes("expert_copies", expert_replica_group)
+        expert_replica_group = None
+        if rows["expert_replicas"].shape[-1] > 1:
+            expert_replica_group = groups.group_of(rows["expert_replicas"], use="gradients")
+        expert_replica_axes = axes_over("expert_replicas", expert_replica_group)
     pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, copies, expert_copies, reduction_kind)
+    mesh = Mesh(
+        sizes, device, device_mesh, *axes, *further_groups, None, replica_axes, expert_replica_axes, reduction_kind
+    )
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
 
 
 def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """The ranks that each axis connects: the last dimension is one row of them."""
+    """Returns the ranks that each axis connects: a row is the last dimension."""
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     world = dp_size * pp_size * cp_size * tp_size
-    # Dimensions: copies of the experts, ep, pp, cp, tp.
+    # Dimensions: replicas of the experts, ep, pp, cp, tp.
     places = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
     return {
         "tp": places,
@@ -342,8 +338,8 @@ def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
         "pp": places.movedim(2, -1),
         "experts": places.movedim(1, 3).flatten(3),
-        "copies": places.permute(2, 4, 0, 1, 3).flatten(2),
-        "expert_copies": places.permute(1, 2, 4, 0, 3).flatten(3),
+        "replicas": places.permute(2, 4, 0, 1, 3).flatten(2),
+        "expert_replicas": places.permute(1, 2, 4, 0, 3).flatten(3),
     }
 
 
@@ -358,7 +354,7 @@ def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
 
 
 def connect(mesh: Mesh) -> None:
-    """Makes the communicators of all groups, by the smallest operation of every sort that each of them is there for.
+    """Makes the communicators of all groups, by the smallest operation of every sort that each group serves.
 
     All ranks go through the groups in one order, and wait for the device once, at the end.
     """
@@ -372,14 +368,14 @@ def connect(mesh: Mesh) -> None:
         several = one.repeat(axis.size)
         axis.transport.all_gather(several, one)
         axis.transport.reduce_scatter(one, several)
-        axis.transport.exchange(several.clone(), several)  # also the ways that a step round the ring takes
+        axis.transport.exchange(several.clone(), several)  # also the connections of a ring step
     mesh.pipe.connect(one)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
 
 
 def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
-    """The axes of which some ranks are on different hosts."""
+    """Returns the axes with ranks on different hosts."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, groups.host_name(), group=groups.control_group())
     names = set()

@@ -1,8 +1,8 @@
-"""The pipeline as one of its ranks sees it: its ranks, its groups, and the ways between them.
+"""The pipeline from the view of a rank: its ranks, its groups, and its P2P links.
 
-In:   rows of ranks, and the backend that carries tensors between them.
+In:   rows of ranks, and the backend for tensors between them.
 Out:  a channel between any two virtual stages on neighbouring ranks.
-Must hold: no way waits for another, and on each of them both ends communicate in the schedule's order.
+Must hold: no P2P link waits for another, and both ends of a link communicate in the schedule's order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_helix.runtime.distributed import groups
 
 
 class Lane(NamedTuple):
-    """Which way something goes along a pipeline: from one of its ranks to a neighbour, forward or backward."""
+    """A direction of a P2P link: from a rank of the pipeline to a neighbour, forward or backward."""
 
     source: int
     target: int
@@ -27,15 +27,15 @@ class Lane(NamedTuple):
 
 
 class Pipe:
-    """The pipeline as one of its ranks sees it.
+    """The pipeline from the view of a rank.
 
     Args:
         ranks: of the pipeline, in the launcher's group.
-        group: over these ranks; None for a single one.
-        lanes: by the parity of the sender, groups over these ranks, where the backend sends point to point (gloo, which
-            carries one direction at a time over a connection); or groups of a sender and its receiver (NCCL, which
-            carries one operation at a time over a communicator). So no way waits for another.
-        link: an emulated one that everything goes over.
+        group: over these ranks; None for a single rank.
+        lanes: with gloo, which carries a single direction at a time over a connection: by the parity of the sender,
+            groups over these ranks. With NCCL, which carries a single operation at a time over a communicator: groups
+            of a sender and its receiver. So no link waits for another.
+        link: the emulated link, if any.
     """
 
     def __init__(
@@ -53,32 +53,29 @@ class Pipe:
         self._link = link
 
     def over(self, link: EmulatedLink) -> Pipe:
-        """Returns a pipe of these ranks and groups in which everything goes over a link."""
+        """Returns a pipe of these ranks and groups over an emulated link."""
         return Pipe(self.ranks, self.group, self.lanes, link)
 
     def channel(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
-        """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
+        """Returns this rank's end of the P2P link between virtual stages `boundary` and `boundary` + 1.
 
         Args:
+            boundary: the number of the stage before the link.
             peer: the pipeline rank at the other end.
-            outward: whether forward leads from here to there.
+            outward: whether forward goes from this rank to the peer.
         """
         source, target = (self.rank, peer) if outward else (peer, self.rank)
-        ways = Lane(source, target, False), Lane(target, source, True)
+        directions = Lane(source, target, False), Lane(target, source, True)
         lanes: Mapping[Any, dist.ProcessGroup] = self.lanes
         channel: P2PChannel
-        if ways[0] in lanes:
-            channel = LaneChannel(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
+        if directions[0] in lanes:
+            channel = LaneChannel(self.ranks[peer], lanes[directions[0]], lanes[directions[1]])
         else:
             channel = GroupChannel(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
         return channel if self._link is None else LinkedChannel(channel, self._link)
 
     def connect(self, one: torch.Tensor) -> None:
-        """Makes the communicators of NCCL, see the function `connect`.
-
-        Args:
-            one: a tensor of one element.
-        """
+        """Makes the communicators of NCCL with a tensor of a single element, see the function `connect`."""
         if self.group is None:
             return
         dist.all_reduce(one, group=self.group)
@@ -89,11 +86,8 @@ class Pipe:
 
 
 def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
-    """The pipeline of this rank among the rows of `places`. Collective; groups are made in the same order on all ranks.
-
-    Args:
-        backend: what carries the values.
-    """
+    """Returns the pipeline of this rank among the rows of `places`. Collective; all ranks make groups in the same
+    order."""
     ranks = next(row for row in places.reshape(-1, places.shape[-1]).tolist() if dist.get_rank() in row)
     if len(ranks) == 1:
         return Pipe(ranks)
@@ -104,11 +98,11 @@ def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
 
 
 def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:
-    """A group for each way along a pipeline, of its two ranks.
+    """Returns a group for each direction of each P2P link of a pipeline, over its two ranks.
 
-    What is sent on a way is in the schedule's order at both ends, whatever is sent on others. And such a group can
-    broadcast, which NCCL does on the stream that calls it, where operations point to point would run on a stream of
-    the group's own, at normal priority, and one after the other if `device_id` has made its communicator.
+    Both ends of a link send and receive in the schedule's order, independent of other links. And such a group can
+    broadcast, which NCCL does on the calling stream; point-to-point operations would run on a stream of the group's
+    own, at normal priority, and one after the other if `device_id` has made its communicator.
     """
     lanes = {}
     for lower in range(places.shape[-1] - 1):

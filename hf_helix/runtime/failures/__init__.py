@@ -1,1 +1,7 @@
-"""Failures: every rank ends soon when one fails, and says which one it was."""
+"""The end of a run after an error: every rank ends soon, with one message.
+
+heartbeat  liveness of the ranks
+endings    messages at the end
+values     checks of ids, labels, positions, losses and gradients
+restarts   rendezvous after a restart by torchrun
+"""

@@ -1,10 +1,10 @@
-"""Endings: what the ranks of a launched run print when an error or Ctrl-C ends it.
+"""Endings: the messages of the ranks of a launched run when an error or Ctrl-C ends the run.
 
-In:   an exception that nobody has caught, on this rank, and what other ranks have said of theirs.
-Out:  the error whole, from the rank it arose on; one line, or nothing, from every other rank; the sentence in torch's
-      error file, from which the launcher's summary repeats it.
-Must hold: where ranks cannot tell that another one says an error, they say it whole. A traceback is shortened only for
-an error that hf_helix raises on purpose. Nothing here changes what an exception does inside the program.
+In:   an uncaught exception on this rank, and the reports of other ranks about theirs.
+Out:  the full error, from the rank where it arose; a line, or nothing, from every other rank; the sentence in torch's
+      error file, for the launcher's summary.
+Must hold: a rank prints its error in full unless it knows of another rank with the same error. A traceback is shortened
+only for errors raised on purpose by hf_helix. Exceptions behave inside the program as always.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ _advice: Callable[[], str] | None = None
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process beside others."""
+    """Returns whether a launcher has started this process beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def mark_remote_error(error: Exception, description: str) -> Exception:
-    """The error, marked as one that arose on another rank, as `describe` has put it there; that rank says it whole."""
+    """Returns the error, marked as an error of another rank, which prints it in full, with the description from
+    `describe`."""
     setattr(error, _TOLD, description)
     return error
 
 
 def remote_description(error: BaseException) -> str:
-    """The description that an error is marked with; empty where it is not marked."""
+    """Returns the description of an error of another rank; empty for an error of this rank."""
     return str(getattr(error, _TOLD, ""))
 
 
 def advise_on_interrupt(advice: Callable[[], str]) -> None:
-    """What to say after Ctrl-C: how the run goes on."""
+    """Sets the message after Ctrl-C: how to continue the run."""
     global _advice
     _advice = advice
 
 
 def describe(error: BaseException, rank: int) -> str:
-    """What ends a rank, as the others are told: `rank 1 failed: RuntimeError: ...`."""
+    """Returns why a rank ends, for the other ranks: `rank 1 failed: RuntimeError: ...`."""
     if isinstance(error, KeyboardInterrupt):
         return f"rank {rank} was interrupted"
     return f"rank {rank} failed: {type(error).__name__}: {error}"
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether two descriptions say the same of different ranks."""
+    """Returns whether two descriptions give the same reason for different ranks."""
     return one.split(" ", 2)[2:] == other.split(" ", 2)[2:]
 
 
 def claim(description: str) -> str:
-    """The description of the rank that says its error whole on this host, which is the first one that asks.
+    """Returns the description of the rank that prints its error in full on this host: the first caller.
 
-    Ranks of a host have the folder of torchrun's error files in common; without one the answer is empty.
+    The ranks of a host share the folder of torchrun's error files; without a folder the result is empty.
     """
     folder = _shared_folder()
     if folder is None:
@@ -82,11 +83,8 @@ def claim(description: str) -> str:
 
 
 def finish(limit: float) -> None:
-    """Waits until the rank that says its error whole has done so: when the first rank ends, torchrun ends the others.
-
-    Args:
-        limit: seconds to wait at most.
-    """
+    """Waits until the full error is printed, at most `limit` seconds: when the first rank ends, torchrun ends the
+    others."""
     folder = _shared_folder()
     if folder is None or not (folder / _CLAIM).exists():
         return
@@ -99,7 +97,7 @@ def finish(limit: float) -> None:
 
 
 def _shared_folder() -> Path | None:
-    """A folder that the ranks of this host have in common, new for every start."""
+    """A folder shared by the ranks of this host, new for every start."""
     file = os.environ.get(_ERROR_FILE)
     return Path(file).parents[1] if file else None
 
@@ -108,9 +106,9 @@ def record(sentence: str, late: bool = False) -> None:
     """Writes torch's error file.
 
     Args:
-        sentence: what the launcher's summary shows for this rank.
-        late: the rank ends because another has failed. The summary's root cause is the rank with the lowest time, which
-            counts in whole seconds.
+        sentence: the text for this rank in the launcher's summary.
+        late: the rank ends because another has failed. The summary's root cause is the rank with the lowest time, in
+            whole seconds.
     """
     file = os.environ.get(_ERROR_FILE)
     if not file or os.path.exists(file):  # `torch.distributed.elastic.multiprocessing.errors.record` was here
@@ -121,16 +119,18 @@ def record(sentence: str, late: bool = False) -> None:
 
 
 def print_short_ending(rank: int, because: str) -> None:
-    """One line of a rank that ends because of another."""
+    """Prints a line for a rank that ends because of another."""
     # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
     os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode(errors="replace"))
 
 
 def print_error(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
-    """Prints an error as the rank does that it arose on.
+    """Prints an error in full, on the rank where it arose.
 
     Args:
-        show: the exception hook that would be called otherwise.
+        error: the error.
+        trace: its traceback.
+        show: the exception hook of before.
 
     Returns:
         The sentence for the launcher's summary.
@@ -148,7 +148,7 @@ def print_error(error: BaseException, trace: TracebackType | None, show: Callabl
 
 
 def _is_on_purpose(trace: TracebackType) -> bool:
-    """Whether hf_helix itself has raised the error by a `raise` of its own."""
+    """Whether a `raise` of hf_helix itself has raised the error."""
     last = _frames(trace)[-1]
     file = last.tb_frame.f_code.co_filename
     line = linecache.getline(file, last.tb_lineno, last.tb_frame.f_globals)
@@ -156,7 +156,7 @@ def _is_on_purpose(trace: TracebackType) -> bool:
 
 
 def _short(trace: TracebackType) -> TracebackType:
-    """The frames of the user's own code, and the last one."""
+    """The frames of the user's own code, and the last frame."""
     *others, last = _frames(trace)
     short = TracebackType(None, last.tb_frame, last.tb_lasti, last.tb_lineno)
     for other in reversed(others):

@@ -1,11 +1,11 @@
-"""Liveness: when one rank fails, every rank ends soon and says which one it was.
+"""Liveness: when one rank fails, every rank ends soon and names the failed rank.
 
-In:   heartbeats of all ranks and the first error of any, through the store that the process group was made with.
+In:   heartbeats of all ranks and the first error of any, through the store of the process group.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or when communication with it has failed. What the store does in a second does not grow with the number of
-ranks: rank 0 watches all of them, the others watch rank 0 and what any has said of its end. Process groups are
-destroyed at exit, unless the run failed. What is printed at the end is left to `endings`.
+heartbeat, or after failed communication with it. The load of the store per second does not grow with the number of
+ranks: rank 0 watches all ranks, the others watch rank 0 and the report of a failure. Process groups are destroyed at
+exit, unless the run failed. `endings` prints the messages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hf_helix.runtime.failures import endings
 from hf_helix.runtime.failures.restarts import connect_store
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
-RANKS_A_SECOND = 256  # that send one, at most: the store is one thread of one process
+RANKS_A_SECOND = 256  # heartbeats a second, at most: the store is one thread of one process
 DEAD_AFTER = 30.0
-GRACE = 5.0  # longer than `LONGEST`, so that whoever ends is heard before
+GRACE = 5.0  # longer than `LONGEST`, so a rank's exit message arrives first
 
 FAILED, LEFT, TOLD = "failed", b"left", b" told"
 
@@ -42,17 +42,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RankFailure(RuntimeError):
-    """Another rank failed or died; the message names it."""
+    """Another rank failed or died; the message names the rank."""
 
 
 class Watch:
-    """Heartbeats of this rank and an eye on the others. One per process, see `start_watch`.
+    """Heartbeats of this rank, and a watch over the others. A process has one watch, see `start_watch`.
 
-    The heartbeat of a rank is a number, with " told" behind it once the rank has said why it ends, or "left".
+    The heartbeat of a rank is a number, with " told" after it once the rank has given the reason of its end, or "left".
 
     Args:
-        rank, world: this rank, of so many.
-        store: that all ranks have in common, empty.
+        rank, world: this rank, and the number of ranks.
+        store: shared by all ranks, empty.
     """
 
     has_spoken = False  # whether this rank has said why it ends
@@ -67,7 +67,7 @@ class Watch:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._in_step = False
         self._count = 0
-        self._failure = ""  # what another rank has said of its end
+        self._failure = ""  # the reason that another rank has given for its end
         self._has_told = False
         self._dead: set[int] = set()
         self._lock = threading.Lock()
@@ -80,12 +80,12 @@ class Watch:
             store.wait([FAILED])
 
     def start(self) -> None:
-        """Watch from now on, in a thread."""
+        """Starts to watch, in a thread."""
         self._thread.start()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that communicates: errors of communication become errors that name a rank."""
+        """Returns a context for communication: its errors become errors with the name of a rank."""
         before, self._in_step = self._in_step, True
         try:
             yield
@@ -100,15 +100,15 @@ class Watch:
             self._in_step = before
 
     def report(self, why: str, follows: bool = False) -> str:
-        """Tells the other ranks why this one ends, and waits until they have said their line.
+        """Tells the other ranks why this rank ends, and waits until they have printed their line.
 
         Args:
-            why: this rank's own error, or the rank that it has found to blame. Without the latter, ranks that notice a
-                little later would blame the ones that have ended because of it.
-            follows: whether another rank is to blame. Then only rank 0 waits, with which the store ends.
+            why: this rank's own error, or the failed rank. Without a report, later observers would blame the ranks that
+                have ended since.
+            follows: whether another rank is to blame. Then only rank 0 waits: the store ends with rank 0.
 
         Returns:
-            What the first rank that reported has said.
+            The report of the first rank.
         """
         first = why
         with contextlib.suppress(Exception):
@@ -132,7 +132,7 @@ class Watch:
             try:
                 failure = self._round()
             except Exception:
-                # The store may live in rank 0. It may have left in good order, so only a step that hangs is ended.
+                # The store may live in rank 0, which may have left in good order: end only a hanging step.
                 failure = "rank 0 died or has ended: its store is gone"
                 self._stop.wait(DEAD_AFTER if not self._in_step else GRACE)
                 if not self._in_step:
@@ -141,11 +141,11 @@ class Watch:
                 self._end(failure)
 
     def _round(self) -> str:
-        """Gives a sign of life and looks for those of others, in two requests; returns why this rank must end."""
+        """Sends a heartbeat and reads those of others, in two requests; returns why this rank must end."""
         self._beat()
         failure = self._look(self._watched, DEAD_AFTER, self._seen)
         if failure and not self._failure:
-            failure = self._store.compare_set(FAILED, "", failure).decode()  # so that the others know
+            failure = self._store.compare_set(FAILED, "", failure).decode()  # tells the others
         return failure
 
     def _beat(self) -> None:
@@ -153,14 +153,14 @@ class Watch:
         self._store.set(_beat_of(self.rank), f"{self._count}{TOLD.decode() if self._has_told else ''}")
 
     def _look(self, others: Sequence[int], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
-        """What a rank has said of its end, or who has been silent for long; in one request."""
+        """Returns the reported failure, or a rank after a long silence; in a single request."""
         with self._lock:  # both threads look
             if not self._failure:
                 failed, *beats = self._store.multi_get([FAILED, *map(_beat_of, others)])
                 if not failed:
                     return self._silent(dict(zip(others, beats, strict=True)), limit, seen)
                 self._failure = failed.decode()
-                if not _failed:  # a rank whose own error ends it says that
+                if not _failed:  # a rank with an error of its own prints that error
                     self._say(self._failure)
                 self._has_told = True
                 self._beat()
@@ -173,13 +173,13 @@ class Watch:
         return all(other in self._dead or beat == LEFT or beat.endswith(TOLD) for other, beat in self._beats())
 
     def _say(self, failure: str) -> None:
-        """Say, once, that this rank ends because of another."""
+        """Prints, once, that this rank ends because of another."""
         if not self.has_spoken:
             self.has_spoken = True
             endings.print_short_ending(self.rank, failure)
 
     def _silent(self, beats: dict[int, bytes], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
-        """Returns the rank that has been silent longest, among those without a new heartbeat for `limit` seconds."""
+        """Returns the rank with the longest silence among the ranks without a new heartbeat for `limit` seconds."""
         now, silent = time.monotonic(), []
         for other, beat in beats.items():
             if other == self.rank or beat == LEFT:
@@ -195,7 +195,7 @@ class Watch:
         return f"rank {dead} died: no sign of life for {limit:.0f} s"
 
     def find_culprit(self) -> str | None:
-        """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
+        """Returns the rank behind a communication error, after a wait for its report or its silence."""
         limit = 4 * self.interval
         deadline = time.monotonic() + GRACE + limit
         seen: dict[int, tuple[bytes, float]] = {}
@@ -216,7 +216,7 @@ class Watch:
         return None
 
     def _end(self, failure: str) -> None:
-        """Gives the main thread time to raise the error itself and to say it, then ends the process."""
+        """Gives the main thread time to raise and print the error itself, then ends the process."""
         if self._stop.wait(GRACE) or (_failed and self._stop.wait(GRACE)):
             return
         self._say(failure)
@@ -225,7 +225,7 @@ class Watch:
 
 
 def interval_of(world: int) -> float:
-    """Seconds between two heartbeats of a rank."""
+    """Returns the seconds between two heartbeats of a rank."""
     return min(max(SHORTEST, world / RANKS_A_SECOND), LONGEST)
 
 
@@ -234,18 +234,18 @@ def _beat_of(rank: int) -> str:
 
 
 _watch: Watch | None = None
-_group: Callable[[], object] | None = None  # a weak reference to the one whose ranks are watched
+_group: Callable[[], object] | None = None  # a weak reference to the watched process group
 _failed = False
 _status = 1  # of this process, once it has failed
 
 
 def start_watch() -> Watch | None:
-    """The watch of this process, started on first use; None where there is only one process. Collective."""
+    """Returns the watch of this process, started on first use; None for a single process. Collective."""
     global _watch, _group
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _watch
     world = dist.group.WORLD
-    if _group is None or _group() is not world:  # also where the group was destroyed, with its store, and made again
+    if _group is None or _group() is not world:  # also after the group was destroyed, with its store, and made again
         if _watch is not None:
             _watch.close()
         _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), connect_store()), weakref.ref(world)
@@ -256,7 +256,8 @@ def start_watch() -> Watch | None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """`Watch.step` where there is a watch. Groups that a failure has left with work under way are not used again."""
+    """Returns the context `Watch.step` where there is a watch. After a failure, groups with pending work are not used
+    again."""
     try:
         with _watch.step() if _watch is not None else contextlib.nullcontext():
             yield
@@ -266,12 +267,13 @@ def watched() -> Iterator[None]:
 
 
 def collective(function: F) -> F:
-    """Decorates a function that every rank calls: errors of communication in it name the rank that failed."""
+    """Decorates a function for all ranks: errors of communication in the function name the failed rank."""
     return watched()(function)
 
 
 def install_hook() -> None:
-    """Says errors as `endings` does. Other exception hooks stay in use; what is installed twice acts once."""
+    """Prints uncaught errors as `endings` does. Other exception hooks stay in use; a second installation has no
+    effect."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -286,7 +288,7 @@ def install_hook() -> None:
 
 
 def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> None:
-    """Says why this rank ends: whole where nobody else does, and else in a line."""
+    """Prints why this rank ends: the full error where no other rank prints it, else a line."""
     number = _watch.rank if _watch is not None else int(os.environ.get("RANK", "0"))
     culprit = _culprit_of(error)
     if culprit:
@@ -298,13 +300,13 @@ def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[.
     if (first or told) == mine:
         endings.record(endings.print_error(error, trace, show))
     elif endings.is_same(first, mine):
-        endings.record(first, late=True)  # the same screen has it already
+        endings.record(first, late=True)  # the same screen shows the error already
     else:
         _follow(number, first or told)
 
 
 def _follow(number: int, culprit: str) -> None:
-    """Ends this rank because of another, which has the word after it."""
+    """Ends this rank because of another."""
     if _watch is None or not _watch.has_spoken:
         endings.print_short_ending(number, culprit)
     endings.record(culprit, late=True)
@@ -313,7 +315,7 @@ def _follow(number: int, culprit: str) -> None:
 
 
 def _culprit_of(error: BaseException) -> str:
-    """What another rank says of the end of this one; empty where the error arose here."""
+    """Returns the report of another rank that explains the end of this rank; empty where the error arose here."""
     if isinstance(error, RankFailure):
         return str(error)
     if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):

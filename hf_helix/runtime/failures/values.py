@@ -1,10 +1,12 @@
-"""Extents: the smallest and largest token id, label and position of a window, known before it runs.
+"""Values: ids out of range are refused before a window runs; a loss or a gradient that is not finite ends the run.
 
-In:   the batches of a window, on whatever device, and the rows of the tables that ids, labels and positions index.
-Out:  a few numbers, which ranks tell each other when they compare the lengths of their windows; an error that names
-      the id, on every rank.
-Must hold: nothing waits for the device by itself. A rank that holds a part of a table must not take an id of nobody for
-one of another rank, and on a GPU an id out of range ends the process without a word.
+In:   the batches of a window, on any device, and the rows of the tables for ids, labels and positions; after a step the
+      losses of the window on this rank, and the norm of the whole gradient.
+Out:  a few numbers, which ranks exchange when they compare the lengths of their windows; an error on every rank, with
+      the id, or with the step and the ranks.
+Must hold: no check waits for the device inside a step. A rank with a part of a table must not take an invalid id for an
+id of another rank; on a GPU an id out of range ends the process without a message. Losses and norms of a step are read
+when the next step begins, or before an evaluation or a save: the weights are lost by then, but nothing has saved them.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ logger = logging.getLogger(__name__)
 NUM_BOUNDS = 5
 
 
-def extents(batches: Sequence[Any], device: torch.device) -> Tensor:
-    """The negated smallest and the largest id, the same of labels that count, and the largest position; on the device.
+def value_bounds(batches: Sequence[Any], device: torch.device) -> Tensor:
+    """Returns the negated smallest and the largest id, the same for counted labels, and the largest position; on the
+    device.
 
-    Of what a batch does not have, and of no batches, they are zero.
+    Zero for missing values, and for no batches.
     """
     if not batches:
         return torch.zeros(NUM_BOUNDS, dtype=torch.long, device=device)
@@ -42,14 +45,14 @@ def _of_batch(batch: Any) -> Tensor:
         return torch.zeros(NUM_BOUNDS, dtype=torch.long)
     targets, labels, places = batch.get("shift_labels"), batch.get("labels"), batch.get("position_ids")
     if targets is None and labels is not None:
-        targets = labels[..., 1:]  # what stands first is nobody's next token
+        targets = labels[..., 1:]  # no token is followed by the first label
     counted = None if targets is None else torch.where(targets == IGNORED, 0, targets)
     farthest = ids.new_full((), max(ids.shape[-1] - 1, 0)) if places is None else _ends(places, ids)[1]
     return torch.stack((*_ends(ids, ids), *_ends(counted, ids), farthest.to(ids.device))).long()
 
 
 def _ends(values: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The negated smallest and the largest of some numbers."""
+    """The negated smallest and the largest number of a tensor."""
     if values is None or not values.numel():
         return like.new_zeros(()), like.new_zeros(())
     smallest, largest = values.to(like.device).aminmax()
@@ -58,13 +61,13 @@ def _ends(values: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Limits:
-    """How far ids, labels and positions may reach.
+    """The largest ids, labels and positions.
 
     Attributes:
         ids: the rows of the input embedding.
         labels: the rows of the head.
         positions: the rows of a table of positions; None where any position has an embedding.
-        trained_length: the longest sequence that the model was made for; None where nobody says.
+        trained_length: the longest sequence of the model's pretraining; None where unknown.
     """
 
     ids: int
@@ -74,13 +77,13 @@ class Limits:
     _has_warned: bool = field(default=False, init=False)
 
     def raise_if_invalid(self, ranges: Sequence[Sequence[int]]) -> None:
-        """Raises if a rank has met something that no table has a row for; warns once of long sequences.
+        """Raises if a rank has a value without a row in its table; warns once about long sequences.
 
         Args:
-            ranges: `extents` of every rank, or of this one.
+            ranges: `value_bounds` of every rank, or of this rank.
 
         Raises:
-            ValueError: names it, the size of the table, and what to do.
+            ValueError: names the value, the size of the table, and a remedy.
         """
         for place, (smallest_id, largest_id, smallest_label, largest_label, position) in enumerate(ranges):
             where = f" in a batch of rank {place}" if len(ranges) > 1 else ""
@@ -122,20 +125,12 @@ def _beyond_vocabulary(what: str, source: str) -> ValueError:
 
 
 # -- finite check --------------------------------------------------------------------------------------------------
-# Health: a loss or a gradient that is not finite ends the run, on every rank.
-#
-# In:   the losses of each window on this rank, and the norm of the whole gradient.
-# Out:  an error that names the step and the ranks.
-# Must hold: nothing waits for the device inside a step. What a step has found is read when the next one begins, or
-# before
-# anything is evaluated or saved; by then the weights are lost, but nobody has kept them.
-
 
 SOUND, LOSS, GRADIENT = 0, 1, 2
 
 
 class Health:
-    """What this rank has found in the step that was last taken: whether its losses and the gradient were finite."""
+    """The result of the last step on this rank: whether its losses and the gradient were finite."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,14 +139,14 @@ class Health:
         self._step = 0
 
     def note_losses(self, losses: Tensor, step: int) -> None:
-        """Keeps the losses of this rank's window, until the next are noted. Steps count from 1."""
+        """Keeps the losses of this rank's window, until the next call. Steps count from 1."""
         self._losses, self._norm, self._step = losses.detach(), None, step
 
     def note_norm(self, norm: Tensor | float) -> None:
         self._norm = torch.as_tensor(norm, device=self._device)
 
     def state(self) -> Tensor:
-        """What this rank has found, as a number on the device."""
+        """Returns the result of this rank, as a number on the device."""
         state = torch.zeros((), dtype=torch.long, device=self._device)
         if self._norm is not None:
             state = torch.where(torch.isfinite(self._norm), state, GRADIENT)
@@ -173,13 +168,13 @@ class Health:
         self.raise_if_invalid([int(state) for state in states])
 
     def raise_if_invalid(self, states: list[int]) -> None:
-        """Raises if a rank has found something.
+        """Raises if a rank has a loss or a norm that is not finite.
 
         Args:
             states: of every rank.
 
         Raises:
-            FloatingPointError: names the step, and the ranks whose loss it was.
+            FloatingPointError: names the step, and the ranks with such a loss.
         """
         if not any(states):
             return

@@ -1,1 +1,5 @@
-"""Gradients after backward: the memory in which they lie, and their sums over ranks."""
+"""Gradients after backward: reduction over the ranks.
+
+buckets  groups of gradients for a joint reduction
+reduce   the reductions of a window, on a stream; the norm of the gradient
+"""

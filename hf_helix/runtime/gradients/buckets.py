@@ -1,13 +1,13 @@
-"""Buckets: which gradients are summed over ranks in one piece.
+"""Buckets: gradients that ranks reduce together.
 
 In:   the units of one rank of the pipeline with their parameters and placements, and the mesh.
-Out:  `Bucket`s, in the order in which a micro-batch by itself would complete them.
-Must hold: every trained parameter whose gradient another rank adds to is in one bucket. What is in a bucket depends on
-the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
-what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
+Out:  `Bucket`s, in the order in which a single micro-batch would complete them.
+Must hold: every trained parameter with gradients on other ranks is in one bucket. Buckets depend only on the model and
+on the sizes of the mesh: not on the plan, so reductions give the same bits under every plan, and not on this rank's
+slices, so every rank of a pipeline knows the buckets of the others.
 
-How large buckets are says `hf_helix.planning.window.passes`. But parameters that are spread over ranks in one flat are
-one bucket, whose sum leaves each rank its part.
+`hf_helix.planning.window.passes` gives the size of buckets. A flat parameter is a bucket of its own, whose
+reduce-scatter leaves each rank its shard.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 
 Adder = tuple[int, str]
-"""An operator of backward: the index of its unit, and its name there."""
+"""An operator of backward: the index of its unit, and its name in that unit."""
 
 
 class TrainedParameter(NamedTuple):
     """A trained parameter.
 
     Attributes:
-        parameter: itself.
-        placement: how it is cut.
+        parameter: the parameter.
+        placement: its cut.
         adders: the operators that add to its gradient.
     """
 
@@ -47,15 +47,15 @@ class TrainedParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients are summed in one piece.
+    """Parameters whose gradients ranks reduce together.
 
     Attributes:
-        placements: the parameters, with how they are cut.
+        placements: the parameters, with their cuts.
         adders: the operators that add to their gradients.
-        bytes: of the gradients, on the rank that holds most of them.
-        spans_batches: whether ranks that see other tokens (dp, cp) add to them; if not, they are parts that tensor
-            parallelism sums, few and small.
-        flat: what the parameters are spread in; None where every rank keeps all of them.
+        bytes: of the gradients, on the rank with most of them.
+        spans_batches: whether ranks with other tokens (dp, cp) add to them. If not, tensor parallelism alone reduces
+            them: few and small gradients.
+        flat: the flat parameter; None where every rank keeps the full parameters.
     """
 
     placements: Mapping[nn.Parameter, Placement]
@@ -66,29 +66,27 @@ class Bucket:
 
     @property
     def is_planned(self) -> bool:
-        """Whether its sum is one of the layout's."""
+        """Whether the layout contains this reduction."""
         return self.spans_batches and bool(self.adders)
 
 
 def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
-    """Returns the buckets of a rank of the pipeline.
-
-    Args:
-        units: what it holds, by index in the layout.
-        mesh: which ranks share what.
-    """
-    summed = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
+    """Returns the buckets of a rank of the pipeline, from its units by index in the layout."""
+    reduced = [made for made in by_completion(units) if _is_reduced(made.parameter, made.placement, mesh)]
     sizes = {
         made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
-        for made in summed
+        for made in reduced
     }
     flats = {p: flat for unit in units.values() for flat in unit.flat_parameters.values() for p in flat.placements}
-    whole = [parameter for parameter in sizes if parameter not in flats]
-    numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
+    full = [parameter for parameter in sizes if parameter not in flats]
+    numbers = dict(zip(full, fill_buckets([sizes[parameter] for parameter in full], BUCKET_BYTES), strict=True))
     groups: dict[int | FlatParameter, list[TrainedParameter]] = {}
-    for made in summed:
+    for made in reduced:
         bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
-        groups[bucket] = [*groups.pop(bucket, ()), made]  # behind those that are complete before
+        groups[bucket] = [
+            *groups.pop(bucket, ()),
+            made,
+        ]  # moved to the end: a bucket is complete with its last gradient
     return [
         Bucket(
             {made.parameter: made.placement for made in group},
@@ -102,13 +100,7 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
 
 
 def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
-    """Returns a layout with the sums of all ranks of the pipeline.
-
-    Args:
-        layout: what the ranks hold.
-        model: the units of the whole model, before any parameter is cut.
-        mesh: which ranks share what.
-    """
+    """Returns a layout with the gradient reductions of all pipeline ranks, from the uncut units of the whole model."""
     sums = []
     for rank in range(layout.num_ranks):
         units = {unit: model[unit] for unit in layout.units_of(rank) if unit in model}
@@ -119,11 +111,8 @@ def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh
 
 
 def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
-    """Returns the operators that add to the gradient of each parameter, in the order in which a micro-batch runs them.
-
-    Args:
-        units: by index in the layout.
-    """
+    """Returns the operators that add to the gradient of each parameter, in the order of a micro-batch; units by index
+    in the layout."""
     adders: dict[Tensor, list[Adder]] = {}
     for index in sorted(units, reverse=True):
         for op in units[index].graphs.backward.operators:
@@ -134,7 +123,7 @@ def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
 
 
 def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
-    """Returns `adders_of`; of a parameter that no operator names, every computation of its unit."""
+    """Returns `adders_of`; for a parameter that no operator names, every computation of its unit."""
     adders = adders_of(units)
     for index in sorted(units, reverse=True):
         computing = [op.name for op in units[index].graphs.backward.operators if not op.kind.communicates]
@@ -144,11 +133,8 @@ def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
 
 
 def by_completion(units: Mapping[int, Unit]) -> Iterator[TrainedParameter]:
-    """Yields the trained parameters in the order in which a micro-batch by itself would complete their gradients.
-
-    Args:
-        units: by index in the layout.
-    """
+    """Yields the trained parameters in the order in which a single micro-batch would complete their gradients; units by
+    index in the layout."""
     adders = _all_adders(units)
     order: dict[Adder, int] = {}
     places: dict[nn.Parameter, tuple[int, Placement]] = {}
@@ -163,19 +149,19 @@ def by_completion(units: Mapping[int, Unit]) -> Iterator[TrainedParameter]:
             yield TrainedParameter(parameter, places[parameter][1], tuple(adders[parameter]))
 
 
-def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
-    """Whether other ranks add to the gradient, or it is divided by the number of batches."""
-    shards = placement.sums_gradient and mesh.tp.group is not None
-    return shards or mesh.replica_group_of(placement) is not None or mesh.dp_size > 1
+def _is_reduced(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
+    """Whether other ranks add to the gradient, or the number of batches divides it."""
+    over_tp = placement.sums_gradient and mesh.tp.group is not None
+    return over_tp or mesh.replica_group_of(placement) is not None or mesh.dp_size > 1
 
 
 def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
-    """Returns the elements of a parameter on the first rank of its axis, which has most; the same once it is cut.
+    """Returns the elements of a parameter on the first rank of its axis, which has the most.
 
     Args:
-        parameter: whole or cut.
-        placement: how it is cut.
-        mesh: which ranks share what.
+        parameter: full, or cut already.
+        placement: its cut.
+        mesh: the groups of ranks.
     """
     shape = list(parameter.shape)
     if placement.dim is not None and placement.length:

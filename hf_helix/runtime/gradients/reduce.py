@@ -1,10 +1,11 @@
-"""Gradients in one piece that lies as a flat does, and their sums over the ranks that the flat is spread over.
+"""Gradient reduction: all-reduce of buckets, reduce-scatter of flat parameters, and the norm of the whole gradient.
 
-In:   a flat whose parameters have the gradients that this rank has computed in a window.
-Out:  `shard.grad`, the average over the data-parallel ranks, for the part of every parameter that this rank owns; the
-      parameters have no gradients then.
-Must hold: sums are taken in float32 at least, in the same order every time. A parameter without a gradient on this rank
-has none on the others, and its shards get none.
+In:   buckets of parameters (see `hf_helix.runtime.gradients.buckets`) with the gradients of a window on this rank, and
+      the mesh.
+Out:  without ZeRO complete gradients on every rank. With ZeRO `shard.grad`, the average over the data-parallel ranks
+      for this rank's part of every parameter, and no gradient on the parameters. One norm, equal on every rank.
+Must hold: sums run in float32 at least, in the same order on every rank and every time. A parameter without a gradient
+on this rank has none on the others, and its shards get none. The norm counts replicas once.
 """
 
 from __future__ import annotations
@@ -32,13 +33,10 @@ from hf_helix.runtime.streams import Event, Streams
 
 
 class FlatParameterGradients:
-    """The gradients of a flat.
+    """The gradients of a flat parameter, in a flat buffer of the same layout.
 
-    Gradients in float32 are moved into the piece at once, so that sums over other axes run in it, and what they were in
-    before is free then; those in half precision stay where they are until the piece is summed.
-
-    Args:
-        flat: what they are the gradients of.
+    Gradients in float32 move to the buffer at once: their old memory is free, and sums over other axes run in the
+    buffer. Gradients in half precision stay in place until the reduce-scatter.
     """
 
     def __init__(self, flat: FlatParameter) -> None:
@@ -47,7 +45,7 @@ class FlatParameterGradients:
 
     @classmethod
     def take(cls, flat: FlatParameter) -> FlatParameterGradients | None:
-        """Returns the gradients of a flat; None where there are none."""
+        """Returns the gradients of a flat parameter; None where no parameter has a gradient."""
         made = cls(flat)
         if not made._with_gradient:
             return None
@@ -57,9 +55,9 @@ class FlatParameterGradients:
     def _gather(self) -> None:
         gradients: list[Any] = [parameter.grad for parameter in self._with_gradient]
         dtype = gradients[0].dtype
-        summed_in = torch.promote_types(dtype, torch.float32)
-        self._whole = self._flat.shard.new_zeros(self._flat.length, dtype=summed_in)
-        views = self._flat.views(self._whole)
+        summed_in = _summed_in(dtype)
+        self._buffer = self._flat.shard.new_zeros(self._flat.length, dtype=summed_in)
+        views = self._flat.views(self._buffer)
         self._places: list[Any] = [views[parameter] for parameter in self._with_gradient]
         self._is_moved = summed_in is dtype
         if self._is_moved:
@@ -68,14 +66,11 @@ class FlatParameterGradients:
                 parameter.grad = place
 
     def reduce_scatter(self, divisor: int) -> TransferFn:
-        """Gives the shards their gradients, not yet filled, and returns the work that fills them. Collective.
-
-        Args:
-            divisor: what the sums are divided by.
-        """
+        """Gives the shards their gradients, not filled yet, and returns a function to fill them with sums / `divisor`.
+        Collective."""
         local: list[Any] = [parameter.grad for parameter in self._with_gradient]
-        stretch, scatter = prepare_reduce_scatter(self._flat.sums, self._whole)
-        parts = self._flat.split_shard(stretch)
+        shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
+        parts = self._flat.split_shard(shard)
         sums: list[Any] = [parts[parameter] for parameter in self._with_gradient]
         gradients: list[Any] = [
             part if part.dtype is parameter.dtype else torch.empty_like(part, dtype=parameter.dtype)
@@ -90,58 +85,52 @@ class FlatParameterGradients:
                 torch._foreach_copy_(self._places, local)
             scatter()
             if divisor > 1:
-                stretch.div_(divisor)
+                shard.div_(divisor)
             if not self._is_moved:
                 torch._foreach_copy_(gradients, sums)
 
         return work
 
 
-# -- reduce --------------------------------------------------------------------------------------------------------
-# Gradients over the ranks: their sums during a window, and the norm of the whole gradient.
-#
-# In:   buckets of parameters (see `hf_helix.runtime.gradients.buckets`), and the mesh.
-# Out:  complete gradients on every rank; one norm, equal on every rank.
-# Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
-
+# -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
 
 MAX_UPCASTS = 2
-"""How many buckets in half precision may have a copy in float32 alive on CUDA when the next copy is made."""
+"""How many buckets in half precision may have an upcast to float32 alive on CUDA when the next upcast is made."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
 
 class GradientReduction:
-    """Sums the gradients of one window over the ranks, while backward still runs.
+    """Reduces the gradients of one window over the ranks, while backward still runs.
 
-    The program says when the last gradient of a bucket has been issued. Of a bucket, what each rank saw of the sequence
-    is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp) and the
-    average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on the plan,
-    so neither do the sums. Gradients in float32 are averaged where they lie: those of a bucket are put in one piece of
-    memory first, unless they lie so already.
+    The program says when the last gradient of a bucket has been issued. The steps for a bucket:
 
-    Args:
-        buckets: of this rank.
+        tp         sum of the gradients that each rank has for its part of the sequence, in line with other tp
+        collectives
+        dp and cp  sum over the parts of a sequence and average over the batches, on the stream of gradients
+
+    Buckets do not depend on the plan, so neither do the sums. Gradients in float32 are reduced in place, after a move
+    to one buffer unless they lie in one buffer already.
     """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, streams: Streams) -> None:
         self._mesh = mesh
         self._streams = streams
-        self._left = dict(enumerate(buckets))
+        self._pending = dict(enumerate(buckets))
         self._events: list[Event] = []
 
     def reduce_bucket(self, number: int) -> None:
-        """Sums a bucket whose gradients are complete on this rank."""
-        bucket = self._left.pop(number)
+        """Reduces a bucket whose gradients are complete on this rank."""
+        bucket = self._pending.pop(number)
         if bucket.flat is None:
             self._reduce(bucket.placements)
         else:
             self._reduce_to_shards(bucket.flat)
 
     def finish(self) -> None:
-        """Sums what is left, such as the few parts that only tensor parallelism sums, and lets the compute stream wait
-        until every gradient is complete on every rank."""
-        for number in list(self._left):
+        """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
+        until every gradient is complete."""
+        for number in list(self._pending):
             self.reduce_bucket(number)
         for event in self._events:
             self._streams.wait(event)
@@ -153,7 +142,7 @@ class GradientReduction:
         averaged = [self._averaged(placements, over) for over in sorted({each.over for each in placements.values()})]
         for parameters, group in averaged:
             if group is not None:
-                _put_in_one(parameters)
+                _move_to_one_buffer(parameters)
         if tp.group is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
             summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
@@ -161,7 +150,7 @@ class GradientReduction:
             self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
 
     def _reduce_to_shards(self, flat: FlatParameter) -> None:
-        self._limit_copies(flat.placements)
+        self._limit_upcasts(flat.placements)
         gradients = FlatParameterGradients.take(flat)
         if gradients is None:
             return
@@ -172,9 +161,9 @@ class GradientReduction:
         self._events.append(self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter"))
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
-        """The parameters that lie over an axis, and who has copies of them."""
-        alike = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
-        return list(alike), self._mesh.replica_group_of(next(iter(alike.values())))
+        """Returns the parameters that are cut over an axis, and the group of their replicas."""
+        members = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
+        return list(members), self._mesh.replica_group_of(next(iter(members.values())))
 
     def _issue(
         self,
@@ -187,36 +176,30 @@ class GradientReduction:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        self._limit_copies(parameters)
+        self._limit_upcasts(parameters)
         by_type = _by_type(parameters).values()
-        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in by_type]
-        events = [self._streams.issue(kind, work, after, label) for work in works]
+        sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
+        events = [self._streams.issue(kind, reduce, after, label) for reduce in sums]
         self._events += events
         return events
 
-    def _limit_copies(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Waits for earlier sums before gradients in half precision get copies in a higher one, which CUDA keeps until
-        their sums have been waited for."""
+    def _limit_upcasts(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Waits for earlier reductions before gradients in half precision get upcasts: CUDA keeps the memory of an
+        upcast until a wait for its reduction."""
         if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
             while len(self._events) > MAX_UPCASTS:
                 self._streams.wait(self._events.pop(0))
 
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
-    """Reduces all gradients now, without overlap.
-
-    Args:
-        units: of this rank.
-        mesh: which ranks share what.
-        streams: that the sums run on.
-    """
+    """Reduces all gradients now, without overlap."""
     GradientReduction(gradient_buckets(units, mesh), mesh, streams).finish()
 
 
 @contextlib.contextmanager
 def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Returns a context for a window that keeps the gradients of earlier windows apart: those are summed over the ranks
-    already, so they are added after the sums of this window."""
+    """Returns a context for a window that keeps the gradients of earlier windows apart. Earlier gradients are reduced
+    already, so they are added after the reductions of this window."""
     held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     for parameter in held:
         parameter.grad = None
@@ -228,7 +211,7 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
-    """Returns the parameters that have a gradient, by its type."""
+    """Returns the parameters with a gradient, by the type of the gradient."""
     by_type: dict[torch.dtype, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -236,30 +219,30 @@ def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]
     return by_type
 
 
-def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
-    """Moves gradients into one piece of memory that can be summed as it is; `parameter.grad` becomes a view of it.
+def _move_to_one_buffer(parameters: Iterable[nn.Parameter]) -> None:
+    """Moves gradients to one buffer that an all-reduce can take; `parameter.grad` becomes a view of the buffer.
 
-    Gradients in half precision stay where they are, since they are summed in float32.
+    Gradients in half precision stay in place, since their sums run in float32.
     """
-    for dtype, alike in _by_type(parameters).items():
-        gradients = [parameter.grad for parameter in alike]
+    for dtype, members in _by_type(parameters).items():
+        gradients = [parameter.grad for parameter in members]
         if _summed_in(dtype) is not dtype or contiguous_view(gradients) is not None:
             continue
         parts = _parts(gradients, dtype)
         torch._foreach_copy_(parts, gradients)
-        for parameter, part in zip(alike, parts, strict=True):
+        for parameter, part in zip(members, parts, strict=True):
             parameter.grad = part
 
 
 def _summing(
     gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: EmulatedLink | None
 ) -> Callable[[], object]:
-    """Returns the work that sums gradients over a group, in one piece, and divides them."""
-    if group is None:  # experts that no other rank has a copy of
+    """Returns a function to sum gradients over a group, as a single buffer, and to divide them."""
+    if group is None:  # experts without replicas
         return lambda: torch._foreach_div_(list(gradients), divisor)
-    dtype, whole = _summed_in(gradients[0].dtype), contiguous_view(gradients)
-    if whole is not None and whole.dtype is dtype:
-        return lambda: _sum(whole, group, divisor, link)
+    dtype, buffer = _summed_in(gradients[0].dtype), contiguous_view(gradients)
+    if buffer is not None and buffer.dtype is dtype:
+        return lambda: _sum(buffer, group, divisor, link)
     parts = _parts(gradients, dtype)
 
     def work() -> None:
@@ -283,35 +266,29 @@ def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: EmulatedLi
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    """Ranks add up one after the other, so half precision would round every time."""
+    """The type of sums: ranks add up one after the other, and half precision would round every time."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Allocates one piece of memory for gradients, and returns the part of each."""
+    """Allocates one buffer for gradients, and returns the part of each."""
     lengths = [gradient.numel() for gradient in gradients]
-    flat = gradients[0].new_empty(sum(lengths), dtype=dtype)
-    return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]
+    buffer = gradients[0].new_empty(sum(lengths), dtype=dtype)
+    return [part.view(gradient.shape) for gradient, part in zip(gradients, buffer.split(lengths), strict=True)]
 
 
 def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[FlatParameter] = ()) -> Tensor:
-    """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective.
-
-    Args:
-        placements: the parameters of this rank.
-        mesh: which ranks share what.
-        flats: those that parameters are in which are spread.
-    """
-    whole = _squares_of(placements, flats, lambda placement: placement.dim is None, mesh.device)
+    """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
+    total = _squares_of(placements, flats, lambda placement: placement.dim is None, mesh.device)
     for over, axis in ((TP, mesh.tp), (EXPERTS, mesh.experts)):
         is_cut = functools.partial(_is_cut_over, over)
         cut = _squares_of(placements, flats, is_cut, mesh.device)
         if axis.group is not None:
             dist.all_reduce(cut, group=axis.group)
-        whole += cut
+        total += cut
     if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
-        dist.all_reduce(whole, group=mesh.pipe.group)
-    return whole.sqrt()
+        dist.all_reduce(total, group=mesh.pipe.group)
+    return total.sqrt()
 
 
 def _is_cut_over(over: str, placement: Placement) -> bool:
@@ -321,8 +298,8 @@ def _is_cut_over(over: str, placement: Placement) -> bool:
 def _squares_of(
     placements: Placements, flats: Sequence[FlatParameter], chosen: Callable[[Placement], bool], device: torch.device
 ) -> Tensor:
-    """The sum of squares over the gradients of parameters that lie in a certain way. Collective over the ranks that
-    these are spread over."""
+    """Returns the sum of squares over the gradients of parameters with a chosen placement. Collective over the ranks
+    that shard them."""
     total = _squares(parameter.grad for parameter, placement in placements.items() if chosen(placement)).to(device)
     for axis in dict.fromkeys(flat.reduce_axis for flat in flats if any(map(chosen, flat.placements.values()))):
         shards = (

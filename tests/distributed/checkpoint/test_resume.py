@@ -431,7 +431,7 @@ def test_pieces_of_stretches_fill_the_whole_once(dim: int | None, blocks: tuple[
         for start in range(0, over * stretch, stretch):
             axis: Any = SimpleNamespace(rank=start // stretch, size=over)
             about = FlatShard(tuple(local.shape), start, axis, dim is not None or rank == 0)
-            held = replace(held_by(rank, 2, placement), stretch=about)
+            held = replace(held_by(rank, 2, placement), shard=about)
             mine = elements[start : start + stretch]
             assert held.full_shape(mine) == whole.shape
             pieces = held.pieces(mine)

@@ -40,17 +40,17 @@ class Stepped:
         if kind == "whole":
             self.local = {p: LocalParameter(name, COPIED, Axis.single()) for name, p in self.parameters.items()}
             return
-        copies = build_mesh(1, "cpu", zero_stage=1).replica_axes
-        assert copies is not None
+        axes = build_mesh(1, "cpu", zero_stage=1).replica_axes
+        assert axes is not None
         make = Zero1FlatParameter if kind == "kept" else FlatParameter
-        flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), copies.weights, copies.sums)
+        flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), axes.gather, axes.reduce)
         flat.shard_in_place(torch.device("cpu"))
         stage = SimpleNamespace(flat_parameters=[flat], shards=flat.shards, mark_weights_stale=flat.mark_stale)
         step_shards(self.optimizer, stage)  # type: ignore[arg-type]
         self.local = {}
         for name, parameter in self.parameters.items():
-            stretch = FlatShard(tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, True)
-            self.local[flat.shards[parameter]] = LocalParameter(name, COPIED, Axis.single(), stretch)
+            shard = FlatShard(tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, True)
+            self.local[flat.shards[parameter]] = LocalParameter(name, COPIED, Axis.single(), shard)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """A step of the optimizer."""

@@ -118,8 +118,8 @@ class Options:
 LIMITS = [
     # what a group connects, of two ranks each, and the most blocks that its kernels may take; tp, cp and the groups
     # that are made with the device mesh are in the second case
-    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2}, {"experts": None, "copies": 8, "expert_copies": 8}),
-    ({"tp_size": 2, "pp_size": 2, "cp_size": 2}, {"tp": None, "cp": None, "copies": 8}),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2}, {"experts": None, "replicas": 8, "expert_replicas": 8}),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2}, {"tp": None, "cp": None, "replicas": 8}),
 ]
 
 

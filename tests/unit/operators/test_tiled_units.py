@@ -131,7 +131,7 @@ def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
     layer, whole_layer = stage.units[1], whole.units[1]
     for tile in range(tiles):
         assert layer.operators[f"mlp.up.{tile}"] is whole_layer.operators["mlp.up"]
-        assert layer.operators[f"mlp.gather.{tile}"].whole is whole_layer.operators["mlp.gather"]
+        assert layer.operators[f"mlp.gather.{tile}"].collective is whole_layer.operators["mlp.gather"]
 
 
 def test_without_tiles_or_collectives_units_stay() -> None:

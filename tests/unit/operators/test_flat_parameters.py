@@ -76,7 +76,7 @@ def test_half_is_sent_of_what_is_kept() -> None:
         for _, flat in ranks:
             assert flat.shard.dtype is torch.float32
             assert all(shard.dtype is torch.float32 for shard in flat.shards.values())
-        recorder = ranks[0][1].axis.transport
+        recorder = ranks[0][1].gather_axis.transport
         assert isinstance(recorder, Recorder)
         sent[cast_to] = recorder.bytes_sent
     assert sent[BF16] * 2 == sent[None] > 0
