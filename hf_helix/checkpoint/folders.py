@@ -50,7 +50,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class CheckpointDraft:
+class PendingCheckpoint:
     """The files of a checkpoint under temporary names, until they are complete.
 
     Attributes:
@@ -104,7 +104,7 @@ class CheckpointDraft:
                 file.unlink()
 
 
-class DraftFiles:
+class PendingFiles:
     """The files of a draft that this rank has open.
 
     An error is kept instead of raised, so that the ranks stay in step; nothing is written after it.
@@ -113,7 +113,7 @@ class DraftFiles:
         error: the first error.
     """
 
-    def __init__(self, draft: CheckpointDraft) -> None:
+    def __init__(self, draft: PendingCheckpoint) -> None:
         self.error: OSError | None = None
         self._draft = draft
         self._open: dict[str, int] = {}

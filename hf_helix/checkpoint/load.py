@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import WholeSlices, materialize
+from hf_helix.checkpoint.shard import UnshardedParameters, materialize
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.planning.text import shorten_list
@@ -54,7 +54,7 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
     check_same_on_all_ranks(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
-    with WholeSlices(stage, written=True) as whole:
+    with UnshardedParameters(stage, written=True) as whole:
         for name, source in sources.items():
             if tensors[name].is_local:
                 out = model.get_parameter_or_buffer(name)

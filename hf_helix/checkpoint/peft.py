@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from hf_helix.checkpoint.shard import WholeSlices
+from hf_helix.checkpoint.shard import UnshardedParameters
 from hf_helix.runtime.distributed.agreement import agree_on_success
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
@@ -48,7 +48,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     except Exception as problem:
         error = problem
     agree_on_success(error)
-    with WholeSlices(stage, written=True) as slices:
+    with UnshardedParameters(stage, written=True) as slices:
         for path, names in files.items():
             with safe_open(path, "pt") as file:
                 for key, name in names.items():

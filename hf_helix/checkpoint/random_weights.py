@@ -22,7 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.load import model_tensors
 from hf_helix.checkpoint.reader import Checkpoint
-from hf_helix.checkpoint.shard import WholeSlices, materialize
+from hf_helix.checkpoint.shard import UnshardedParameters, materialize
 from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
@@ -84,7 +84,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     # One buffer for all pieces: buffers that are made and freed piece by piece would leave gaps in the allocator.
     sizes = [sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
-    with WholeSlices(stage, written=True) as whole:
+    with UnshardedParameters(stage, written=True) as whole:
         for piece in pieces:
             names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
             names = [name for name in names if tensors[name].is_local and tensors[name].name == name]

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_helix.checkpoint.files import CheckpointLayout, tensors_on_disk
-from hf_helix.checkpoint.folders import CheckpointDraft, DraftFiles, TensorPart, check_files, staged
+from hf_helix.checkpoint.folders import PendingCheckpoint, PendingFiles, TensorPart, check_files, staged
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import WholeSlices, join_slices
+from hf_helix.checkpoint.shard import UnshardedParameters, join_slices
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
@@ -58,10 +58,10 @@ def save_pretrained(
         ValueError: another one could not; names it.
     """
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    draft = CheckpointDraft(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
+    draft = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
     try:
         decide_on_rank_0(draft.create)
-        files = DraftFiles(draft)
+        files = PendingFiles(draft)
         _Writer(model, stage, mesh, files, layout, draft.writers()).write()
         files.close()
         agree_on_success(files.error)
@@ -125,7 +125,7 @@ class _Writer:
     """
 
     def __init__(
-        self, model: Any, stage: Stage, mesh: Mesh, files: DraftFiles, layout: CheckpointLayout, writers: set[int]
+        self, model: Any, stage: Stage, mesh: Mesh, files: PendingFiles, layout: CheckpointLayout, writers: set[int]
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -133,7 +133,7 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
-        self.whole = WholeSlices(stage)
+        self.whole = UnshardedParameters(stage)
         self.placements, self.owners, self.rank = stage.all_placements, stage.owners, stage.rank
         self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, of ranks that hold the same
 
@@ -240,7 +240,7 @@ def _is_cut_stack(source: Source, placement: Placement) -> bool:
     return source.is_stack and placement.dim == 0 and not placement.is_fused
 
 
-def _publish(model: Any, draft: CheckpointDraft) -> None:
+def _publish(model: Any, draft: PendingCheckpoint) -> None:
     check_files([*map(draft.path, draft.layout.files)], draft.layout.tensors)
     draft.publish()
     model.config.architectures = [type(model).__name__]

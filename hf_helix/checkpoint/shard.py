@@ -92,7 +92,7 @@ def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch
             )
 
 
-def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
+def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
     """Joins the slices of a parameter. Collective over the ranks that hold a copy of it together.
 
     The tensor is sent through the memory of the hosts, and lies there: between devices, every pair of ranks would need
@@ -126,7 +126,7 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """Joins the slices of a tensor on the host, see `whole_parameter`. Collective over the axis that it is cut over.
+    """Joins the slices of a tensor on the host, see `full_parameter`. Collective over the axis that it is cut over.
 
     The first rank allocates the whole tensor once, and one slice where slices do not lie in one piece.
 
@@ -205,7 +205,7 @@ MOST = 4
 """How many flats are whole at a time; more where a unit has more, since its tensors come in any order."""
 
 
-class WholeSlices:
+class UnshardedParameters:
     """Lends gathered pieces to parameters, within its context.
 
     Args:
@@ -226,7 +226,7 @@ class WholeSlices:
         """Whether any parameter is spread."""
         return bool(self._flats)
 
-    def __enter__(self) -> WholeSlices:
+    def __enter__(self) -> UnshardedParameters:
         return self
 
     def __exit__(

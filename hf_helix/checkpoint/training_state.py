@@ -41,7 +41,7 @@ GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
 
 
-class WholeTensor(Tensor):
+class FullTensor(Tensor):
     """Stands for a whole tensor in DCP, while this rank writes or reads some pieces of it (`_Checkpointable`)."""
 
     local: Tensor
@@ -49,7 +49,7 @@ class WholeTensor(Tensor):
     _is_written: bool
 
     @staticmethod
-    def __new__(cls, about: LocalParameter, local: Tensor) -> WholeTensor:
+    def __new__(cls, about: LocalParameter, local: Tensor) -> FullTensor:
         whole = about.full_shape(local)
         made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
         made.local, made._pieces, made._is_written = local, about.pieces(local), about.is_first_replica
@@ -102,7 +102,7 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
             if not isinstance(value, Tensor) or value.dim() == 0:
                 saved[f"{about.name}/{key}"] = value
             elif value.shape == parameter.shape:
-                saved[f"{about.name}/{key}"] = WholeTensor(about, value)
+                saved[f"{about.name}/{key}"] = FullTensor(about, value)
             else:
                 saved[f"{about.name}/{key}{about.mark}"] = value
     with _failures_named("writing the optimizer's states"):
@@ -197,11 +197,11 @@ def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, save
     dtype = saved.properties.dtype
     if "@" in name or counts or saved.size != about.full_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)
-    return WholeTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+    return FullTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 
 
 def _local(value: Any) -> Any:
-    return value.local if isinstance(value, WholeTensor) else value
+    return value.local if isinstance(value, FullTensor) else value
 
 
 def _put(

@@ -29,10 +29,10 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.graph.experts import check_expert_count, expert_side_inputs, is_experts
 from hf_helix.models.lowering.glue import Share
 from hf_helix.models.lowering.lower import declare, declare_layer
-from hf_helix.models.lowering.outline import Outline
+from hf_helix.models.lowering.outline import SegmentPlan
 from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, Placed
+from hf_helix.models.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, ValuePlacement
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.trace.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
 from hf_helix.models.trace.trace import (
@@ -77,11 +77,11 @@ class DerivedFamily(Family):
         with refusing(base):
             self.calls = LayerCalls(base)
             self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
-            self._kinds: dict[tuple[str, int, int], Outline] = {}
+            self._kinds: dict[tuple[str, int, int], SegmentPlan] = {}
             self._has_experts = bool(self._expert_counts())
             self._routers = {id(router.module): router.index for router in routers_of(base)}
             self._balance: Balance | None = None
-            self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
+            self._ends: dict[tuple[int, int], tuple[SegmentPlan, SegmentPlan]] = {}
             masks = [mask for call in self.calls.calls for mask in call.masks]
             by_positions = {mask.by_positions for mask in masks}
             if len(by_positions) > 1:
@@ -128,11 +128,11 @@ class DerivedFamily(Family):
         return self._key(place)
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        outline, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         return b.build(declare(outline, b, model, {}), *self.balance_start(b, model))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        _, outline = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = declare(outline, b, model, {outline.start[0]: x}, WHOLE)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
@@ -150,7 +150,7 @@ class DerivedFamily(Family):
             for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
                 outline = self._kind(number, 1, 0)
                 text += [_described(outline.trace, outline.target), self._key(number)]
-            pre, post = self._outlines_of_ends(model, 1, 0)
+            pre, post = self._plans_of_ends(model, 1, 0)
             text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
             return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
@@ -160,18 +160,18 @@ class DerivedFamily(Family):
         """Tells layers apart: by code, options, sizes, and what they are called with."""
         return f"{description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
 
-    def _kind(self, number: int, size: int, rank: int) -> Outline:
+    def _kind(self, number: int, size: int, rank: int) -> SegmentPlan:
         """Returns what declares the operators of a layer, and of all that are like it."""
         key = self._key(number)
         if (key, size, rank) not in self._kinds:
             layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
-            inference = self._infer(key, lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD))
+            inference = self._infer(key, lambda inlined: self._trace_layer(layer, call, inlined), size, ValuePlacement(SHARD))
             graph = inference.trace
-            self._kinds[key, size, rank] = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
+            self._kinds[key, size, rank] = SegmentPlan(inference, Share(size, rank), [graph.hidden], graph.result)
         return self._kinds[key, size, rank]
 
     def _infer(
-        self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: Placed
+        self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: ValuePlacement
     ) -> Inference:
         """Infers placements of a trace, and traces again through the norms that this asks for.
 
@@ -213,7 +213,7 @@ class DerivedFamily(Family):
         layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
         for number, layer in enumerate(layers):
             leaf = leaves.add(LAYER, str(number))
-            layer.forward = _as_leaf(leaf, self.calls.is_tuple)
+            layer.forward = _as_opaque(leaf, self.calls.is_tuple)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
         leaves.table = next(name for name, module in model.named_modules() if module is table)
@@ -230,9 +230,9 @@ class DerivedFamily(Family):
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
         return trace(skeleton, leaves, ids, [POSITIONS], run)
 
-    def _outlines_of_ends(self, model: Any, size: int, rank: int) -> tuple[Outline, Outline]:
+    def _plans_of_ends(self, model: Any, size: int, rank: int) -> tuple[SegmentPlan, SegmentPlan]:
         if (size, rank) not in self._ends:
-            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, Placed(FREE))
+            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, ValuePlacement(FREE))
             graph = inference.trace
             layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
             layers.sort(key=lambda node: int(graph.path_of(node)))
@@ -242,8 +242,8 @@ class DerivedFamily(Family):
             share = Share(size, rank)
             first = args_of(layers[0])[0]
             self._ends[size, rank] = (
-                Outline(inference, share, [], first),
-                Outline(inference, share, [layers[-1]], graph.result),
+                SegmentPlan(inference, share, [], first),
+                SegmentPlan(inference, share, [layers[-1]], graph.result),
             )
         return self._ends[size, rank]
 
@@ -315,7 +315,7 @@ class DerivedFamily(Family):
         return inputs
 
 
-def _as_leaf(leaf: int, is_tuple: bool) -> Any:
+def _as_opaque(leaf: int, is_tuple: bool) -> Any:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = OPS.unary(hidden_states, leaf)
         return (result,) if is_tuple else result

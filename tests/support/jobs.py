@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.checkpoint.shard import full_parameter
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
@@ -95,7 +95,7 @@ def window_gradients(
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     owners, gradients = stage.owners, {}
     for name, parameter in trainer.model.named_parameters():
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
+        whole = full_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         gradients[name] = None if whole is None else whole.numpy().copy()
     return {"losses": [loss.item() for loss in losses], "gradients": gradients, "events": events}
 

@@ -11,7 +11,7 @@ from support.models import arguments, sequences, tiny
 from torch import Tensor
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.checkpoint.shard import full_parameter
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.clock import stage_costs
@@ -135,7 +135,7 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:
             continue
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
+        whole = full_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         result[name] = None if whole is None else whole.float().numpy().copy()
     return result
 

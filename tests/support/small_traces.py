@@ -16,9 +16,9 @@ from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.lowering.glue import Share
 from hf_helix.models.lowering.lower import declare
-from hf_helix.models.lowering.outline import Outline
+from hf_helix.models.lowering.outline import SegmentPlan
 from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import SHARD, NeedsInlining, Placed
+from hf_helix.models.placement.placed import SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.trace.leaves import DTYPE, Leaves, skeleton_of
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
@@ -51,7 +51,7 @@ def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> I
     inlined: frozenset[str] = frozenset()
     while True:
         try:
-            return Inference(traced(module, given, inlined), size, Placed(SHARD))
+            return Inference(traced(module, given, inlined), size, ValuePlacement(SHARD))
         except NeedsInlining as needed:
             inlined |= {needed.path}
 
@@ -61,7 +61,7 @@ def ways(inference: Inference) -> dict[str, str]:
     return {inference.trace.path_of(node): way for node, way in inference.decisions.ways.items()}
 
 
-def placed_on(inference: Inference, operation: str) -> Placed:
+def placed_on(inference: Inference, operation: str) -> ValuePlacement:
     """The placement of what the last call of an operation gives: a part of its name."""
     return next(inference.placed[node] for node in reversed(inference.trace.nodes) if operation in str(node.target))
 
@@ -75,7 +75,7 @@ def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = 
 def lowered(inference: Inference, module: nn.Module, axis: Axis) -> Unit:
     """The unit on one rank of a module that was traced, or of a copy of it."""
     graph = inference.trace
-    outline = Outline(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
+    outline = SegmentPlan(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
     b = Builder("layer", "layers.0", ParallelContext(axis))
     return b.build(declare(outline, b, module, {graph.hidden: b.input("x")}))
 

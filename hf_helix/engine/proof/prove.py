@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.checkpoint.shard import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
 from hf_helix.engine.evaluate import evaluate_batch
@@ -302,7 +302,7 @@ class _Copy:
             parameter = self.model.get_parameter(name)
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             placement = placements[parameter]
-            whole = whole_parameter(mine, placement, self.mesh, owners[parameter])
+            whole = full_parameter(mine, placement, self.mesh, owners[parameter])
             if whole is not None:
                 gradients[name] = whole.double()
             if self.mesh.axis_of(placement).rank > 0:  # experts, which the first rank of those that share them joins

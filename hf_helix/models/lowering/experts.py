@@ -16,9 +16,9 @@ from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import DOWN, declare_experts
 from hf_helix.models.lowering.glue import Glue
-from hf_helix.models.lowering.outline import ByRows, OfShard, Outline, Routing
+from hf_helix.models.lowering.outline import BatchFirstSegment, LocalPositionsSegment, SegmentPlan, Routing
 from hf_helix.models.placement.placed import PARTIAL, SHARD, WHOLE, features_of, is_canonical, name_of
-from hf_helix.models.trace.leaves import EXPERTS, Leaf
+from hf_helix.models.trace.leaves import EXPERTS, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 
@@ -33,7 +33,7 @@ class Values:
         start: the names of the values that enter.
     """
 
-    def __init__(self, outline: Outline, b: Builder, module: Any, start: dict[Node, str]) -> None:
+    def __init__(self, outline: SegmentPlan, b: Builder, module: Any, start: dict[Node, str]) -> None:
         self.outline = outline
         self.trace = outline.trace
         self.b = b
@@ -82,10 +82,10 @@ class Values:
         bound = glue.bind(self.module)
         side = tuple(name for name in glue.side if name != PLACES)
         if not side:
-            return (OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
+            return (LocalPositionsSegment(bound, self.b.tp.rank) if glue.side else bound), glue.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
-        return ByRows(bound), (*side, "length")
+        return BatchFirstSegment(bound), (*side, "length")
 
     def _used_by(self, glue: Glue) -> dict[str, Any]:
         """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
@@ -147,7 +147,7 @@ class Experts(Values):
     """
 
     def __init__(
-        self, outline: Outline, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
+        self, outline: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
     ) -> None:
         super().__init__(outline, b, module, start)
         self.choices = choices
@@ -186,7 +186,7 @@ class Experts(Values):
         self.b.meters.append(self.meters[chosen])
         return self.meters[chosen]
 
-    def _experts(self, node: Node, leaf: Leaf) -> None:
+    def _experts(self, node: Node, leaf: OpaqueCall) -> None:
         tokens, chosen, weights = args_of(node)[:3]
         if len(self.trace.shape(node)) != 2:
             raise Underivable("its experts take tokens that are not flat")

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.graph.norms import normed
 from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import FREE, Placed, bounds_of_slice, edges_of, name_of
+from hf_helix.models.placement.placed import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.trace import rope
 from hf_helix.models.trace.leaves import DTYPE
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
@@ -77,7 +77,7 @@ class Glue:
         return [module.get_submodule(path) for path in self.modules]
 
 
-def build_glue(
+def build_segment_function(
     inference: Inference,
     share: Share,
     inputs: Sequence[Node],
@@ -223,7 +223,7 @@ class _Writer:
         args = list(args_of(node))
         kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
         name = name_of(node)
-        placed = self.inference.placed.get(node, Placed(FREE))
+        placed = self.inference.placed.get(node, ValuePlacement(FREE))
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
             args[1] = self._lengths(args[1], placed)
@@ -258,10 +258,10 @@ class _Writer:
             return self.graph.call_function(getattr, (self.first, "dtype" if value is DTYPE else "device"))
         return value
 
-    def _of(self, value: Any) -> Placed:
+    def _of(self, value: Any) -> ValuePlacement:
         return self.inference.placed[value]
 
-    def _lengths(self, lengths: Any, placed: Placed, first: int = 0) -> list[Any]:
+    def _lengths(self, lengths: Any, placed: ValuePlacement, first: int = 0) -> list[Any]:
         """Returns the lengths of dimensions, those from `first` on, as a rank has them."""
         result = list(lengths)
         place = -1 if placed.dim is None else placed.dim - first

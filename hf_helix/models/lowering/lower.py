@@ -16,7 +16,7 @@ from torch.fx import Node
 from hf_helix.models.graph.attention import Attention, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.lowering.experts import Experts
-from hf_helix.models.lowering.outline import DropoutIn, Outline
+from hf_helix.models.lowering.outline import DropoutIn, SegmentPlan
 from hf_helix.models.placement.placed import COLUMN, PARTIAL, ROW, SHARD, WHOLE
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.models.trace.leaves import (
@@ -27,14 +27,14 @@ from hf_helix.models.trace.leaves import (
     LINEAR,
     LOOKUP,
     NORM,
-    Leaf,
+    OpaqueCall,
     MaskOf,
 )
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
 
 
-def declare(outline: Outline, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
+def declare(outline: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
     """Declares the operators for one module, and returns the name of what leaves.
 
     Args:
@@ -50,7 +50,7 @@ def declare(outline: Outline, b: Builder, module: Any, start: dict[Node, str], w
 
 
 def declare_layer(
-    outline: Outline, b: Builder, layer: Any, start: dict[Node, str], choices: int | None
+    outline: SegmentPlan, b: Builder, layer: Any, start: dict[Node, str], choices: int | None
 ) -> tuple[str, list[str]]:
     """Declares the operators of a layer.
 
@@ -88,7 +88,7 @@ class _Lowering(Experts):
         else:
             self._segment(node)
 
-    def _linear(self, node: Node, leaf: Leaf) -> None:
+    def _linear(self, node: Node, leaf: OpaqueCall) -> None:
         outline, source = self.outline, args_of(node)[0]
         way = outline.inference.decisions.ways[node]
         if way == ROW:
@@ -124,21 +124,21 @@ class _Lowering(Experts):
             return False
         return ways[other] == ways[node] and leaf.path.rpartition(".")[0] == mine.path.rpartition(".")[0]
 
-    def _norm(self, node: Node, leaf: Leaf) -> None:
+    def _norm(self, node: Node, leaf: OpaqueCall) -> None:
         where = self.outline.placed(node).where
         readers = [self.trace.leaf(user) for user in node.users if user in self.outline.needed]
         lowers = all(reader is not None and reader.kind == LINEAR for reader in readers)
         norm = self.module.get_submodule(leaf.path)
         self._set(node, self.b.norm(self._name(node), norm, self.value(args_of(node)[0], where), lowers))
 
-    def _dropout(self, node: Node, leaf: Leaf) -> None:
+    def _dropout(self, node: Node, leaf: OpaqueCall) -> None:
         where = self.outline.placed(node).where
         value = self.value(args_of(node)[0], where)
         module = self.module.get_submodule(leaf.path)
         dropout: Any = module if isinstance(module, nn.Dropout) else DropoutIn(module, leaf.details["p"])
         self._set(node, self.b.dropout(self._name(node), dropout, value))
 
-    def _lookup(self, node: Node, leaf: Leaf) -> None:
+    def _lookup(self, node: Node, leaf: OpaqueCall) -> None:
         table = self.module.get_submodule(leaf.path)
         self._set(node, self.b.lookup(self._name(node), table, plain=True))
 
@@ -201,7 +201,7 @@ class _Lowering(Experts):
             name = b.sum_over_ranks(self._name(node, "sum"), name)
         self._set(node, name)
 
-    def _attention(self, node: Node, leaf: Leaf) -> None:
+    def _attention(self, node: Node, leaf: OpaqueCall) -> None:
         outline, b = self.outline, self.b
         q, k, v, more = args_of(node)[:4]
         if b.cp.size > 1:
@@ -245,7 +245,7 @@ class _Lowering(Experts):
         )
         self._set_heads(node, name)
 
-    def _check_context(self, leaf: Leaf, k: Node, v: Node) -> None:
+    def _check_context(self, leaf: OpaqueCall, k: Node, v: Node) -> None:
         """Refuses attention that is not built over a sequence that ranks share."""
         problem = None
         if self.trace.shape(k)[-1] < self.trace.shape(v)[-1]:
@@ -278,10 +278,10 @@ class _Lowering(Experts):
 
         self._set(node, self.b.segment(self._name(node, "heads"), by_heads, name))
 
-    def _layer(self, node: Node, leaf: Leaf) -> None:
+    def _layer(self, node: Node, leaf: OpaqueCall) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
 
-    _OF_LEAVES: ClassVar[dict[str, Callable[[_Lowering, Node, Leaf], None]]] = {
+    _OF_LEAVES: ClassVar[dict[str, Callable[[_Lowering, Node, OpaqueCall], None]]] = {
         LINEAR: _linear,
         NORM: _norm,
         DROPOUT: _dropout,

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.balance import RouterRecord
-from hf_helix.models.lowering.glue import Glue, Share, build_glue
+from hf_helix.models.lowering.glue import Glue, Share, build_segment_function
 from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import FREE, PARTIAL, SHARD, Placed, is_canonical, is_sum
+from hf_helix.models.placement.placed import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
 from hf_helix.models.trace.leaves import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, NORM
 from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED
 
 
-class ByRows:
+class BatchFirstSegment:
     """Glue that needs to know which token stands where: it gets values [batch, sequence, ...] without padding."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -39,7 +39,7 @@ class ByRows:
 
 
 @dataclass(frozen=True)
-class OfShard:
+class LocalPositionsSegment:
     """Glue that reads the positions of tokens [tokens of all ranks, batch or 1]: it gets those of this rank's."""
 
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ class DropoutIn:
 # The outline of a unit: which nodes of a trace are values between operators, and which glue belongs to which.
 #
 # In:   the inference of a trace, the nodes that are there at the start, and the node that the unit gives.
-# Out:  an `Outline`, made once for all layers of a kind.
+# Out:  an `SegmentPlan`, made once for all layers of a kind.
 # Must hold: glue that one operator alone needs belongs to it; a sum that is only a term of another sum is part of
 # that.
 
@@ -96,7 +96,7 @@ VIEWS = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice
 """Parts of the names of operations that cost nothing."""
 
 
-class Outline:
+class SegmentPlan:
     """The operators of a unit, for all modules of one kind.
 
     Args:
@@ -158,7 +158,7 @@ class Outline:
         is_term = len(users) == 1 and self.is_residual(users[0])
         return is_term and node is not self.target and self.placed(node).where == SHARD
 
-    def placed(self, node: Any) -> Placed:
+    def placed(self, node: Any) -> ValuePlacement:
         return self.inference.placed[node]
 
     def _choose_values(self) -> None:
@@ -246,5 +246,5 @@ class Outline:
         key = tuple(outputs)
         if key not in self._glue:
             inputs = self.inputs_of(outputs)
-            self._glue[key] = build_glue(self.inference, self.share, inputs, outputs, self.flat), inputs
+            self._glue[key] = build_segment_function(self.inference, self.share, inputs, outputs, self.flat), inputs
         return self._glue[key]

@@ -27,10 +27,10 @@ from hf_helix.models.placement.placed import (
     WHOLE,
     Again,
     NeedsInlining,
-    Placed,
+    ValuePlacement,
     is_canonical,
     name_of,
-    seq_of,
+    where_reduced,
 )
 from hf_helix.models.placement.rules import SAME, ArithmeticRules, ViewRules
 from hf_helix.models.trace.leaves import (
@@ -63,7 +63,7 @@ class Inference(ViewRules, ArithmeticRules):
         NeedsInlining: a norm must be traced through first.
     """
 
-    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: Placed) -> None:
+    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> None:
         super().__init__(trace, tp_size, hidden)
         while True:
             try:
@@ -77,12 +77,12 @@ class Inference(ViewRules, ArithmeticRules):
         trace = self.trace
         self.placed[trace.hidden] = self.hidden
         for node in (*trace.attributes, *trace.constants, *trace.given):
-            self.placed[node] = Placed(FREE)
+            self.placed[node] = ValuePlacement(FREE)
         for node in self.decisions.cut:
-            self.placed[node] = Placed(FREE, dim=0, blocks=(trace.shape(node)[0],))
+            self.placed[node] = ValuePlacement(FREE, dim=0, blocks=(trace.shape(node)[0],))
         for node, name in trace.given.items():
             if name == PLACES:
-                self.placed[node] = Placed(SHARD)
+                self.placed[node] = ValuePlacement(SHARD)
         for node in trace.nodes:
             if has_value(node):
                 self.placed[node] = self._place(node)
@@ -113,7 +113,7 @@ class Inference(ViewRules, ArithmeticRules):
         readers = [(ways.get(user), self.placed.get(user)) for user in node.users]
         return all(way == COLUMN or (reader is not None and reader.where == WHOLE) for way, reader in readers)
 
-    def _place(self, node: Node) -> Placed:
+    def _place(self, node: Node) -> ValuePlacement:
         leaf = self.trace.leaf(node)
         if leaf is not None:
             return self._OF_LEAVES[leaf.kind](self, node)
@@ -123,45 +123,45 @@ class Inference(ViewRules, ArithmeticRules):
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         return self._pointwise(node) if is_pointwise else self._unknown(node)
 
-    def _linear(self, node: Node) -> Placed:
+    def _linear(self, node: Node) -> ValuePlacement:
         leaf, given = self._leaf(node), self._of(args_of(node)[0])
         ways = self.decisions.ways
         if leaf.path in self.decisions.demoted:
             if given.dim is not None:
                 self._demote(given.origins, node)
             ways[node] = REPLICATED
-            return Placed(seq_of(given))
+            return ValuePlacement(where_reduced(given))
         if given.dim is not None:
             if given.dim != self._dims(args_of(node)[0]) - 1 or len(given.blocks) > 1:
                 self._demote(given.origins, node)
             ways[node] = ROW
-            return Placed(PARTIAL, origins=given.origins)
+            return ValuePlacement(PARTIAL, origins=given.origins)
         ways[node] = COLUMN
         features = self.trace.shape(node)[-1]
         if features < self.tp_size:
             self._demote({leaf.path}, node)
         edges = sorted({0, features, *self.decisions.boundaries.get(leaf.path, ())})
         blocks = tuple(last - first for first, last in itertools.pairwise(edges))
-        return Placed(WHOLE, dim=self._dims(node) - 1, blocks=blocks, origins=frozenset({leaf.path}), is_direct=True)
+        return ValuePlacement(WHOLE, dim=self._dims(node) - 1, blocks=blocks, origins=frozenset({leaf.path}), is_direct=True)
 
-    def _norm(self, node: Node) -> Placed:
+    def _norm(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         if given.dim is not None and given.dim == self._dims(node) - 1:
             if self._feeds_attention(node):
                 raise NeedsInlining(self._leaf(node).path)
             self._demote(given.origins, node)
-        return replace(given, where=seq_of(given), is_direct=False, expanded=None)
+        return replace(given, where=where_reduced(given), is_direct=False, expanded=None)
 
-    def _elementwise(self, node: Node) -> Placed:
+    def _elementwise(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
-        return replace(given, where=seq_of(given), expanded=None)
+        return replace(given, where=where_reduced(given), expanded=None)
 
-    def _attention(self, node: Node) -> Placed:
+    def _attention(self, node: Node) -> ValuePlacement:
         q, k, v, more = args_of(node)[:4]
         heads = [self._of(value) for value in (q, k, v)]
         shares = [value for value in heads if value.dim is not None]
         if not shares and self.tp_size == 1:  # a single head of keys, for one
-            return Placed(WHOLE, dim=2, blocks=(self.trace.shape(q)[1],))
+            return ValuePlacement(WHOLE, dim=2, blocks=(self.trace.shape(q)[1],))
         if not shares:
             raise Underivable("no projection of its attention can be cut by heads")
         if any(value.dim != 1 or len(value.blocks) > 1 for value in heads):
@@ -170,27 +170,27 @@ class Inference(ViewRules, ArithmeticRules):
             if value not in self.trace.attributes or self.trace.shape(value)[0] != heads[0].size:
                 raise Underivable("its attention takes a tensor that is not a parameter of its heads")
             self._cut(value)
-        return Placed(WHOLE, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
+        return ValuePlacement(WHOLE, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
 
-    def _experts(self, node: Node) -> Placed:
+    def _experts(self, node: Node) -> ValuePlacement:
         for value in args_of(node)[:3]:
             given = self._of(value)
             if given.dim is not None:
                 self._demote(given.origins, node)
-            if seq_of(given) != SHARD:
+            if where_reduced(given) != SHARD:
                 raise Underivable("its experts read values of the whole sequence")
-        return Placed(SHARD)
+        return ValuePlacement(SHARD)
 
-    def _layer(self, node: Node) -> Placed:
+    def _layer(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         if given.dim is not None:
             self._demote(given.origins, node)
-        return Placed(SHARD)
+        return ValuePlacement(SHARD)
 
-    def _lookup(self, node: Node) -> Placed:
-        return Placed(PARTIAL)
+    def _lookup(self, node: Node) -> ValuePlacement:
+        return ValuePlacement(PARTIAL)
 
-    _OF_LEAVES: ClassVar[dict[str, Callable[[Inference, Node], Placed]]] = {
+    _OF_LEAVES: ClassVar[dict[str, Callable[[Inference, Node], ValuePlacement]]] = {
         LINEAR: _linear,
         NORM: _norm,
         ELEMENTWISE: _elementwise,
@@ -219,7 +219,7 @@ REDUCTIONS = (
 )
 """What computes along some dimensions only."""
 
-_RULES: dict[str, Callable[[Inference, Node], Placed]] = {
+_RULES: dict[str, Callable[[Inference, Node], ValuePlacement]] = {
     **dict.fromkeys(SAME, _I._same),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _I._view),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _I._permute),

@@ -1,7 +1,7 @@
 """Placements: where a value is computed, and which of its dimensions a rank has a share of.
 
 In:   nothing; these are the words of inference.
-Out:  `Placed`, the placement of one value, and `Decisions`, what inference settles on the way.
+Out:  `ValuePlacement`, the placement of one value, and `Decisions`, what inference settles on the way.
 
     SHARD     this rank's part of the sequence
     WHOLE     the whole sequence: the same on every rank, or this rank's share of the heads or features
@@ -32,7 +32,7 @@ COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 
 
 @dataclass(frozen=True)
-class Placed:
+class ValuePlacement:
     """The placement of a value.
 
     Attributes:
@@ -90,12 +90,12 @@ class Again(Exception):
     """Something was decided, and inference begins anew."""
 
 
-def seq_of(placed: Placed) -> str:
+def where_reduced(placed: ValuePlacement) -> str:
     """Returns where a value is when it is next computed with: a partial sum is summed up first."""
     return SHARD if placed.where == PARTIAL else placed.where
 
 
-def dim_of(placed: Placed) -> int:
+def dim_of(placed: ValuePlacement) -> int:
     """Returns the dimension of a share."""
     assert placed.dim is not None
     return placed.dim

@@ -23,7 +23,7 @@ from hf_helix.models.placement.placed import (
     WHOLE,
     Again,
     Decisions,
-    Placed,
+    ValuePlacement,
     arguments_of_slice,
     as_list,
     bounds_of_slice,
@@ -46,14 +46,14 @@ class Rules:
         hidden: the placement of the value that enters.
     """
 
-    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: Placed) -> None:
+    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> None:
         self.trace = trace
         self.tp_size = tp_size
         self.hidden = hidden
         self.decisions = Decisions()
-        self.placed: dict[Node, Placed] = {}
+        self.placed: dict[Node, ValuePlacement] = {}
 
-    def _of(self, value: Any) -> Placed:
+    def _of(self, value: Any) -> ValuePlacement:
         return self.placed[value]
 
     def _leaf(self, node: Node) -> Any:
@@ -65,7 +65,7 @@ class Rules:
     def _origins(self, operands: Iterable[Node]) -> frozenset[str]:
         return frozenset().union(*(self._of(value).origins for value in operands))
 
-    def _moved(self, given: Placed, places: dict[int, int]) -> Placed:
+    def _moved(self, given: ValuePlacement, places: dict[int, int]) -> ValuePlacement:
         dim = None if given.dim is None else places[given.dim]
         is_same = given.expanded is not None and places[given.expanded[1]] == given.expanded[1]
         return replace(given, dim=dim, is_direct=False, expanded=given.expanded if is_same else None)
@@ -125,10 +125,10 @@ class Rules:
 class ViewRules(Rules):
     """The rules of operations that give the elements that they take."""
 
-    def _same(self, node: Node) -> Placed:
+    def _same(self, node: Node) -> ValuePlacement:
         return self._of(args_of(node)[0])
 
-    def _view(self, node: Node) -> Placed:
+    def _view(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         if given.dim is None:
             return replace(given, expanded=None)
@@ -155,7 +155,7 @@ class ViewRules(Rules):
             product *= size
         return None
 
-    def _permute(self, node: Node) -> Placed:
+    def _permute(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         dims = self._dims(node)
         if name_of(node) == "permute":
@@ -166,38 +166,38 @@ class ViewRules(Rules):
             order[a], order[b] = order[b], order[a]
         return self._moved(given, {old: new for new, old in enumerate(order)})
 
-    def _unsqueeze(self, node: Node) -> Placed:
+    def _unsqueeze(self, node: Node) -> ValuePlacement:
         place = args_of(node)[1] % self._dims(node)
         given = self._of(args_of(node)[0])
         return self._moved(given, {dim: dim + (dim >= place) for dim in range(self._dims(args_of(node)[0]))})
 
-    def _squeeze(self, node: Node) -> Placed:
+    def _squeeze(self, node: Node) -> ValuePlacement:
         value, *over = args_of(node)
         dims = self._dims(value)
         asked = {dim % dims for dim in (as_list(over[0]) if over else range(dims))}
         gone = {dim for dim in asked if self.trace.shape(value)[dim] == 1}
         return self._moved(self._of(value), {d: d - sum(g < d for g in gone) for d in range(dims)})
 
-    def _select(self, node: Node) -> Placed:
+    def _select(self, node: Node) -> ValuePlacement:
         given, gone = self._of(args_of(node)[0]), args_of(node)[1] % self._dims(args_of(node)[0])
         if given.dim == gone:
             self._demote(given.origins, node)
         return self._moved(given, {d: d - (d > gone) for d in range(self._dims(args_of(node)[0]))})
 
-    def _expand(self, node: Node) -> Placed:
+    def _expand(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         before, after = self.trace.shape(args_of(node)[0]), self.trace.shape(node)
         shift = len(after) - len(before)
         for place, size in enumerate(after):
             old = 1 if place < shift else before[place - shift]
             if old == 1 and size > 1 and (node, place) in self.decisions.shortened:
-                return Placed(given.where, place, (size,), given.origins)
+                return ValuePlacement(given.where, place, (size,), given.origins)
         dim = None if given.dim is None else given.dim + shift
         grown = [p for p, size in enumerate(after) if size > 1 and (p < shift or before[p - shift] == 1)]
         expanded = (node, grown[0]) if len(grown) == 1 and dim is None else None
         return replace(given, dim=dim, is_direct=False, expanded=expanded)
 
-    def _slice(self, node: Node) -> Placed:
+    def _slice(self, node: Node) -> ValuePlacement:
         value = args_of(node)[0]
         dim, *_, step = arguments_of_slice(node)
         given, length = self._of(value), self.trace.shape(value)[dim]
@@ -210,10 +210,10 @@ class ViewRules(Rules):
             self._demote(given.origins, node)
         return self._parts(node, given, [(first, last)])[0]
 
-    def _split(self, node: Node) -> Placed:
+    def _split(self, node: Node) -> ValuePlacement:
         return replace(self._of(args_of(node)[0]), expanded=None)
 
-    def _getitem(self, node: Node) -> Placed:
+    def _getitem(self, node: Node) -> ValuePlacement:
         source: Any = args_of(node)[0]
         given = self._of(source)
         if name_of(source) == "rope":
@@ -233,7 +233,7 @@ class ViewRules(Rules):
         parts = self._parts(source, given, list(itertools.pairwise(edges_of(lengths))))
         return parts[args_of(node)[1]]
 
-    def _parts(self, node: Node, given: Placed, parts: Sequence[tuple[int, int]]) -> list[Placed]:
+    def _parts(self, node: Node, given: ValuePlacement, parts: Sequence[tuple[int, int]]) -> list[ValuePlacement]:
         """Returns the placements of parts of a dimension that is cut: of whole blocks each."""
         edges = edges_of(given.blocks)
         wanted = {edge for part in parts for edge in part}
@@ -281,15 +281,15 @@ MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_att
 class ArithmeticRules(Rules):
     """The rules of operations that compute."""
 
-    def _pointwise(self, node: Node) -> Placed:
+    def _pointwise(self, node: Node) -> ValuePlacement:
         operands = tensors_of(node)
         dims = self._dims(node)
         shares = [(value, self._of(value)) for value in operands if self._of(value).dim is not None]
         if not shares and is_sum(self.trace, node) and all(self._of(value).where == PARTIAL for value in operands):
-            return Placed(PARTIAL, origins=self._origins(operands))
+            return ValuePlacement(PARTIAL, origins=self._origins(operands))
         where = self._join(operands)
         if not shares:
-            return Placed(where, origins=self._origins(operands))
+            return ValuePlacement(where, origins=self._origins(operands))
         first, share = shares[0]
         place = dims - self._dims(first) + dim_of(share)
         blocks = share.blocks
@@ -300,9 +300,9 @@ class ArithmeticRules(Rules):
             if self._of(value).dim is None:
                 self._fit(node, value, place - dims + self._dims(value), share)
         is_direct = all(other.is_direct for _, other in shares) and len(shares) == 1
-        return Placed(where, place, blocks, self._origins(operands), is_direct)
+        return ValuePlacement(where, place, blocks, self._origins(operands), is_direct)
 
-    def _fit(self, node: Node, value: Node, dim: int, share: Placed) -> None:
+    def _fit(self, node: Node, value: Node, dim: int, share: ValuePlacement) -> None:
         """Makes an operand that is whole along a dimension meet one of which a rank has a share."""
         if dim < 0 or self.trace.shape(value)[dim] == 1:
             return
@@ -326,13 +326,13 @@ class ArithmeticRules(Rules):
             value = args_of(value)[0]
         return (value if value in self.trace.attributes else None), dim
 
-    def _cat(self, node: Node) -> Placed:
+    def _cat(self, node: Node) -> ValuePlacement:
         operands = tensors_of(node)
         dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % self._dims(node)
         shares = [self._of(value) for value in operands if self._of(value).dim is not None]
         where = self._join(operands)
         if not shares:
-            return Placed(where, origins=self._origins(operands))
+            return ValuePlacement(where, origins=self._origins(operands))
         share = shares[0]
         is_stack = name_of(node) == "stack"
         if (not is_stack and share.dim == dim) or any((s.dim, s.blocks) != (share.dim, share.blocks) for s in shares):
@@ -341,9 +341,9 @@ class ArithmeticRules(Rules):
             if self._of(value).dim is None:
                 self._fit(node, value, dim_of(share), share)
         place = dim_of(share) + (is_stack and dim <= dim_of(share))
-        return Placed(where, place, share.blocks, self._origins(operands))
+        return ValuePlacement(where, place, share.blocks, self._origins(operands))
 
-    def _reduce(self, node: Node) -> Placed:
+    def _reduce(self, node: Node) -> ValuePlacement:
         given = self._of(args_of(node)[0])
         where = self._join(tensors_of(node))
         dims = self._dims(args_of(node)[0])
@@ -354,7 +354,7 @@ class ArithmeticRules(Rules):
         if where != FREE and any(self.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced):
             self._refuse_mixing(node)
         if given.dim is None:
-            return Placed(where, origins=given.origins)
+            return ValuePlacement(where, origins=given.origins)
         if given.dim in reduced:
             if (
                 name_of(node) == "mean"
@@ -362,38 +362,38 @@ class ArithmeticRules(Rules):
                 and self._dims(node) == dims
                 and len(given.blocks) == 1
             ):
-                return Placed(WHOLE, origins=given.origins, is_summand=True)
+                return ValuePlacement(WHOLE, origins=given.origins, is_summand=True)
             self._demote(given.origins, node)
         value = node.meta["val"]
         first = value[0] if isinstance(value, (tuple, list)) else value
         lost = 0 if first.dim() == dims else sum(dim < given.dim for dim in reduced)
         return replace(given, where=where, dim=given.dim - lost, is_direct=False, expanded=None)
 
-    def _matmul(self, node: Node) -> Placed:
+    def _matmul(self, node: Node) -> ValuePlacement:
         left, right = (self._of(value) for value in args_of(node)[:2])
         where = self._join(tensors_of(node))
         if left.dim is None and right.dim is None:
-            return Placed(where, origins=left.origins | right.origins)
+            return ValuePlacement(where, origins=left.origins | right.origins)
         dims = self._dims(node)
         same = self._dims(args_of(node)[0]) == self._dims(args_of(node)[1]) == dims
         if same and left.dim == right.dim and left.blocks == right.blocks and dim_of(left) < dims - 2:
             return replace(left, where=where, is_direct=False, expanded=None)
         self._demote(left.origins | right.origins, node)
 
-    def _rope(self, node: Node) -> Placed:
+    def _rope(self, node: Node) -> ValuePlacement:
         """Queries and keys, each with its own share of heads: `_getitem` takes them apart."""
         q, k, cos, sin = operands = args_of(node)
         for value in operands:
             given = self._of(value)
             if given.dim is not None and (given.dim != 1 or value in (cos, sin)):
                 self._demote(given.origins, node)
-        return Placed(self._join(operands), origins=self._origins((q, k)))
+        return ValuePlacement(self._join(operands), origins=self._origins((q, k)))
 
-    def _unknown(self, node: Node) -> Placed:
+    def _unknown(self, node: Node) -> ValuePlacement:
         operands = tensors_of(node)
         if name_of(node).startswith(MIXING) and any(self._of(value).where != FREE for value in operands):
             self._refuse_mixing(node)
         origins = frozenset().union(*(self._of(v).origins for v in operands if self._of(v).dim is not None))
         if any(self._of(value).dim is not None for value in operands):
             self._demote(origins, node)
-        return Placed(self._join(operands) if operands else FREE, origins=self._origins(operands))
+        return ValuePlacement(self._join(operands) if operands else FREE, origins=self._origins(operands))

@@ -2,7 +2,7 @@
 
 In:   a skeleton: a copy of a module on the meta device, see `skeleton_of`.
 Out:  the same skeleton, whose linears, norms, activations, dropouts, experts and attention are calls of custom
-      operators; what each call stands for is a `Leaf`.
+      operators; what each call stands for is a `OpaqueCall`.
 Must hold: the model itself is never touched. A module is a leaf only where it is known what it does to the dimensions
 of its input; any other code is traced through.
 """
@@ -59,7 +59,7 @@ class MaskOf:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class OpaqueCall:
     """What a call of a custom operator stands for.
 
     Attributes:
@@ -105,7 +105,7 @@ for _shapes in (_linear, _unary, _attention, _lookup, _experts):
     torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
 
 OPS = torch.ops.hf_helix
-LEAF_OPS: dict[Any, int] = {
+OPAQUE_OPS: dict[Any, int] = {
     OPS.linear.default: 1,
     OPS.unary.default: 1,
     OPS.attention.default: 4,
@@ -142,14 +142,14 @@ class Leaves:
     """
 
     def __init__(self, inlined: frozenset[str] = frozenset()) -> None:
-        self.leaves: list[Leaf] = []
+        self.leaves: list[OpaqueCall] = []
         self._inlined = inlined
         self._paths: dict[int, str] = {}
         self.table: str | None = None
 
     def add(self, kind: str, path: str, **details: Any) -> int:
         """Adds a leaf and returns its number."""
-        self.leaves.append(Leaf(kind, path, details))
+        self.leaves.append(OpaqueCall(kind, path, details))
         return len(self.leaves) - 1
 
     def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import Graph, Node
 
-from hf_helix.models.trace.leaves import DTYPE, LEAF_OPS, OPS, Leaf, Leaves, MaskOf
+from hf_helix.models.trace.leaves import DTYPE, OPAQUE_OPS, OPS, OpaqueCall, Leaves, MaskOf
 from hf_helix.models.trace.rope import ropes_as_operators
 
 aten = torch.ops.aten
@@ -212,16 +212,16 @@ class ModuleTrace:
     hidden: Node
     result: Node
     logits: tuple[Node, ...]
-    leaves: Sequence[Leaf]
+    leaves: Sequence[OpaqueCall]
     attributes: dict[Node, str]
     constants: dict[Node, torch.Tensor]
     given: dict[Node, str]
     batch: Any
     sequence: Any
 
-    def leaf(self, node: Node) -> Leaf | None:
+    def leaf(self, node: Node) -> OpaqueCall | None:
         """Returns what a call stands for; None for any other operation."""
-        place = LEAF_OPS.get(node.target)
+        place = OPAQUE_OPS.get(node.target)
         return None if place is None else self.leaves[args_of(node)[place]]
 
     def path_of(self, node: Node) -> str:

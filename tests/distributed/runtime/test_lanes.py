@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.models import arguments
 from torch import Tensor
 
-from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.checkpoint.shard import full_parameter
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.param_shard import Placement
@@ -87,9 +87,9 @@ def whole_over_host(shape: tuple[int, ...], blocks: tuple[int, ...]) -> Any:
     placement = Placement(0, shape[0], blocks=blocks)
     with as_on_nccl() as noted:
         tp = mesh.build_mesh(2, "cpu")
-        joined = whole_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)
+        joined = full_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)
         pipe = mesh.build_mesh(1, "cpu", pp_size=2)
-        moved = whole_parameter(whole if pipe.pipe.rank == 1 else None, Placement(), pipe, owner=1)
+        moved = full_parameter(whole if pipe.pipe.rank == 1 else None, Placement(), pipe, owner=1)
     same = [None if value is None else bool(torch.equal(value, whole)) for value in (joined, moved)]
     return same, [(group is groups.control_group(), device) for _, group, device in noted]
 

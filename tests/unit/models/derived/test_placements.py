@@ -22,7 +22,7 @@ from hf_helix.models.placement.placed import (
     SHARD,
     WHOLE,
     NeedsInlining,
-    Placed,
+    ValuePlacement,
 )
 from hf_helix.models.trace.trace import Underivable
 from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS
@@ -65,7 +65,7 @@ def test_a_share_becomes_heads() -> None:
 def test_a_norm_over_all_heads_is_traced_through_and_sums_its_squares() -> None:
     module = modules.NormedAttention()
     with pytest.raises(NeedsInlining) as caught:
-        Inference(traced(module), 2, Placed(SHARD))
+        Inference(traced(module), 2, ValuePlacement(SHARD))
     assert caught.value.path == "q_norm"
     result = inferred(module)
     assert {way for path, way in ways(result).items() if path != "out"} == {COLUMN}
