@@ -1,6 +1,5 @@
-"""Checkpoints: Hugging Face checkpoints of cut models, and what a run needs to go on.
+"""Checkpoints: Hugging Face checkpoints of cut models, and the training state of a run.
 
-How a model is saved: `files` (which tensor lies in which file, the bytes of one file), `save` (which rank writes what),
-`folders` (temporary folders that take the place of earlier ones). How it is loaded: `reader` (tensors of a folder),
-`load`.
+Saving: `files` (tensors in files, bytes of a file), `save` (the writing ranks), `folders` (temporary folders until
+publication). Loading: `reader` (tensors of a folder), `load`.
 """

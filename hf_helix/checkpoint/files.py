@@ -1,10 +1,14 @@
-"""How the bytes of one safetensors file are laid out, and how processes write it together.
+"""The layout of a checkpoint and of each safetensors file, and writing a slice of a tensor.
 
-In:   names, types and shapes of whole tensors; later, the slices that each process holds.
-Out:  a file with the bytes that `safetensors.torch.save_file` would write: eight bytes with the length of the header,
-      the header (JSON with type, shape and position of every tensor), then the tensors one after the other.
-Must hold: nothing is kept in memory but the header; a slice goes from the tensor that holds it to its places in the
-file without a copy (from a GPU: with one); no two slices write the same byte, so their order does not matter.
+In:   names, dtypes and shapes of full tensors; later, the slices of each process.
+Out:  the tensors on disk, the file of each (`model.safetensors`, or several files with an index) and its offset; files
+      with the bytes of `safetensors.torch.save_file`:
+
+    8 bytes: length of the header | header: JSON with dtype, shape and offsets of every tensor | tensors in order
+
+Must hold: names, files and order are those of the uncut model's `save_pretrained`; all ranks find the same layout. Only
+the header is kept in memory; a slice goes to its offsets in the file without a copy (from a GPU: with a copy); no two
+slices write the same byte, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -47,11 +51,11 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Which tensor lies where in a file.
+    """The layout of a file.
 
     Attributes:
         header: the first bytes of the file, the length of the JSON included.
-        starts: the byte in the file at which each tensor begins, by name.
+        starts: the offset in bytes of each tensor, by name.
         size: of the file, in bytes.
     """
 
@@ -61,10 +65,10 @@ class FileLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> FileLayout:
-        """The layout of a file with these tensors, which may be on the meta device."""
+        """Returns the layout of a file with these tensors, on any device."""
         about: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
-        # Types with larger elements come first, so that every tensor lies at a multiple of the size of its elements.
+        # Dtypes with larger elements come first, so every offset is a multiple of the tensor's element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
             tensor, start = tensors[name], end
             end += tensor.nbytes
@@ -76,28 +80,25 @@ class FileLayout:
         return cls(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
 
     def create(self, path: Path) -> None:
-        """Makes a file of the full size that holds the header only."""
+        """Makes a file of the full size with the header."""
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.size)
 
 
 def write_slice(
-    file: int, start: int, whole: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
+    file: int, start: int, shape: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
 ) -> None:
-    """Writes a rank's slice of a tensor to its places in a file.
+    """Writes a rank's slice of a tensor to its offsets in a file.
 
-    A slice along the first dimension is one piece of the file; along another one it is a piece for each index of the
-    dimensions before.
+    A slice along the first dimension is contiguous in the file; a slice along another dimension has a contiguous piece
+    for
+    each index of the dimensions before.
 
     Args:
-        file: a descriptor that is open for writing.
-        start: the byte in the file at which the tensor begins.
-        whole: the shape of the whole tensor.
-        value: the slice.
-        placement: how the tensor is cut.
-        size: how many slices it has.
-        rank: which of them this is.
+        start: the offset of the tensor in bytes.
+        shape: of the full tensor.
+        value: slice number `rank` of `size` slices.
     """
     value = value.detach().cpu()
     dim = placement.dim
@@ -105,47 +106,37 @@ def write_slice(
         _write(file, _bytes(value.reshape(1, -1))[0], start)
         return
     bounds = placement.bounds(size, rank)
-    inner = math.prod(whole[dim + 1 :]) * value.itemsize
+    inner = math.prod(shape[dim + 1 :]) * value.itemsize
     for part, (first, _) in zip(value.split([last - first for first, last in bounds], dim), bounds, strict=True):
         if part.numel():
-            for row, data in enumerate(_bytes(part.reshape(math.prod(whole[:dim]), -1))):
-                _write(file, data, start + (row * whole[dim] + first) * inner)
+            for row, data in enumerate(_bytes(part.reshape(math.prod(shape[:dim]), -1))):
+                _write(file, data, start + (row * shape[dim] + first) * inner)
 
 
 def _bytes(rows: Tensor) -> np.ndarray:
-    """The bytes of each row, in the memory of the tensor."""
+    """Returns the bytes of each row, in the memory of the tensor."""
     array: np.ndarray = rows.view(torch.uint8).numpy()
     return array
 
 
-def _write(file: int, data: np.ndarray, place: int) -> None:
+def _write(file: int, data: np.ndarray, offset: int) -> None:
     """Writes all of the data: the system may write less at a time, at most 2 GiB."""
     left = data.data
     while left:
-        count = os.pwrite(file, left, place)
-        left, place = left[count:], place + count
+        count = os.pwrite(file, left, offset)
+        left, offset = left[count:], offset + count
 
 
 # -- layout --------------------------------------------------------------------------------------------------------
-# Where every byte of a checkpoint lies, before any is written.
-#
-# In:   a cut model, of which only names, types and shapes are read.
-# Out:  the tensors on disk, the file of each (`model.safetensors`, or several files with an index), and where it
-# begins
-#       in that file.
-# Must hold: names, files and order are those that `save_pretrained` of the whole model would give; all ranks find the
-# same layout.
-#
-# How the bytes of a single file are laid out is in `safetensors_file`; which rank writes which of them is in `save`.
 
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Which tensor lies where in a checkpoint.
+    """The layout of a checkpoint.
 
     Attributes:
-        tensors: the whole tensors by their names on disk, on the meta device.
-        file_of: the name of the file that each tensor lies in.
+        tensors: the full tensors by their names on disk, on the meta device.
+        file_of: the name of the file of each tensor.
         files: the layout of each file, by its name.
         index: the contents of `model.safetensors.index.json`; None for a single file.
     """
@@ -157,22 +148,20 @@ class CheckpointLayout:
 
     @classmethod
     def of(cls, model: Any, stage: Stage, mesh: Mesh, max_shard_size: int | str) -> CheckpointLayout:
-        """The layout that `PreTrainedModel.save_pretrained` would give the whole model. Collective.
+        """Returns the layout of the uncut model's `PreTrainedModel.save_pretrained`. Collective.
 
         Args:
-            model: the cut model.
-            stage: its units on this rank.
-            mesh: the layout of the ranks.
+            stage: the model's units on this rank.
             max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
         """
-        whole = _outlines(model, stage, mesh)
-        weights = {id(model.get_parameter_or_buffer(name)): outline for name, outline in whole.items()}
+        full = _meta_tensors(model, stage, mesh)
+        weights = {id(model.get_parameter_or_buffer(name)): tensor for name, tensor in full.items()}
         count = sum(weights[id(parameter)].numel() for parameter in model.parameters())
-        tensors = tensors_on_disk(model, whole)
+        tensors = tensors_on_disk(model, full)
         split = split_state_dict_into_shards_factory(
             tensors,
-            get_storage_size=lambda outline: outline.untyped_storage().nbytes(),
-            get_storage_id=lambda outline: outline.untyped_storage()._cdata,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
@@ -185,13 +174,13 @@ class CheckpointLayout:
 
 
 def tensors_on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what `save_pretrained` writes of a model's state, by the names on disk."""
+    """Returns the tensors of `save_pretrained` for a model's state, by the names on disk."""
     tensors = {name: value for name, value in state.items() if name not in (model._keys_to_ignore_on_save or ())}
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(tensors, model))
 
 
-def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
-    """All tensors that the whole model has in its state, on the meta device. Collective over the pipeline."""
+def _meta_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
+    """Returns all tensors in the uncut model's state, on the meta device. Collective over the pipeline."""
     placements, owners = stage.all_placements, stage.owners
     tensors = persistent_tensors(model)
     shapes: dict[str, tuple[int, ...]] = {

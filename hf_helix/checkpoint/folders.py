@@ -1,9 +1,11 @@
-"""The files of a checkpoint under temporary names, until every rank has written its part.
+"""The files of a checkpoint under temporary names, and their publication.
 
-In:   the layout of a checkpoint; later, slices of its tensors.
-Out:  the files under their own names, complete.
-Must hold: files of an earlier save stay usable until the new ones are complete; what an unfinished save has left goes
-with the next one. After an error a rank writes nothing more, and says so at the end, so that the ranks stay in step.
+In:   the layout of a checkpoint, and slices of its tensors; or a folder written by `save_pretrained` of Transformers or
+      PEFT, and the expected tensors; or a staging folder with a complete checkpoint.
+Out:  complete files under their own names, in place of the files of an earlier save.
+Must hold: earlier files stay usable until the new files are complete, if the process is killed, too; the next save
+deletes the remains of an unfinished save. After an error a rank writes nothing more and reports at the end, so the
+ranks stay in step. Rank 0 alone publishes.
 """
 
 from __future__ import annotations
@@ -34,13 +36,12 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of a tensor on disk that one rank writes: a slice, or all of it.
+    """The part of a tensor on disk that a rank writes: a slice, or the full tensor.
 
     Attributes:
         key: the name of the tensor.
-        placement: how the tensor is cut.
-        size: how many slices it has.
-        rank: which of the slices this is.
+        size: the number of slices.
+        rank: the number of this slice.
     """
 
     key: str
@@ -51,12 +52,12 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """The files of a checkpoint under temporary names, until they are complete.
+    """The files of a checkpoint under temporary names.
 
     Attributes:
-        folder: where the checkpoint will lie.
-        token: a part of the temporary names, the same on every rank.
-        layout: which tensor lies where.
+        folder: the folder of the checkpoint.
+        token: a part of the temporary names, equal on every rank.
+        layout: of the checkpoint.
     """
 
     folder: Path
@@ -64,7 +65,7 @@ class PendingCheckpoint:
     layout: CheckpointLayout
 
     def path(self, name: str) -> Path:
-        """The temporary path of the file that will have this name."""
+        """Returns the temporary path of a file."""
         return self.folder / f".helix-{self.token}-{name}.tmp"
 
     def create(self) -> None:
@@ -75,7 +76,7 @@ class PendingCheckpoint:
         self.path("probe").write_bytes(bytes(world_size()))
 
     def writers(self) -> set[int]:
-        """The ranks whose writing arrives in rank 0's files. Collective."""
+        """Returns the ranks whose writes arrive in rank 0's files. Collective."""
         with contextlib.suppress(OSError), self.path("probe").open("r+b") as file:
             os.pwrite(file.fileno(), b"x", rank())
         if world_size() > 1:
@@ -98,40 +99,40 @@ class PendingCheckpoint:
             index.write_text(json.dumps(self.layout.index, indent=2, sort_keys=True) + "\n")
 
     def remove(self) -> None:
-        """Deletes the temporary files of this draft."""
+        """Deletes the temporary files."""
         with contextlib.suppress(OSError):
             for file in self.folder.glob(f".helix-{self.token}-*.tmp"):
                 file.unlink()
 
 
 class PendingFiles:
-    """The files of a draft that this rank has open.
+    """The open files of a pending checkpoint on this rank.
 
-    An error is kept instead of raised, so that the ranks stay in step; nothing is written after it.
+    An error is recorded instead of raised, so the ranks stay in step; nothing is written after an error.
 
     Attributes:
         error: the first error.
     """
 
-    def __init__(self, draft: PendingCheckpoint) -> None:
+    def __init__(self, pending: PendingCheckpoint) -> None:
         self.error: OSError | None = None
-        self._draft = draft
+        self._pending = pending
         self._open: dict[str, int] = {}
 
     def write(self, part: TensorPart, value: Tensor) -> None:
-        """Writes a part of a tensor to its places in its file."""
+        """Writes a part of a tensor to its offsets in its file."""
         if self.error is not None:
             return
-        layout = self._draft.layout
+        layout = self._pending.layout
         name = layout.file_of[part.key]
         with self._noted():
             if name not in self._open:
-                self._open[name] = os.open(self._draft.path(name), os.O_WRONLY)
-            start, whole = layout.files[name].starts[part.key], layout.tensors[part.key].shape
-            write_slice(self._open[name], start, whole, value, part.placement, part.size, part.rank)
+                self._open[name] = os.open(self._pending.path(name), os.O_WRONLY)
+            start, shape = layout.files[name].starts[part.key], layout.tensors[part.key].shape
+            write_slice(self._open[name], start, shape, value, part.placement, part.size, part.rank)
 
     def close(self) -> None:
-        """Brings everything to the disk. Every rank does: rank 0 could only for what was written on its own host."""
+        """Flushes all writes to the disk, on every rank: rank 0 could only flush the writes of its own host."""
         for number in self._open.values():
             with self._noted():
                 os.fsync(number)
@@ -146,20 +147,15 @@ class PendingFiles:
 
 
 # -- staged --------------------------------------------------------------------------------------------------------
-# Files that others write, such as `save_pretrained` of Transformers and PEFT: checked before they get their places.
-#
-# In:   a folder, and the tensors that its files must hold.
-# Out:  the files in the folder, in place of those of an earlier save.
-# Must hold: until the new files have been read back and found complete, the earlier ones stay as they are.
 
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write to, whose files get their places in another one at the end. Called on rank 0 alone."""
+    """Yields an empty folder whose files are moved into `folder` at the end. Called on rank 0 alone."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=".helix-", dir=folder))
     try:
-        if (folder / "README.md").is_file():  # PEFT adds to a card that is there
+        if (folder / "README.md").is_file():  # PEFT adds to an existing card
             shutil.copy2(folder / "README.md", aside)
         yield aside
         written = [path for path in aside.rglob("*") if path.is_file()]
@@ -168,19 +164,18 @@ def staged(folder: Path) -> Iterator[Path]:
             if WEIGHTS.fullmatch(path.name) and path.name not in kept:
                 path.unlink()
         for path in written:
-            place = folder / path.relative_to(aside)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(place)
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
-    """Reads files of tensors back, and compares names, shapes and types with what should be there.
+    """Reads files of tensors back, and compares names, shapes and dtypes with the expected tensors.
 
     Args:
-        paths: the files.
-        expected: tensors of the same shapes and types, by name; on any device.
+        expected: by name, on any device.
 
     Raises:
         ValueError: names the file or tensor that differs.
@@ -200,12 +195,6 @@ def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
 
 
 # -- atomic --------------------------------------------------------------------------------------------------------
-# Publishes a checkpoint's folder only once everything in it is written.
-#
-# In:   the folder that holds the checkpoints, and in it a staging folder with the next one.
-# Out:  the checkpoint under its name.
-# Must hold: a process that is killed at any moment leaves the last complete checkpoint usable, also where the new one
-# replaces one of the same step; the next save deletes what an unfinished one has left. Rank 0 alone calls this.
 
 
 PREFIX = "checkpoint"  # as the Trainer names them
@@ -213,7 +202,7 @@ STAGING = "_saving"  # pushes to the Hub leave out `_*`
 
 
 def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Deletes what an unfinished save has left. A checkpoint that was complete, but not yet moved, is moved."""
+    """Deletes the remains of an unfinished save; publishes a checkpoint that was complete and not yet moved."""
     staging = folder / STAGING
     if not staging.is_dir():
         return
@@ -224,12 +213,12 @@ def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
 
 
 def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
-    """Moves a checkpoint from the staging folder to its place, in one step. It replaces one of the same name.
+    """Moves a checkpoint from the staging folder to its place, in a single step, over a checkpoint of the same name.
 
     Args:
         staged: the checkpoint in the staging folder.
-        folder: the folder that holds the checkpoints.
-        mark: writes into the folder that the checkpoint is complete; called once everything else is on the disk.
+        folder: the folder of all checkpoints.
+        mark: marks the checkpoint as complete; called after everything else is on the disk.
     """
     to_disk(staged)
     mark()
@@ -243,7 +232,7 @@ def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
 
 
 def to_disk(folder: Path) -> None:
-    """Writes a folder to the disk, so that it survives a crash of the machine and not only of the process."""
+    """Flushes a folder to the disk, so that the folder survives a crash of the machine."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 
@@ -253,7 +242,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
             raise
     finally:
         os.close(number)

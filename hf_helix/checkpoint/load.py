@@ -1,9 +1,9 @@
-"""Loads a checkpoint folder into a model that no rank ever has whole.
+"""Loads a checkpoint folder into a model that no rank ever holds in full.
 
-In:   a model on the meta device, or one that is cut already; its stage and its mesh; a folder of safetensors.
-Out:  this rank's slices in its parameters, which stay the same objects, so that units and optimizers keep them.
-Must hold: nothing is written before every rank has found that names, shapes and types fit; the host holds this rank's
-share and one more tensor; the weights do not depend on the layout of the ranks.
+In:   a model on the meta device, or a cut model; its stage and its mesh; a folder of safetensors.
+Out:  this rank's slices in its parameters, which stay the same objects for units and optimizers.
+Must hold: nothing is written before every rank has checked names, shapes and dtypes; the host holds this rank's share
+and one more tensor; the weights do not depend on the layout of the ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hf_helix.runtime.stage import Stage
 
 @torch.no_grad()
 def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Reads this rank's slices of every parameter that it holds from a Hugging Face checkpoint. Collective.
+    """Reads this rank's slices of its parameters from a Hugging Face checkpoint. Collective.
 
     Args:
-        model: on the meta device, or cut and real. Values are cast to the types of its parameters.
-        stage: the units of this model on this rank.
+        model: on the meta device, or cut. Values are cast to the dtypes of its parameters.
+        stage: the model's units on this rank.
         mesh: the layout of the ranks.
         folder: with `model.safetensors`, or with several files and their index.
 
     Raises:
-        ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors
-            are missing, unknown, or of another shape or type. Names the file and the tensors.
+        ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors are
+            missing, unknown, or of another shape or dtype. Names the file and the tensors.
     """
     tensors = model_tensors(model, stage, mesh)
     checkpoint = sources = None
@@ -54,26 +54,26 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
     check_same_on_all_ranks(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
-    with UnshardedParameters(stage, written=True) as whole:
+    with UnshardedParameters(stage, written=True) as unsharded:
         for name, source in sources.items():
             if tensors[name].is_local:
                 out = model.get_parameter_or_buffer(name)
-                whole.unshard(out)
+                unsharded.unshard(out)
                 with checkpoint.reader() as reader:
                     tensors[name].read(source, name, out, model, reader)
 
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model, and which slice of it this rank holds.
+    """A tensor of the model, and this rank's slice.
 
     Attributes:
         name: the first of its names in the model.
-        shape: of the whole tensor; None where this rank holds nothing and cannot know.
-        is_float: whether it holds floating-point numbers.
-        is_local: whether it belongs to this pipeline rank.
-        placement: how it is cut.
-        axis: the ranks that it is cut over.
+        shape: of the full tensor; None if unknown on this rank, which holds nothing of the tensor.
+        is_float: whether the dtype is floating-point.
+        is_local: whether the tensor belongs to this pipeline rank.
+        placement: how the tensor is cut.
+        axis: the ranks of the slices.
     """
 
     name: str
@@ -89,20 +89,13 @@ class ModelTensor:
         return self.placement.bounds(self.axis.size, self.axis.rank)
 
     def empty_slice(self, dtype: torch.dtype) -> Tensor:
-        """Memory for this rank's slice."""
+        """Returns memory for this rank's slice."""
         assert self.shape is not None
         return torch.empty(self.placement.shape(self.shape, self.axis.size, self.axis.rank), dtype=dtype)
 
     def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
-        """Reads this rank's slice from the folder, and where possible nothing else of the tensor.
-
-        Args:
-            source: the tensors in the folder that it is made of.
-            name: which of the parameters that the source makes is read.
-            out: this rank's slice, which is filled.
-            model: for the conversion.
-            reader: of the folder.
-        """
+        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor in the
+        folder."""
         placement = self.placement
         if source.converter is None:
             self.copy_slice(reader.slice(source.names[0]), out)
@@ -112,25 +105,19 @@ class ModelTensor:
         else:
             self.copy_slice(source.convert(model, reader.tensor)[name], out)
 
-    def copy_slice(self, whole: Any, out: Tensor) -> None:
-        """Copies this rank's slice of a whole tensor, which may be any object that is read by indexing."""
+    def copy_slice(self, full: Any, out: Tensor) -> None:
+        """Copies this rank's slice of a full tensor, or of any object that supports indexing."""
         dim = self.placement.dim
         if dim is None:
-            out.copy_(whole[...])
+            out.copy_(full[...])
             return
         parts = out.detach().split([last - first for first, last in self.bounds], dim)
         for part, (first, last) in zip(parts, self.bounds, strict=True):
-            part.copy_(whole[(*[slice(None)] * dim, slice(first, last))])
+            part.copy_(full[(*[slice(None)] * dim, slice(first, last))])
 
 
 def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor]:
-    """All tensors that a checkpoint of the model holds, by every name that they have in the model.
-
-    Args:
-        model: on the meta device, or cut.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-    """
+    """Returns all tensors of a checkpoint of the model, by every name in the model."""
     owners, placements = stage.owners, stage.all_placements
     made: dict[int, ModelTensor] = {}
     by_name = {}
@@ -146,10 +133,10 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
 
 
 def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
-    """The source of every tensor of the model, by one of the tensor's names.
+    """Returns the source of every tensor of the model, by one of the tensor's names.
 
     Raises:
-        ValueError: names everything that does not fit.
+        ValueError: names all differences.
     """
     sources, unknown = match_tensors(model, checkpoint.tensors)
     by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
@@ -178,17 +165,17 @@ def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpo
 
 
 def _shapes(source: Source, model: Any, checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
-    """The shapes of the parameters that a source makes, tried on the meta device; None where that fails."""
+    """Returns the shapes of the parameters of a source, tried on the meta device; None after a failure."""
     try:
-        made = source.convert(model, checkpoint.outline)
+        made = source.convert(model, checkpoint.meta_tensor)
     except Exception as error:
         problems.append(f"{source.target} cannot be made of {shorten_list(source.names)}: {error}")
         return {source.target: None}
-    return {name: tuple(outline.shape) for name, outline in made.items()}
+    return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
 
 def _misfits(tensor: ModelTensor, name: str, shape: Any, source: Source, checkpoint: Checkpoint) -> list[str]:
-    """Problems with the shape and the types of what a source makes."""
+    """Returns problems with the shape and the dtypes of a source."""
     if tensor.shape not in (None, shape):
         return [f"{name} is {list(shape)} there, and {list(tensor.shape or ())} in the model"]
     types = {key: checkpoint.tensors[key].dtype for key in source.names}
@@ -202,7 +189,7 @@ def _unequal(
     by_tensor: Mapping[str, Mapping[str, Source]],
     checkpoint: Checkpoint,
 ) -> list[str]:
-    """Problems with tied weights: tensors that are one in the model, several in the folder, and not equal there."""
+    """Returns problems with tied weights: a single tensor in the model, several unequal tensors in the folder."""
     problems = []
     for name, sources in by_tensor.items():
         if len(sources) == 1 or not tensors[name].is_local:

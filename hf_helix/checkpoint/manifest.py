@@ -1,8 +1,8 @@
-"""Describes a checkpoint, and decides whether a run can be resumed from it.
+"""The manifest of a checkpoint, and the check of a run against the manifest before resuming.
 
 In:   the model, the layout and the optimizer of a run; a checkpoint's folder.
-Out:  `helix_state.json`, written last, so that a folder with it is complete; an error that names what does not fit.
-Must hold: a checkpoint is judged before anything of it is loaded.
+Out:  `helix_state.json`, written last, so a folder with the file is complete; an error with the differences.
+Must hold: a checkpoint is checked before any part is loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hf_helix.runtime.zero import LocalParameter
 
 NAME = "helix_state.json"
 FORMAT = 1
-_DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files that are read, and never edited by hand
+_DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files of a resumed run, never edited by hand
 
-# The shape and type of every parameter, whether it is trained, and its group in the optimizer.
+# Shape, dtype, training and optimizer group of every parameter.
 Parameters = dict[str, dict[str, Any]]
 
 
@@ -38,13 +38,13 @@ class Manifest:
 
     Attributes:
         model: the name of the model's class.
-        parameters: the parameters of the whole model, by name.
+        parameters: the parameters of the uncut model, by name.
         layout: the sizes of dp, pp, cp, tp and ep.
-        samples: the factors whose product is the number of samples of an optimizer step.
-        optimizer: the name of the optimizer's class; None where the checkpoint holds the model only.
+        samples: factors; their product is the number of samples of an optimizer step.
+        optimizer: the name of the optimizer's class; None for a checkpoint of the model only.
         files: the sizes in bytes of the files that a resumed run reads.
-        hf_helix: the version that has written it.
-        format: the version of this form.
+        hf_helix: the version that wrote the file.
+        format: the version of the format.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest into a folder in which everything else is written."""
+        """Writes the manifest into a folder, as the last file."""
         paths = (path for path in sorted(folder.rglob("*")) if path.name.endswith(_DATA))
         files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self, files=files)), indent=1)
@@ -65,7 +65,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a checkpoint, and checks that the checkpoint is complete.
+        """Reads the manifest of a checkpoint, and checks the files of the checkpoint.
 
         Raises:
             ValueError: the folder is no checkpoint, or of another version; or files are missing or cut short.
@@ -106,15 +106,14 @@ class Manifest:
             raise ValueError(f"{folder} is damaged: {shorten_list(problems, limit=3)}; resume from another checkpoint")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
-        """Refuses to resume a run from a checkpoint that does not fit it.
+        """Refuses to resume a run from a checkpoint that does not fit.
 
         Args:
-            folder: of the checkpoint, for the error.
-            run: the description of the run.
-            skips_data: whether the run skips the data that were trained on.
+            run: the manifest of the run.
+            skips_data: whether the run skips the data of earlier steps.
 
         Raises:
-            ValueError: says what the checkpoint has and what the run has.
+            ValueError: names the properties of checkpoint and run that differ.
         """
         if self.optimizer is None:
             raise ValueError(
@@ -134,7 +133,7 @@ class Manifest:
             )
 
     def check_optimizer(self, folder: Path, run: Manifest) -> None:
-        """Refuses to resume with another optimizer, or with other groups of parameters.
+        """Refuses to resume with another optimizer, or with other parameter groups.
 
         Raises:
             ValueError: names the optimizers, or the parameters that differ.
@@ -155,12 +154,11 @@ class Manifest:
 def describe_parameters(
     local: Mapping[nn.Parameter, LocalParameter], mesh: Mesh, optimizer: Optimizer | None = None
 ) -> Parameters:
-    """Describes every parameter of the model, also those that other pipeline ranks hold. Collective.
+    """Returns the description of every parameter of the model, on all pipeline ranks. Collective.
 
     Args:
-        local: what this rank steps of the parameters, see `local_parameters`.
-        mesh: the layout of the ranks.
-        optimizer: whose groups the parameters are in; None before there is one.
+        local: the positions of this rank's shards, see `local_parameters`.
+        optimizer: the optimizer with the parameter groups; None before creation.
     """
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
@@ -179,7 +177,7 @@ def describe_parameters(
 
 
 def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:
-    """The parameters that differ, and in what."""
+    """Returns the differences between parameters, as sentences."""
     problems = [f"it has {name}" for name in saved if name not in present]
     problems += [f"it has no {name}" for name in present if name not in saved]
     for name in present:

@@ -1,8 +1,8 @@
 """The adapters of a cut PEFT model in PEFT's own files.
 
-In:   a `PeftModel` whose weights are cut over the ranks; a folder that `save.save_full` has written.
-Out:  the names of what PEFT saves; the contents of the files in the cut model.
-Must hold: PEFT says what is saved, and under which names. Nothing is loaded before every rank has found that it fits.
+In:   a `PeftModel` with cut weights; a folder written by `save.save_full`.
+Out:  the names of the tensors that PEFT saves; the contents of the files in the cut model.
+Must hold: PEFT selects the saved tensors and their names. Nothing is loaded before every rank has checked its files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ Names = dict[str, dict[str, str]]
 
 @torch.no_grad()
 def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Reads what `save_full` wrote, on any layout, into the adapters of a cut model. Collective.
-
-    Args:
-        model: the cut `PeftModel`.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-        folder: of the adapters.
+    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective.
 
     Raises:
         ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
@@ -48,12 +42,12 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     except Exception as problem:
         error = problem
     agree_on_success(error)
-    with UnshardedParameters(stage, written=True) as slices:
+    with UnshardedParameters(stage, written=True) as unsharded:
         for path, names in files.items():
             with safe_open(path, "pt") as file:
                 for key, name in names.items():
                     weight = weights[name]
-                    slices.unshard(weight)
+                    unsharded.unshard(weight)
                     if stage.owners[weight] == stage.rank:
                         placement = stage.all_placements[weight]
                         axis = mesh.axis_of(placement)
@@ -61,7 +55,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
 
 
 def adapter_file(folder: str | Path, adapter: str) -> Path:
-    """The path of the file that PEFT writes for an adapter."""
+    """Returns the path of PEFT's file for an adapter."""
     return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
 
 
@@ -79,23 +73,21 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
         raise ValueError(f"{path} does not fit the adapters of this model: {strange[0]}: {where}")
     for key, name in names.items():
         held = tuple(weights[name].shape)
-        # The shape of what other pipeline ranks hold is not known here.
+        # Shapes of other pipeline ranks' weights are unknown here.
         wanted = placements[name].full_shape(held) if weights[name].numel() else shapes[key]
         if shapes[key] != wanted:
             raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted)} in the model")
 
 
 def adapter_names(model: Any) -> Names:
-    """The weights that PEFT saves: of adapters, of `modules_to_save`, of embeddings that were trained. Rank 0 asks
-    PEFT, which may ask the Hub. Collective.
+    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks PEFT,
+    which may ask the Hub. Collective.
     """
     box: list[Names] = [{}]
     if rank() == 0:
         from peft import get_peft_model_state_dict  # an optional dependency
 
-        own = {
-            name: name for name, _ in model.named_parameters(remove_duplicate=False)
-        }  # it selects by key, whatever the values are
+        own = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}  # PEFT reads the keys only
         for adapter in model.peft_config:
             box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     if world_size() > 1:

@@ -1,8 +1,8 @@
-"""Makes models on the meta device, and draws random weights for what each rank holds.
+"""Makes models on the meta device, and draws random weights for each rank's part.
 
-In:   a checkpoint folder's configuration, or a model on the meta device that is cut.
+In:   a checkpoint folder's configuration, or a cut model on the meta device.
 Out:  the model; parameters and buffers of this rank, on its device.
-Must hold: a seed gives the same weights on every layout of ranks; no rank ever has the whole model.
+Must hold: a seed gives the same weights on every layout of ranks; no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hf_helix.runtime.stage import Stage
 
 
 def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
-    """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
+    """Returns the causal language model of a checkpoint folder, as `from_pretrained` makes the model, on the meta
+    device.
 
     Args:
-        folder: of the checkpoint.
-        dtype: the type of the parameters; "auto" for the one that `config.json` names, or else the first tensor's.
+        dtype: of the parameters; "auto" for the dtype in `config.json`, or else the first tensor's.
         options: for `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
 
     Raises:
@@ -61,48 +61,46 @@ def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options
 def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage, mesh: Mesh, seed: int) -> None:
     """Draws random weights for a model on the meta device, layer by layer, with its own `_init_weights`. Collective.
 
-    Every layer, and every module outside of the layers, has a seed of its own, made from `seed` and its name, so that
-    the weights do not depend on the layout. They differ from those of a model that is made whole with this seed, whose
-    modules draw one after the other.
+    Every layer, and every module outside of the layers, has a seed of its own, made from `seed` and its name, so the
+    weights do not depend on the layout. The weights differ from a model drawn at once with this seed, whose modules
+    draw in
+    sequence.
 
     Args:
-        model: on the meta device.
-        layers: the decoder layers of the model, each drawn as a whole.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-        seed: of the run, the same on every rank.
+        layers: the decoder layers of the model, each drawn with a single seed.
+        seed: of the run, equal on every rank.
 
     Raises:
-        ValueError: a module draws weights that another one holds.
+        ValueError: a module draws weights of another module.
     """
     check_same_on_all_ranks(f"seed={seed}", "seeds")
-    outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
+    on_meta = copy.deepcopy(model)  # takes no memory
     pieces = modules_drawn_apart(model, layers)
-    check_pieces(outline, pieces)
+    check_pieces(on_meta, pieces)
     materialize(model, stage, mesh)
     tensors = model_tensors(model, stage, mesh)
-    # One buffer for all pieces: buffers that are made and freed piece by piece would leave gaps in the allocator.
-    sizes = [sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces]
+    # One buffer for all pieces: a buffer for each piece would fragment the allocator.
+    sizes = [sum(weight.numel() for weight in on_meta.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
-    with UnshardedParameters(stage, written=True) as whole:
+    with UnshardedParameters(stage, written=True) as unsharded:
         for piece in pieces:
             names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
             names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
             if not names:
                 continue
             with torch.random.fork_rng(devices=[]):
-                # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
+                # `torch.manual_seed` would seed the generators of GPUs as well, which are not restored here.
                 own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
                 torch.default_generator.manual_seed(own)
-                _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
+                _move_into(on_meta.get_submodule(piece), buffer).apply(on_meta._init_weights)
             for name in names:
                 out = model.get_parameter(name)
-                whole.unshard(out)
-                tensors[name].copy_slice(outline.get_parameter(name), out)
+                unsharded.unshard(out)
+                tensors[name].copy_slice(on_meta.get_parameter(name), out)
 
 
 def modules_drawn_apart(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """Returns the names of the modules that are drawn by themselves: layers, and others that hold parameters."""
+    """Returns the names of the modules with a seed of their own: layers, and other modules with parameters."""
     pieces: list[str] = []
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
@@ -112,7 +110,7 @@ def modules_drawn_apart(model: nn.Module, layers: Sequence[nn.Module]) -> list[s
 
 
 def _move_into(piece: nn.Module, buffer: Tensor) -> nn.Module:
-    """Makes the parameters of a module views of a buffer, one after the other."""
+    """Makes the parameters of a module consecutive views of a buffer."""
     start = 0
     for weight in piece.parameters():
         swap_tensors(weight, nn.Parameter(buffer[start : start + weight.numel()].view(weight.shape)))
@@ -124,17 +122,17 @@ def _is_inside(name: str, pieces: Sequence[str]) -> bool:
     return any(not piece or name == piece or name.startswith(f"{piece}.") for piece in pieces)
 
 
-def check_pieces(outline: Any, pieces: Sequence[str]) -> None:
-    """Raises ValueError if a module around the pieces draws some of their weights, too."""
-    weights = dict(outline.named_parameters())
+def check_pieces(on_meta: Any, pieces: Sequence[str]) -> None:
+    """Raises ValueError if a module around the pieces draws weights of a piece."""
+    weights = dict(on_meta.named_parameters())
     before = {name: weight._version for name, weight in weights.items()}
-    for name, module in outline.named_modules():
+    for name, module in on_meta.named_modules():
         if not _is_inside(name, pieces):
-            outline._init_weights(module)
+            on_meta._init_weights(module)
     drawn = [name for name, weight in weights.items() if weight._version != before[name]]
     if drawn:
         raise ValueError(
-            f"{type(outline).__name__}._init_weights draws {shorten_list(drawn)} from a module around the layers, so "
+            f"{type(on_meta).__name__}._init_weights draws {shorten_list(drawn)} from a module around the layers, so "
             "the model cannot be drawn layer by layer; save one that is made whole, and start from its folder "
             "(weights=...)"
         )

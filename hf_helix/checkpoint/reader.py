@@ -1,9 +1,8 @@
-"""Reads a Hugging Face checkpoint: which tensors lie in which file, and which parameters they become.
+"""Reads a Hugging Face checkpoint, and matches the tensors on disk with the parameters of a model.
 
-In:   a folder with `model.safetensors`, or with several files and their index; a Transformers model, whatever its
-      device.
-Out:  the tensors' names, shapes and types, read from the files' headers; for every parameter the tensors it is made
-      of; slices of them.
+In:   a folder with `model.safetensors`, or with several files and their index; a Transformers model on any device.
+Out:  names, shapes and dtypes of the tensors, read from the files' headers; for every parameter its source tensors;
+      slices of tensors.
 Must hold: names and conversions are those of `from_pretrained`; only the requested part of a tensor is read, and no
 file stays mapped into memory.
 """
@@ -38,7 +37,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Floating-point types: the name in safetensors, and the name in torch."""
+"""Floating-point dtypes: the name in safetensors, and the name in torch."""
 
 
 class StoredTensor(NamedTuple):
@@ -46,8 +45,8 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         file: the path of the file.
-        shape: of the whole tensor.
-        dtype: the type by its name in safetensors, such as "BF16".
+        shape: of the full tensor.
+        dtype: by its name in safetensors, such as "BF16".
     """
 
     file: Path
@@ -63,7 +62,7 @@ class Checkpoint:
         tensors: every tensor, by its name on disk.
 
     Raises:
-        ValueError: there are none; or a file is missing, cut off, or lacks tensors of the index. Names the file.
+        ValueError: no files; or a file is missing, cut off, or lacks tensors of the index. Names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,17 +80,17 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The type of the first floating-point tensor by its name in torch, for configurations that name none."""
+        """The dtype of the first floating-point tensor by its name in torch, for configurations without a dtype."""
         first = min(key for key, stored in self.tensors.items() if stored.dtype in FLOATS)
         return FLOATS[self.tensors[first].dtype]
 
-    def outline(self, key: str) -> Tensor:
-        """A tensor of the same shape on the meta device, to try a conversion with."""
+    def meta_tensor(self, key: str) -> Tensor:
+        """Returns a tensor of the same shape on the meta device, to try a conversion."""
         return torch.empty(self.tensors[key].shape, device="meta")
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """A reader for a few tensors. At the end its files are closed, and their pages leave this process."""
+        """Returns a reader for a few tensors. At the end its files are closed, and their pages leave this process."""
         with contextlib.ExitStack() as stack:
             yield Reader(self.tensors, stack)
 
@@ -105,11 +104,11 @@ class Reader:
         self._open: dict[Path, Any] = {}
 
     def slice(self, key: str) -> Any:
-        """A tensor that reads only the elements that it is indexed with."""
+        """Returns a tensor that reads only indexed elements."""
         return self._file(key).get_slice(key)
 
     def tensor(self, key: str) -> Tensor:
-        """The whole tensor."""
+        """Returns the full tensor."""
         return self._file(key).get_tensor(key)
 
     def _file(self, key: str) -> Any:
@@ -121,12 +120,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors on disk that a parameter is made of; with some conversions, several parameters.
+    """The tensors on disk that become a parameter; with some conversions, several parameters.
 
     Attributes:
         target: the name of the (first) parameter.
         keys: names on disk: a single tensor's under its own name, else by the patterns of the converter.
-        converter: Transformers' conversion of the tensors to the parameter; None for a tensor that is the parameter.
+        converter: Transformers' conversion of the tensors to the parameter; None for a tensor without conversion.
     """
 
     target: str
@@ -140,7 +139,7 @@ class Source:
 
     @property
     def is_stack(self) -> bool:
-        """Whether tensors are stacked along dimension 0, as of experts, so that a slice needs only some of them."""
+        """Whether tensors are stacked along dimension 0, as of experts, so that a slice needs only some tensors."""
         if self.converter is None:
             return False
         first, *others = self.converter.operations
@@ -148,14 +147,14 @@ class Source:
         return isinstance(first, MergeModulelist) and first.dim == 0 and joined
 
     def part(self, first: int, last: int) -> Source:
-        """The source of the entries `first` to `last`, exclusive, of a stack."""
+        """Returns the source of the entries `first` to `last`, exclusive, of a stack."""
         return replace(self, keys={pattern: keys[first:last] for pattern, keys in self.keys.items()})
 
     def convert(self, model: Any, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Converts the tensors on disk to parameters, by name."""
+        """Returns the parameters of the source, by name."""
         if self.converter is None:
             return {self.target: tensor_of(self.names[0])}
-        converter = copy.deepcopy(self.converter)  # it collects what it is given
+        converter = copy.deepcopy(self.converter)  # the converter collects its tensors
         for pattern, keys in self.keys.items():
             for key in keys:
                 converter.add_tensor(self.target, key, pattern, tensor_of(key))  # type: ignore[arg-type]  # as when saving
@@ -164,17 +163,13 @@ class Source:
 
 
 def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
-    """Finds the parameters that tensors on disk are made into, as `from_pretrained` does.
-
-    Args:
-        model: the Transformers model.
-        keys: the names of the tensors on disk.
+    """Matches tensors on disk with the parameters of a model, as `from_pretrained` does.
 
     Returns:
-        The source of every parameter, and the names of tensors that no parameter is made of.
+        The source of every parameter, and the names of tensors without a parameter.
 
     Raises:
-        ValueError: two tensors for one parameter.
+        ValueError: two tensors for a parameter.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -195,14 +190,16 @@ def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[s
         if source.keys and (pattern is None or source.converter is None):
             raise ValueError(f"{source.names[0]} and {key} would both be {name}; leave one of them out of the folder")
         source.keys.setdefault(pattern or key, []).append(key)
-    # Transformers knows tensors that older versions have saved and no model needs.
+    # Transformers lists tensors of older versions that no model needs.
     info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
     model._adjust_missing_and_unexpected_keys(info)
     return list(sources.values()), sorted(info.unexpected_keys)
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Any]:
-    """The tensors of `model.state_dict()`, with their names and in their order; of a cut model, this rank's slices."""
+    """Returns the tensors of `model.state_dict()`, with their names and in their order; for a cut model, this rank's
+    slices.
+    """
     tensors = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
@@ -213,20 +210,20 @@ def persistent_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str]]]:
-    """The files of a checkpoint, each with the names of its tensors by the index."""
+    """Returns the files of a checkpoint, each with the names of its tensors in the index."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if single.is_file():
         return [(single, set())]
     if index.is_file():
         try:
-            places = json.loads(index.read_text())["weight_map"]
-            files = sorted(set(places.values()))
+            file_of = json.loads(index.read_text())["weight_map"]
+            files = sorted(set(file_of.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is no index of safetensors: {error!r}; save the model again") from error
         missing = [str(folder / file) for file in files if not (folder / file).is_file()]
         if missing:
             raise ValueError(f"{shorten_list(missing)} is missing, which {index} names; copy the whole folder")
-        return [(folder / file, {key for key, place in places.items() if place == file}) for file in files]
+        return [(folder / file, {key for key, of in file_of.items() if of == file}) for file in files]
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder on this host; download a model first, `hf download NAME --local-dir {folder}`"
@@ -241,10 +238,10 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file for as long as the context lasts.
+    """Opens a file for the duration of the context.
 
     Raises:
-        ValueError: the file cannot be read; names it.
+        ValueError: the file cannot be read; names the file.
     """
     try:
         file = safe_open(path, framework="pt")

@@ -1,11 +1,10 @@
-"""Writes a cut model as an ordinary Hugging Face checkpoint, every rank what it holds.
+"""Writes a cut model as an ordinary Hugging Face checkpoint, every rank its slices.
 
 In:   a cut model, its stage and its mesh; a folder.
-Out:  the files that `save_pretrained` of the whole model would write: the same names, tensors and bytes.
-Must hold: no tensor is gathered but those that are spread over data-parallel ranks, a few layers at a time. Where its
-bytes lie is known beforehand (`layout`, `safetensors_file`), so that slices go straight to their places in the files
-(`draft`), and of copies one is written. Ranks that do not see rank 0's folder send it their slices one by one. A
-failure on any rank is raised on all of them.
+Out:  the files of the uncut model's `save_pretrained`: the same names, tensors and bytes.
+Must hold: no tensor is gathered except ZeRO shards, a few layers at a time. Offsets in files are known beforehand
+(`files`), so slices go straight to their offsets (`folders`), and of replicas one is written. Ranks without access to
+rank 0's folder send their slices to rank 0. A failure on any rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -43,45 +42,40 @@ def save_pretrained(
 ) -> None:
     """Writes the model as an ordinary Hugging Face checkpoint. Collective.
 
-    Files of an earlier save in the same folder are deleted once the new ones are complete.
+    Files of an earlier save in the same folder are deleted after the new files are complete.
 
     Args:
-        model: the cut model.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-        folder: is made if it is not there.
         max_shard_size: the largest size of a file, such as "5GB" or a number of bytes; None for the default of
             Transformers.
 
     Raises:
         OSError: this rank could not write.
-        ValueError: another one could not; names it.
+        ValueError: another rank could not write; names the rank.
     """
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    draft = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
+    pending = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
     try:
-        decide_on_rank_0(draft.create)
-        files = PendingFiles(draft)
-        _Writer(model, stage, mesh, files, layout, draft.writers()).write()
+        decide_on_rank_0(pending.create)
+        files = PendingFiles(pending)
+        _Writer(model, stage, mesh, files, layout, pending.writers()).write()
         files.close()
         agree_on_success(files.error)
-        decide_on_rank_0(lambda: _publish(model, draft))
+        decide_on_rank_0(lambda: _publish(model, pending))
     except BaseException:
         if rank() == 0:
-            draft.remove()
+            pending.remove()
         raise
 
 
 def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
-    """Writes adapters, or a model that is not as it was cut, by its own `save_pretrained` on rank 0. Collective.
+    """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective.
 
     Args:
         model: a Transformers or PEFT model, with any of its parameters divided over the ranks.
-        folder: is made if it is not there.
         max_shard_size: see `save_pretrained`.
 
     Raises:
-        ValueError: on every rank: the model has no `save_pretrained`, or what it has written is not the model.
+        ValueError: on every rank: the model has no `save_pretrained`, or the written files are not the model.
     """
     name = type(model).__name__
     if not hasattr(type(model), "save_pretrained"):
@@ -92,7 +86,7 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
     values = model.state_dict(keep_vars=True)
     of_adapters = adapter_names(model) if is_peft(model) else {}
     state: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}  # of tied weights, which are one tensor
+    made: dict[int, Tensor] = {}  # by id, since tied weights are one tensor
     for key in [key for names in of_adapters.values() for key in names.values()] or values:
         if id(values[key]) not in made:
             full = full_of(values[key])
@@ -101,13 +95,13 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
 
     def write() -> None:
-        outlines = {key: value.to("meta") for key, value in state.items()}
+        on_meta = {key: value.to("meta") for key, value in state.items()}
         with staged(Path(folder)) as aside:
-            type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # its own may be refused
+            type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # the instance may refuse
             for adapter, names in of_adapters.items():
-                check_files([adapter_file(aside, adapter)], {key: outlines[name] for key, name in names.items()})
+                check_files([adapter_file(aside, adapter)], {key: on_meta[name] for key, name in names.items()})
             if not of_adapters:
-                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, outlines))
+                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, on_meta))
 
     decide_on_rank_0(write)
 
@@ -116,12 +110,9 @@ class _Writer:
     """Writes this rank's part of every tensor.
 
     Args:
-        model: the cut model.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
         files: the open files of this rank.
-        layout: which tensor lies where.
-        writers: the ranks that can write to rank 0's folder.
+        layout: of the checkpoint.
+        writers: the ranks with access to rank 0's folder.
     """
 
     def __init__(
@@ -133,19 +124,19 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
-        self.whole = UnshardedParameters(stage)
+        self.unsharded = UnshardedParameters(stage)
         self.placements, self.owners, self.rank = stage.all_placements, stage.owners, stage.rank
-        self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, of ranks that hold the same
+        self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, among the ranks with the same slice
 
     def write(self) -> None:
-        """Writes every tensor, in an order that all ranks share. Collective."""
+        """Writes every tensor, in an order equal on all ranks. Collective."""
         sources, unknown = match_tensors(self.model, self.layout.tensors)
         assert not unknown, f"tensors that no parameter is made of: {unknown}"
         jobs = [self._parts(source) for source in sources]
         others = self._parts_of_others({number: parts for number, parts in enumerate(jobs) if parts})
-        with self.whole:
+        with self.unsharded:
             for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
-                self._make_whole(source)
+                self._unshard(source)
                 if parts is not None:
                     for part, value in zip(parts, self._values(source), strict=True):
                         self._put(part, value)
@@ -153,15 +144,15 @@ class _Writer:
                     for part in theirs.get(number, ()):
                         self.files.write(part, self._receive(part, sender))
 
-    def _make_whole(self, source: Source) -> None:
-        """Gathers what is spread of the parameters that a source is made into. Collective over these ranks."""
-        if self.whole.is_needed:
+    def _unshard(self, source: Source) -> None:
+        """Unshards the parameters of a source. Collective over the ranks of their shards."""
+        if self.unsharded.is_needed:
             for name in source.convert(self.model, self.layout.tensors.__getitem__):
-                self.whole.unshard(self.tensors[name])
+                self.unsharded.unshard(self.tensors[name])
 
     def _parts(self, source: Source) -> list[TensorPart] | None:
-        """The tensors on disk, or slices of them, that this rank writes of a source; None where it holds nothing of it,
-        or another rank with a copy writes.
+        """Returns the parts of a source that this rank writes; None if the rank holds nothing of the source, or another
+        replica writes.
         """
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
@@ -177,13 +168,14 @@ class _Writer:
         return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
 
     def _has_turn(self, source: Source, placement: Placement) -> bool:
-        """Whether this rank writes, among those that hold the same slice: the one that has written fewest bytes."""
+        """Returns whether this rank writes, among the ranks with the same slice: the rank with the fewest bytes so
+        far."""
         group = self.mesh.replica_group_of(placement)
         if group is None:
             return True
         ranks = dist.get_process_group_ranks(group)
         if source.converter is not None and not _is_cut_stack(source, placement):
-            return rank() == ranks[0]  # slices are joined, so those of an axis must choose alike
+            return rank() == ranks[0]  # slices are joined, so the ranks of an axis must choose the same replica
         able = tuple(other for other in ranks if other in self.writers) or (ranks[0],)
         given = self._given.setdefault(able, dict.fromkeys(able, 0))
         chosen = min(able, key=given.__getitem__)
@@ -191,14 +183,14 @@ class _Writer:
         return rank() == chosen
 
     def _values(self, source: Source) -> list[Tensor]:
-        """The values of `_parts`. Collective over the ranks that hold the slices, where these must be joined first."""
+        """Returns the values of `_parts`. Collective over the ranks of the slices, if slices must be joined first."""
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
         axis = self.mesh.axis_of(placement)
         if source.converter is None:
             return [tensor.detach()] if placement.dim is not None or axis.rank == 0 else []
         if _is_cut_stack(source, placement):
-            # On disk, experts have their numbers among all experts; the conversion numbers this rank's from 0.
+            # On disk, experts are numbered among all experts; the conversion numbers this rank's experts from 0.
             made = revert_weight_conversion(self.model, {source.target: tensor.detach()})
             return [made[key] for key in source.part(0, len(tensor)).names]
         joined = {}
@@ -212,10 +204,11 @@ class _Writer:
         )
         return [made[key] for key in source.names]
 
-    # -- where the folder is not shared
+    # -- ranks without access to the folder
 
     def _parts_of_others(self, mine: dict[int, list[TensorPart]]) -> Mapping[int, dict[int, list[TensorPart]]]:
-        """The parts that rank 0 writes for ranks that cannot, by rank and by source; empty elsewhere. Collective."""
+        """Returns the parts that rank 0 writes for ranks without access, by rank and by source; empty elsewhere.
+        Collective."""
         if len(self.writers) == world_size():
             return {}
         of_ranks: list[Any] = [None] * world_size()
@@ -229,22 +222,22 @@ class _Writer:
             send_on_host(value, 0)
 
     def _receive(self, part: TensorPart, sender: int) -> Tensor:
-        outline = self.layout.tensors[part.key]
-        value = torch.empty(part.placement.shape(outline.shape, part.size, part.rank), dtype=outline.dtype)
+        tensor = self.layout.tensors[part.key]
+        value = torch.empty(part.placement.shape(tensor.shape, part.size, part.rank), dtype=tensor.dtype)
         receive_on_host(value, sender)
         return value
 
 
 def _is_cut_stack(source: Source, placement: Placement) -> bool:
-    """Whether each rank can convert its own slice, as of experts that are stacked in the model and single on disk."""
+    """Returns whether each rank can convert its own slice, as of experts stacked in the model and separate on disk."""
     return source.is_stack and placement.dim == 0 and not placement.is_fused
 
 
-def _publish(model: Any, draft: PendingCheckpoint) -> None:
-    check_files([*map(draft.path, draft.layout.files)], draft.layout.tensors)
-    draft.publish()
+def _publish(model: Any, pending: PendingCheckpoint) -> None:
+    check_files([*map(pending.path, pending.layout.files)], pending.layout.tensors)
+    pending.publish()
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(draft.folder)
+    model.config.save_pretrained(pending.folder)
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(draft.folder)
+        model.generation_config.save_pretrained(pending.folder)

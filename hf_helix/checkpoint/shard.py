@@ -1,8 +1,10 @@
-"""Cuts parameters into this rank's slices, and makes single tensors whole again.
+"""Cuts parameters into this rank's slices, and joins slices to full tensors.
 
-In:   a model that is whole on every rank, or on the meta device; later, the cut one.
-Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; single tensors whole again.
-Must hold: names and types never change; ranks start from the same weights, rank 0's.
+In:   a model with full parameters on every rank, or on the meta device; later, the cut model.
+Out:  parameters cut in place under their own names, empty for other pipeline ranks; full tensors, a few at a time.
+Must hold: names and dtypes never change; all ranks start from rank 0's weights. With ZeRO, few flat parameters are
+unsharded at a time and none stays unsharded, after errors, too; all ranks of a flat parameter unshard its tensors in
+the same order; every rank keeps the writes to its shard.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from hf_helix.runtime.stage import Stage
 
 
 def cut_parameters(stage: Stage, mesh: Mesh) -> None:
-    """Keeps this rank's slice of every parameter that it holds, in place, and nothing of the others. Collective.
+    """Keeps this rank's slice of every parameter, in place, and nothing of other parameters. Collective.
 
-    Rank 0's values count, as with DDP: a rank that starts from other weights (a model initialised at random without a
-    common seed) gets rank 0's. Parameters of other pipeline ranks stay in the model under their names, empty and not
-    trained.
+    Rank 0's values count, as with DDP: a rank with other weights (a model at random without a common seed) gets rank
+    0's.
+    Parameters of other pipeline ranks stay in the model under their names, empty and not trained.
     """
     placements = stage.all_placements
     if world_size() > 1:
@@ -44,31 +46,31 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
-    """Gives the parameters and buffers that this rank holds memory on its device, where they are on the meta device.
+    """Gives this rank's parameters and buffers memory on its device, in place of the meta device.
 
-    Parameters are cut and not filled yet, those of other pipeline ranks empty; buffers are as the model makes them.
-    What is spread over data-parallel ranks is spread from the start, and no rank ever has all of it.
+    Parameters are cut and uninitialised, and empty for other pipeline ranks; buffers have the model's values.
+    Parameters
+    that are sharded over data-parallel ranks are sharded from the start.
 
     Args:
-        model: is changed in place; parameters and buffers that are real already stay as they are.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
+        model: changed in place; parameters and buffers off the meta device stay unchanged.
+        stage: the model's units on this rank.
 
     Raises:
-        ValueError: a buffer that no checkpoint has and that the model does not make.
+        ValueError: a buffer that neither a checkpoint nor the model provides.
     """
     for name, module in model.named_modules():
         _materialize_buffers(model, name, module, mesh.device)
     owners = stage.owners
-    spread = {parameter for flat in stage.flat_parameters for parameter in flat.placements}
+    sharded = {parameter for flat in stage.flat_parameters for parameter in flat.placements}
     for parameter, placement in stage.all_placements.items():
         if not parameter.is_meta:
             continue
         mine, axis = owners[parameter] == stage.rank, mesh.axis_of(placement)
         shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
-        held = (1,) * len(shape) if parameter in spread else shape
+        held = (1,) * len(shape) if parameter in sharded else shape
         value = torch.empty(held, dtype=parameter.dtype, device=mesh.device).expand(shape)
-        # `parameter.data = value` is refused from one device to another.
+        # torch refuses `parameter.data = value` across devices.
         swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
     for flat in stage.flat_parameters:
         if not flat.is_sharded:
@@ -76,14 +78,14 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
 
 
 def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
-    """Makes the buffers of a module as `from_pretrained` does: `_init_weights` fills them, such as rope's."""
+    """Makes the buffers of a module as `from_pretrained` does: `_init_weights` fills buffers such as rope's."""
     absent = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     if not absent:
         return
     made = {key: torch.empty_like(buffer, device=device) for key, buffer in absent.items()}
     module._buffers.update(made)
     versions = {key: buffer._version for key, buffer in made.items()}
-    model._init_weights(module)  # its parameters are on the meta device still, so nothing is drawn
+    model._init_weights(module)  # its parameters still are on the meta device, so nothing is drawn
     for key, buffer in made.items():
         if key in module._non_persistent_buffers_set and buffer._version == versions[key]:
             raise ValueError(
@@ -93,28 +95,28 @@ def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch
 
 
 def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
-    """Joins the slices of a parameter. Collective over the ranks that hold a copy of it together.
+    """Joins the slices of a parameter on the host. Collective over the ranks of a replica.
 
-    The tensor is sent through the memory of the hosts, and lies there: between devices, every pair of ranks would need
-    a communicator of NCCL, which takes half a gigabyte of the device and is never freed.
+    The tensor travels through the hosts' memory: between devices, every pair of ranks would need an NCCL communicator,
+    which takes half a gigabyte of the device and is never freed.
 
     Args:
-        value: this rank's slice of a parameter, or of its gradient; not read on ranks that do not hold it.
+        value: this rank's slice of a parameter, or of its gradient; read only on the ranks of the pipeline rank
+            `owner`.
         placement: how the parameter is cut.
-        mesh: the layout of the ranks.
-        owner: the pipeline rank that holds it.
+        owner: the pipeline rank with the parameter.
 
     Returns:
-        The whole tensor on the first of these ranks, None on the others.
+        The full tensor on the first of these ranks, None on the others.
     """
     pipe = mesh.pipe
-    whole = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
+    full = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
     if owner == 0 or mesh.axis_of(placement).rank > 0:
-        return whole if pipe.rank == 0 else None
+        return full if pipe.rank == 0 else None
     if pipe.rank == owner:
-        assert whole is not None
-        dist.send_object_list([tuple(whole.shape), whole.dtype], pipe.ranks[0], group=control_group())
-        send_on_host(whole, pipe.ranks[0])
+        assert full is not None
+        dist.send_object_list([tuple(full.shape), full.dtype], pipe.ranks[0], group=control_group())
+        send_on_host(full, pipe.ranks[0])
     if pipe.rank > 0:
         return None
     about: list[Any] = [None, None]
@@ -126,17 +128,12 @@ def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """Joins the slices of a tensor on the host, see `full_parameter`. Collective over the axis that it is cut over.
+    """Joins the slices of a tensor on the host, see `full_parameter`. Collective over the axis of the cut.
 
-    The first rank allocates the whole tensor once, and one slice where slices do not lie in one piece.
-
-    Args:
-        value: this rank's slice.
-        placement: how the tensor is cut.
-        mesh: the layout of the ranks.
+    The first rank allocates the full tensor once, and a slice if slices are not contiguous in the full tensor.
 
     Returns:
-        The whole tensor on the first rank of the axis, None on the others.
+        The full tensor on the first rank of the axis, None on the others.
     """
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
@@ -145,26 +142,26 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
     if axis.rank > 0:
         send_on_host(value, ranks[0])
         return None
-    whole = torch.empty(placement.full_shape(value.shape), dtype=value.dtype)
-    placement.paste(whole, value.cpu(), axis.size, 0)
+    full = torch.empty(placement.full_shape(value.shape), dtype=value.dtype)
+    placement.paste(full, value.cpu(), axis.size, 0)
     for number, source in enumerate(ranks[1:], 1):
-        places = placement.slices(whole, axis.size, number)
-        if len(places) == 1 and places[0].is_contiguous():
-            receive_on_host(places[0], source)
+        targets = placement.slices(full, axis.size, number)
+        if len(targets) == 1 and targets[0].is_contiguous():
+            receive_on_host(targets[0], source)
             continue
-        arrived = whole.new_empty(placement.shape(whole.shape, axis.size, number))
+        arrived = full.new_empty(placement.shape(full.shape, axis.size, number))
         receive_on_host(arrived, source)
-        placement.paste(whole, arrived, axis.size, number)
-    return whole
+        placement.paste(full, arrived, axis.size, number)
+    return full
 
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
-    """Whether a rank holds only a part of the model. The same on every rank."""
+    """Returns whether a rank holds only a part of the model. Equal on every rank."""
     return bool(stage.flat_parameters) or has_slices(stage, mesh)
 
 
 def has_slices(stage: Stage, mesh: Mesh) -> bool:
-    """Whether a rank holds only a part of the model once all that is spread is gathered. The same on every rank."""
+    """Returns whether a rank holds only a part of the model after unsharding. Equal on every rank."""
     cut = (placement for placement in stage.all_placements.values() if placement.dim is not None)
     return mesh.pipe.size > 1 or any(mesh.axis_of(placement).size > 1 for placement in cut)
 
@@ -184,32 +181,24 @@ def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> 
 
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:
-    """Two numbers that tell values apart: their sum, and their sum weighted by position."""
+    """Returns two numbers that identify values: their sum, and their sum weighted by position."""
     flat = parameter.detach().reshape(-1).double()
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
     return torch.stack((flat.sum(), flat @ weights))
 
 
-# -- whole slices --------------------------------------------------------------------------------------------------
-# Slices that are whole again for a while, where parameters are spread over the data-parallel ranks.
-#
-# In:   a stage, and the tensors of its model one after the other.
-# Out:  each of them as this rank held it before it was spread: a slice over tp or over experts, or all of it.
-# Must hold: a few flats are gathered at a time, so memory stays small, and none is left whole, whatever happens. All
-# ranks that share a flat ask for its tensors in the same order. What was written to a slice is kept by the ranks that
-# own
-# it.
+# -- unsharding ----------------------------------------------------------------------------------------------------
 
 
-MOST = 4
-"""How many flats are whole at a time; more where a unit has more, since its tensors come in any order."""
+MAX_UNSHARDED = 4
+"""The largest number of unsharded flat parameters; more for a unit with more, whose tensors come in any order."""
 
 
 class UnshardedParameters:
-    """Lends gathered pieces to parameters, within its context.
+    """The context in which sharded parameters can be unsharded for a while.
 
     Args:
-        stage: whose parameters may be spread; of others, nothing happens.
+        stage: the units of the parameters; without sharded parameters, nothing happens.
         written: whether tensors are written to meanwhile.
     """
 
@@ -218,12 +207,14 @@ class UnshardedParameters:
             parameter: flat for flat in stage.flat_parameters if flat.is_sharded for parameter in flat.placements
         }
         self._written = written
-        self._max_unsharded = max([MOST, *(len(set(unit.flat_parameters.values())) for unit in stage.units.values())])
-        self._unsharded: dict[FlatParameter, None] = {}  # the one that was used last comes last
+        self._max_unsharded = max(
+            [MAX_UNSHARDED, *(len(set(unit.flat_parameters.values())) for unit in stage.units.values())]
+        )
+        self._unsharded_flats: dict[FlatParameter, None] = {}  # in order of use
 
     @property
     def is_needed(self) -> bool:
-        """Whether any parameter is spread."""
+        """Whether any parameter is sharded."""
         return bool(self._flats)
 
     def __enter__(self) -> UnshardedParameters:
@@ -232,29 +223,29 @@ class UnshardedParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for flat in list(self._unsharded):
-            self._return(flat)
+        for flat in list(self._unsharded_flats):
+            self._reshard(flat)
 
     def unshard(self, tensor: Any) -> None:
-        """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over.
+        """Unshards a tensor until some others have been unsharded. Collective over the ranks of the tensor's shards.
 
         Raises:
-            RuntimeError: somebody else has made it whole.
+            RuntimeError: the tensor is unsharded already, outside of this context.
         """
         flat = self._flats.get(tensor)
         if flat is None:
             return
-        if flat in self._unsharded:
-            del self._unsharded[flat]
+        if flat in self._unsharded_flats:
+            del self._unsharded_flats[flat]
         else:
-            if len(self._unsharded) == self._max_unsharded:
-                self._return(next(iter(self._unsharded)))
+            if len(self._unsharded_flats) == self._max_unsharded:
+                self._reshard(next(iter(self._unsharded_flats)))
             flat.check_resharded()
             flat.unshard(flat.gather())
-        self._unsharded[flat] = None
+        self._unsharded_flats[flat] = None
 
-    def _return(self, flat: FlatParameter) -> None:
+    def _reshard(self, flat: FlatParameter) -> None:
         if self._written and flat.unsharded is not None:
             flat.load_full(flat.unsharded)
         flat.reshard()
-        del self._unsharded[flat]
+        del self._unsharded_flats[flat]

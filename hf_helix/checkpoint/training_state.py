@@ -1,11 +1,13 @@
-"""Saves and loads an optimizer's states with torch's distributed checkpoint (DCP), in terms of whole parameters.
+"""Saves and loads optimizer states with torch's distributed checkpoint (DCP), and the states of random generators.
 
-In:   an optimizer over the slices that this rank holds, or over stretches of them, with the parameters' names and
-      places.
-Out:  a folder to which every rank writes its part; from it, the states of whatever slices another layout has.
-Must hold: what several ranks hold is written once; a state of its parameter's shape is cut as the parameter and lies in
-the folder with its offset in the whole, so that any layout finds its part; a state that no other layout could use is
-refused there by name; the optimizer is left alone until everything has been read.
+In:   an optimizer over this rank's slices or shards of parameters, with the names and offsets of the parameters; the
+      generators of the process. Operators have seeds of their own.
+Out:  a folder with every rank's part; from the folder, the states for the slices of another layout; generators set to
+      saved states.
+Must hold: replicated states are written once. A state with the shape of its parameter is cut as the parameter and is
+stored with its offset in the full tensor, so any layout finds its part; other states fit one layout only and are
+refused elsewhere, by name. The optimizer is unchanged until everything has been read. `torch.load` reads the states of
+generators with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
 
 
 class FullTensor(Tensor):
-    """Stands for a whole tensor in DCP, while this rank writes or reads some pieces of it (`_Checkpointable`)."""
+    """A full tensor for DCP, of which this rank writes or reads some chunks (`_Checkpointable`)."""
 
     local: Tensor
     _pieces: dict[Offset, Tensor]
@@ -83,12 +85,12 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     """Writes the states of an optimizer and the options of its parameter groups. Collective.
 
     Args:
-        optimizer: of this rank's slices, or of stretches of them.
-        local: what it steps, see `local_parameters`.
-        folder: is made if it is not there.
+        optimizer: of this rank's slices or shards.
+        local: the position of each in its full parameter, see `local_parameters`.
+        folder: created if absent.
 
     Raises:
-        RuntimeError: on every rank, naming the rank that could not write, and why.
+        RuntimeError: on every rank, names the rank that could not write, and the reason.
     """
     saved: dict[str, Any] = {
         GROUPS: [
@@ -111,19 +113,14 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
 
 
 def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Loads the states that `save_states` has written, on any layout. Collective.
-
-    Args:
-        optimizer: of this rank's slices, or of stretches of them.
-        local: what it steps, see `local_parameters`.
-        folder: of the states.
+    """Loads the states of `save_states`, written on any layout. Collective; arguments as for `save_states`.
 
     Raises:
-        ValueError: a state that only the layout that has written it can use.
-        RuntimeError: on every rank, naming the rank that could not read, and why.
+        ValueError: a state that fits only the layout of the checkpoint.
+        RuntimeError: on every rank, names the rank that could not read, and the reason.
     """
     parameters = _parameters(optimizer)
-    wanted: dict[str, Any] = {GROUPS: None}  # DCP fills it, by the names of states in the folder
+    wanted: dict[str, Any] = {GROUPS: None}  # by the names of states in the folder; DCP fills the values
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
     states = list(_saved_states(parameters, local, folder))
     counters = {
@@ -147,17 +144,17 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters in the order of their numbers in `state_dict`."""
+    """Returns the parameters in the order of their numbers in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _saved_states(
     parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], folder: Path
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
-    """The saved states of this rank's parameters: parameter, state, name in the folder, description.
+    """Yields the saved states of this rank's parameters: parameter, state, name in the folder, description.
 
     Raises:
-        ValueError: a state that is neither cut as its parameter nor of this slice.
+        ValueError: a state with neither the shape of its parameter nor the mark of this slice.
     """
     by_name = {local[parameter].name: parameter for parameter in parameters if parameter in local}
     for name, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
@@ -185,14 +182,13 @@ def _is_scalar(saved: Any) -> bool:
 
 
 def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any, counts: bool) -> Tensor:
-    """An empty tensor that DCP reads a state into.
+    """Returns an empty tensor into which DCP reads a state.
 
     Args:
-        parameter: what this rank steps.
-        about: where that lies.
+        about: the parameter's position in the full tensor.
         name: of the state in the folder.
-        saved: its description there.
-        counts: whether it is one number for any parameter, such as the number of steps.
+        saved: the state's description in the folder.
+        counts: whether the state is a number for any parameter, such as the number of steps.
     """
     dtype = saved.properties.dtype
     if "@" in name or counts or saved.size != about.full_shape(parameter):
@@ -210,7 +206,7 @@ def _put(
     values: Mapping[nn.Parameter, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Loads states as `load_state_dict` does, which would round them to the type of the parameter."""
+    """Loads states as `load_state_dict` does, without rounding to the dtype of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
     state = {numbers[parameter]: dict(states) for parameter, states in values.items()}
@@ -225,7 +221,7 @@ def _put(
 
 @contextlib.contextmanager
 def _failures_named(what: str) -> Iterator[None]:
-    """Raises a short error for that of DCP, which is no `Exception` and shows tracebacks of every rank."""
+    """Replaces DCP's error, which is no `Exception` and shows tracebacks of every rank, by a short error."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process
@@ -235,19 +231,14 @@ def _failures_named(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
 
 
-# -- rng -----------------------------------------------------------------------------------------------------------
-# The states of the random generators that data and user code draw from. Operators have seeds of their own.
-#
-# In:   the process's generators.
-# Out:  their states, as values that a checkpoint can hold; the generators set back to them.
-# Must hold: `torch.load` reads the states with `weights_only=True`.
+# -- random generators ---------------------------------------------------------------------------------------------
 
 
 Generators = dict[str, Any]
 
 
 def generators() -> Generators:
-    """The states of Python's, numpy's and torch's generators, with that of this rank's device."""
+    """Returns the states of Python's, numpy's and torch's generators, with the generator of this rank's device."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
@@ -260,7 +251,7 @@ def generators() -> Generators:
 
 
 def set_generators(states: Generators) -> None:
-    """Sets the generators back to states that `generators` has returned."""
+    """Sets the generators to states returned by `generators`."""
     kind, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

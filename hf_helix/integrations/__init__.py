@@ -1,4 +1,4 @@
 """Integrations: the Trainer of Transformers, and Accelerate.
 
-Imports go one way: trainer/ imports accelerate/ (launcher, checks, loop, plugin), which imports nothing of trainer/.
+Imports go from trainer/ to accelerate/ (launcher, checks, loop, plugin), never back.
 """

@@ -1,4 +1,4 @@
-"""Gathers the samples that metrics are computed on from all data-parallel ranks."""
+"""Gathers the samples of metrics from all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from hf_helix.runtime.distributed.mesh import Mesh, world_size
 
 
 def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
-    """Gathers values of samples over the data-parallel ranks, each sample once. Collective over them.
+    """Gathers values of samples over the data-parallel ranks, each sample once. Collective over these ranks.
 
     Args:
-        data: tensors, or lists, tuples and mappings of them, with samples along the first dimension.
+        data: tensors, or lists, tuples and mappings of tensors, with samples along the first dimension.
         mesh: the layout of the ranks.
-        state: Accelerate's gradient state, which knows whether the data loader has ended and how many samples its last
-            batch holds.
+        state: Accelerate's gradient state, with the end of the data loader and the size of the last batch.
     """
     if isinstance(data, (tuple, list)):
         return type(data)(gather_samples(item, mesh, state) for item in data)
@@ -29,14 +28,14 @@ def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
         blocks = [torch.empty_like(data) for _ in range(mesh.dp_size)]
         dist.all_gather(blocks, data, group=mesh.dp_group)
         data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
-    # The last batch was filled up with samples from the start of the data set.
+    # The last batch is padded with samples from the start of the data set.
     count = _remainder(state) if state.end_of_dataloader else 0
     return data[:count] if count > 0 else data
 
 
 def _remainder(state: Any) -> int:
-    """The samples in the last batch of all ranks. Where rank 0 hands out batches that ranks share, Accelerate 1.15
-    counts every copy.
+    """Returns the number of samples in the last batch of all ranks. Accelerate 1.15 counts the batch of rank 0 once for
+    every rank that shares the batch.
     """
     is_copied = getattr(state.active_dataloader, "submesh_tp", None) is not None
     return state.remainder // world_size() if is_copied else state.remainder

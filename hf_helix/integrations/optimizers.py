@@ -1,8 +1,8 @@
-"""Refuses optimizers that look beyond single elements where parameters are cut, and those that step what nobody reads.
+"""Checks of optimizers for cut parameters, and the hand-over of parameters at an optimizer's first step.
 
 In:   a configuration, and the optimizer of a Trainer or of a loop.
-Out:  nothing, or an error that names the optimizer, the reason and one that works.
-Must hold: an optimizer that is let pass updates a slice as it would update it in the whole parameter.
+Out:  nothing, or an error with the optimizer, the reason and an alternative.
+Must hold: an accepted optimizer updates a slice as the optimizer would update the slice inside the full parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_helix.engine.engine import Engine
 from hf_helix.engine.zero import steps_shards
 from hf_helix.runtime.divided import plain_parameters
 
-# Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
+# Element-wise optimizers: a slice is updated as in the full parameter.
 ELEMENTWISE_OPTIMIZERS = (
     "adamw_torch",
     "adamw_torch_fused",
@@ -47,10 +47,10 @@ ELEMENTWISE_CLASSES = (
 
 _ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
 
-# Optimizers that look at one whole matrix at a time, so that it matters only whether matrices are cut.
+# Optimizers that read a full matrix at a time: only cut matrices matter.
 TENSORWISE_OPTIMIZERS = ("adafactor",)
 
-# Optimizers that update parameters inside autograd's backward, which runs operator by operator here.
+# Optimizers that step inside autograd's backward, which here runs operator by operator.
 FUSED_OPTIMIZERS = (
     "lomo",
     "adalomo",
@@ -62,11 +62,10 @@ FUSED_OPTIMIZERS = (
 
 
 def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
-    """Why an optimizer that looks beyond single elements cannot be used; empty if it can.
+    """Returns the reason against optimizers that are not element-wise; empty without a reason.
 
     Args:
-        config: the options.
-        tensorwise: whether it looks at one whole tensor at a time.
+        tensorwise: whether the optimizer reads a full tensor at a time, so that a pipeline is no reason.
     """
     sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
     given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
@@ -77,7 +76,7 @@ def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
 
 
 def check_trainers_optimizer(trainer: Any) -> None:
-    """Refuses an optimizer of a Trainer that does not update every element by itself, where parameters are cut."""
+    """Refuses an optimizer of a Trainer that is not element-wise, where parameters are cut."""
     config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
     cuts = cuts_of(config)
     makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
@@ -102,7 +101,7 @@ def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
 
 
 def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> None:
-    """Refuses an optimizer that was made before the model is cut, and cannot take the slices over."""
+    """Refuses an optimizer whose states cannot be cut with the model."""
     name = type(optimizer).__name__
     _check_optimizer_class(option, type(optimizer), config)
     if not cuts_of(config):
@@ -114,7 +113,7 @@ def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> No
             "values; make the model with from_pretrained(folder), or use an optimizer that starts without, such as "
             "AdamW"
         )
-    # Some optimizers have states before their first step (Adagrad), which are cut with the parameters.
+    # Some optimizers (Adagrad) have states before their first step; these states are cut with the parameters.
     if any(float(each.get("step", 1)) > 0 for each in states):
         raise ValueError(
             f"{option}=({name}, ...) has taken steps on the whole model, and its averages are not taken over; give a "
@@ -128,15 +127,13 @@ def _is_elementwise(kind: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
-    """Refuses an optimizer of a loop that cannot go on with a part of the model.
+    """Refuses an optimizer of a loop that cannot continue with a part of the model.
 
     Args:
-        optimizer: as the script has made it.
-        model: the model whose parameters it must hold; None where the script gives none.
-        config: the options.
+        model: the model whose parameters the optimizer must hold; None if the script gives no model.
 
     Raises:
-        ValueError: says which optimizers can.
+        ValueError: names optimizers that work.
     """
     _check_new_optimizer("optimizer", optimizer, config)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -148,11 +145,8 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
 
 
 def watch_steps(engine: Engine) -> None:
-    """Takes over every optimizer of the model's parameters at its first step, for as long as the cut model lives.
-
-    Args:
-        engine: the cut model.
-    """
+    """Hands this rank's shards to every optimizer of the model's parameters at its first step, while the cut model
+    lives."""
     stage, config = engine.runner.stage, engine.config
     owned, alive = {*stage.all_placements, *stage.shards.values()}, weakref.ref(engine)
 
@@ -162,11 +156,11 @@ def watch_steps(engine: Engine) -> None:
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", type(optimizer), config)
             owner.step_parts(optimizer)
-            plain = plain_parameters()  # from the next step on, the optimizer enters it itself
+            plain = plain_parameters()  # from the next step on, the optimizer enters the context itself
             plain.__enter__()
             leave: Any = optimizer.register_step_post_hook(
                 lambda *_: (plain.__exit__(None, None, None), leave.remove())
             )
 
-    # The hook has the parameters, but not the model, which can therefore end.
+    # The hook refers to the parameters and not to the model, so the model can be freed.
     weakref.finalize(engine, register_optimizer_step_pre_hook(take_over).remove)

@@ -1,9 +1,13 @@
-"""The form of a batch: what the host must know of mask and positions to choose the masks of attention.
+"""Facts about a batch that the host needs to choose attention masks, and the cut of a sequence over ranks.
 
-In:   the batches of a window, on whatever device.
-Out:  for each batch whether tokens are masked, and whether positions start anew (packed documents).
-Must hold: all batches are read at once, before the window, so that inside of it nothing waits for the device; batches
-that bring neither a mask nor positions are not read at all.
+In:   the batches of a window, on any device; tensors over the full sequence of a micro-batch.
+Out:  the `Form` of each batch (hidden tokens, packed documents); this rank's tokens; the documents of a sequence.
+Must hold: all batches are read at once, before the window, so that a window never waits for the device; batches without
+mask and positions are not read at all. With c context-parallel ranks, rank r holds parts r and 2c-1-r of 2c equal
+parts, so that every rank has the same share of the causal triangle; padding stands at the end of the sequence, where no
+token attends to it.
+
+    c = 2:   sequence | 0 | 1 | 2 | 3 |   rank 0 holds 0 and 3, rank 1 holds 1 and 2
 """
 
 from __future__ import annotations
@@ -21,23 +25,24 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.vocab_parallel import IGNORED
 
 LOSS_ALONE = "loss_alone"
-"""The key of a batch of which only the model's own loss is read. What attention gives for padding on the right is then
-read only where it has a target: no other token attends to it, and losses of routers do not count it."""
+"""The key of a batch of which only the model's own loss is read. Outputs of attention at padding on the right are then
+read only at tokens with a target: no other token attends to padding, and losses of routers do not count padding.
+"""
 
 FORM = "form"
-"""The key of a batch under which its `Form` stands, where that was read before."""
+"""The key of a batch for its `Form`, once read."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The facts about a batch's mask and positions that the host needs.
+    """Facts about the mask and the positions of a batch.
 
     Attributes:
-        is_masked: the mask hides a token, or is not a mask of tokens [batch, sequence].
-        needs_mask: a token follows one that the mask hides, or what attention gives for a hidden one is read.
-        starts_anew: a position is not the one before it plus one.
-        num_documents: the number of tokens of all rows that are at the smallest position.
-        longest: the largest number of tokens from one of these to the next.
+        is_masked: the mask hides a token, or is not of shape [batch, sequence].
+        needs_mask: a token follows a hidden token, or the output of attention for a hidden token is read.
+        starts_anew: a position is not the previous position plus one.
+        num_documents: the number of tokens, in all rows, at the smallest position.
+        longest: the largest number of tokens between two of these tokens.
     """
 
     is_masked: bool = False
@@ -48,13 +53,13 @@ class Form:
 
 
 def form_of(batch: Mapping[str, Any]) -> Form:
-    """Returns the form of a batch; waits for the device where it was not read before."""
+    """Returns the form of a batch; waits for the device if the form was not read before."""
     form = batch.get(FORM)
     return forms_of([batch])[0] if form is None else form
 
 
 def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
-    """Returns the form of every batch. Waits for the device once, and only where a batch has a mask or positions."""
+    """Returns the form of every batch. Waits for the device once, and only for batches with a mask or positions."""
     tensors = [_figures(batch) for batch in batches]
     present = [figures for figures in tensors if figures is not None]
     values = iter(torch.stack(present).tolist() if present else ())
@@ -65,7 +70,7 @@ def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
 
 
 def targets_of(batch: Mapping[str, Any]) -> Tensor:
-    """Returns the token that follows each token of a batch [batch, sequence], `IGNORED` where it does not count."""
+    """Returns the next token of each token [batch, sequence]; `IGNORED` for targets that do not count."""
     targets, labels = batch.get("shift_labels"), batch.get("labels")
     if targets is None:
         targets = torch.full_like(batch["input_ids"], IGNORED) if labels is None else labels
@@ -74,7 +79,7 @@ def targets_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def starts_of(positions: Tensor) -> Tensor:
-    """Returns True where a document starts, i.e. where a position is not its predecessor plus one [batch, sequence].
+    """Returns True at the start of a document, i.e. at a position other than the previous plus one [batch, sequence].
 
     The first token of a row is False.
     """
@@ -82,13 +87,13 @@ def starts_of(positions: Tensor) -> Tensor:
 
 
 def document_ends(positions: Tensor, form: Form) -> dict[str, Any]:
-    """Returns the keywords that tell flash attention of Transformers where the documents of one row [1, sequence] end.
+    """Returns the keywords with the ends of documents of one row [1, sequence] for Transformers' flash attention.
 
-    Without them it would find the same in every layer, and wait for the device each time.
+    Without the keywords, every layer would compute the ends and wait for the device.
     """
     flat = positions.flatten()
-    places = torch.arange(len(flat), device=flat.device)
-    starts = torch.where(flat == flat.min(), places, len(flat)).sort().values[: form.num_documents]
+    indices = torch.arange(len(flat), device=flat.device)
+    starts = torch.where(flat == flat.min(), indices, len(flat)).sort().values[: form.num_documents]
     ends = functional.pad(starts, (0, 1), value=len(flat)).int()
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": form.longest, "max_length_k": form.longest}
 
@@ -100,7 +105,7 @@ def _form(batch: Mapping[str, Any], figures: Sequence[int]) -> Form:
 
 
 def _figures(batch: Mapping[str, Any]) -> Tensor | None:
-    """Returns the values of a `Form` on the device; None where there is nothing to read."""
+    """Returns the values of a `Form` on the device; None for a batch without mask and positions."""
     ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     if mask is None and positions is None:
         return None
@@ -116,20 +121,13 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _documents(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of documents, and the number of tokens of the longest."""
+    """Returns the number of documents, and the length of the longest."""
     starts = positions == positions.min()
-    places = torch.arange(len(positions), device=positions.device)
-    return starts.sum(), (places - torch.where(starts, places, 0).cummax(0).values).max() + 1
+    indices = torch.arange(len(positions), device=positions.device)
+    return starts.sum(), (indices - torch.where(starts, indices, 0).cummax(0).values).max() + 1
 
 
 # -- sequence sharding ---------------------------------------------------------------------------------------------
-# The cut of a sequence over the ranks that share it.
-#
-# In:   tensors over the whole sequence of a micro-batch.
-# Out:  this rank's tokens of them, and the documents of the whole sequence.
-# Must hold: with c context-parallel ranks, rank r holds the parts r and 2c-1-r of 2c equal ones, so that all have as
-# much
-# of the causal triangle; padding that makes the sequence divide stands at its end, where nothing looks at it.
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class SequenceCut:
     Attributes:
         tp_size: the number of tensor-parallel ranks.
         cp_size: the number of context-parallel ranks.
-        cp_rank: this rank among the context-parallel ones.
+        cp_rank: this rank on the context-parallel axis.
     """
 
     tp_size: int = 1
@@ -152,16 +150,16 @@ class SequenceCut:
         return cls(tp.size, cp.size, cp.rank)
 
     def padded(self, length: int) -> int:
-        """Returns the smallest length that divides among the ranks and holds the given one."""
+        """Returns the smallest length that is at least the given length and divides among the ranks."""
         return length + -length % (self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1))
 
     def take(self, value: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """Returns this rank's tokens of a value over the whole sequence.
+        """Returns this rank's tokens of a value.
 
         Args:
-            value: the value of the whole sequence.
+            value: of the full sequence.
             dim: the dimension of the sequence.
-            fill: the padding that makes the sequence divide.
+            fill: the value of padding.
         """
         extra = self.padded(value.shape[dim]) - value.shape[dim]
         if extra:
@@ -172,29 +170,30 @@ class SequenceCut:
         return value.index_select(dim, positions_of(n, self.cp_size, self.cp_rank, value.device))
 
     def join(self, parts: Tensor) -> Tensor:
-        """Returns the whole sequence in order, from the tokens of every rank [ranks * n, ...]."""
+        """Returns the full sequence in order, from the tokens of every rank [ranks * n, ...]."""
         if self.cp_size == 1:
             return parts
         n = parts.shape[0] // self.cp_size
-        places = torch.cat([positions_of(n, self.cp_size, rank, parts.device) for rank in range(self.cp_size)])
-        return parts[places.argsort()]
+        order = torch.cat([positions_of(n, self.cp_size, rank, parts.device) for rank in range(self.cp_size)])
+        return parts[order.argsort()]
 
 
 def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:
-    """Returns which tokens may attend to each other, by the rules of Transformers.
+    """Returns the document of every token, by the rules of Transformers; tokens attend within a document.
 
     Args:
         ids: [batch, sequence].
         mask: 1 for tokens, 0 for padding [batch, sequence].
-        positions: as the collator gave them; where they start anew, so does a document, unless there is a mask.
+        positions: from the collator; a restart of positions begins a document, unless a mask is given.
         form: the form of the batch; None reads it.
 
     Returns:
-        The document of every token [batch, sequence], `PADDING` for padding; None where a token attends to all tokens
-        before it, or where only tokens that nobody reads attend to others (padding on the right, see `Form`).
+        Documents [batch, sequence], `PADDING` for padding; None where every token attends to all earlier tokens, or
+        where
+        only unread tokens attend to others (padding on the right, see `Form`).
 
     Raises:
-        ValueError: the mask is not of two dimensions.
+        ValueError: the mask does not have two dimensions.
     """
     if mask is not None and mask.dim() != 2:
         raise ValueError(

@@ -1,14 +1,17 @@
-"""A family that is derived from a model: the same units as a declared one, without a declaration.
+"""A family derived from a model: units like those of a declared family, without a declaration.
 
-In:   a causal language model of Transformers, or one that is written like them.
-Out:  its units, and the side inputs of its batches.
-Must hold: what is traced is what runs: patched forwards, options and all. A model that cannot be derived is refused
-with a sentence on why. Layers whose code, options and arguments are alike share one trace.
+In:   a causal language model of Transformers, or a model with the same structure.
+Out:  the units of the model, and the side inputs of its batches.
+Must hold: the traced code is the code in use: patched forwards, options and all. A model that cannot be derived is
+refused with the reason. Layers with equal code, options and arguments share a trace.
+
+    arguments of layers -> trace -> placements -> segment plan -> operators
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,14 +30,15 @@ from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.graph.experts import check_expert_count, expert_side_inputs, is_experts
-from hf_helix.models.lowering.glue import Share
 from hf_helix.models.lowering.lower import declare, declare_layer
-from hf_helix.models.lowering.outline import SegmentPlan
+from hf_helix.models.lowering.segment_function import Share
+from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.model_code import forward_of, other_code
-from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, ValuePlacement
+from hf_helix.models.placement.inference import infer_placements
+from hf_helix.models.placement.rules import Placements
+from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
-from hf_helix.models.trace.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
+from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
@@ -48,7 +52,7 @@ from hf_helix.models.trace.trace import (
 from hf_helix.operators.unit import Unit
 
 POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
-"""The positions of tokens, as the whole model is given them."""
+"""The positions of tokens as an argument of the full model."""
 
 DECLARE = (
     "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
@@ -61,10 +65,10 @@ class DerivedFamily(Family):
     """The family of one model.
 
     Args:
-        base: the Transformers model, whole.
+        base: the Transformers model, with all parameters.
 
     Raises:
-        ValueError: it cannot be derived; says why, and what a family of one's own would have to say.
+        ValueError: the model cannot be derived; the text has the reason and the way to declare a family.
     """
 
     needs_proof = True
@@ -98,11 +102,11 @@ class DerivedFamily(Family):
         raise NotImplementedError
 
     def layer(self, b: Builder, layer: Any) -> Unit:
-        number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
-        outline, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
-        start = {outline.trace.hidden: b.input("x")}
+        number = next(index for index, other in enumerate(self.calls.decoder.layers) if other is layer)
+        plan, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
+        start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
-        x, parts = declare_layer(outline, b, layer, start, None if balance is None else balance.choices)
+        x, parts = declare_layer(plan, b, layer, start, None if balance is None else balance.choices)
         if sums is None:
             return b.build(x)
         routers = self._routers_in(layer)
@@ -128,28 +132,28 @@ class DerivedFamily(Family):
         return self._key(place)
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        outline, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        return b.build(declare(outline, b, model, {}), *self.balance_start(b, model))
+        plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
+        return b.build(declare(plan, b, model, {}), *self.balance_start(b, model))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        _, outline = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        logits = declare(outline, b, model, {outline.start[0]: x}, WHOLE)
+        _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
+        logits = declare(plan, b, model, {plan.start[0]: x}, FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def balance(self, model: Any) -> Balance | None:
-        """Returns the load-balancing loss of the units that were declared last."""
+        """Returns the load-balancing loss of the latest units."""
         return self._balance
 
     def check_context(self, model: Any) -> None:
-        """What cannot be cut over context-parallel ranks is refused where attention is declared."""
+        """Does nothing: the declaration of attention refuses a model that cannot be cut over context-parallel ranks."""
 
     def digest(self, model: Any) -> str:
-        """Returns a fingerprint of what the model computes."""
+        """Returns a fingerprint of the model's computation."""
         with refusing(model):
             text = [type(model).__qualname__, repr(balance_of(model))]
-            for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
-                outline = self._kind(number, 1, 0)
-                text += [_described(outline.trace, outline.target), self._key(number)]
+            for number in {self._key(index): index for index in range(len(self.calls.decoder.layers))}.values():
+                plan = self._kind(number, 1, 0)
+                text += [_described(plan.trace, plan.target), self._key(number)]
             pre, post = self._plans_of_ends(model, 1, 0)
             text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
             return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
@@ -157,70 +161,70 @@ class DerivedFamily(Family):
     # -- traces ----------------------------------------------------------------------------------------------------
 
     def _key(self, number: int) -> str:
-        """Tells layers apart: by code, options, sizes, and what they are called with."""
+        """Returns a text for the code, options, sizes and arguments of a layer."""
         return f"{description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
 
     def _kind(self, number: int, size: int, rank: int) -> SegmentPlan:
-        """Returns what declares the operators of a layer, and of all that are like it."""
+        """Returns the segment plan of a layer, shared by all equal layers."""
         key = self._key(number)
         if (key, size, rank) not in self._kinds:
             layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
-            inference = self._infer(key, lambda inlined: self._trace_layer(layer, call, inlined), size, ValuePlacement(SHARD))
-            graph = inference.trace
-            self._kinds[key, size, rank] = SegmentPlan(inference, Share(size, rank), [graph.hidden], graph.result)
+            make = functools.partial(self._trace_layer, layer, call)
+            placements = self._place(key, make, size, ValuePlacement(SHARD))
+            graph = placements.trace
+            self._kinds[key, size, rank] = SegmentPlan(placements, Share(size, rank), [graph.hidden], graph.result)
         return self._kinds[key, size, rank]
 
-    def _infer(
+    def _place(
         self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: ValuePlacement
-    ) -> Inference:
-        """Infers placements of a trace, and traces again through the norms that this asks for.
+    ) -> Placements:
+        """Returns the placements of a trace, after tracing through the norms named by `NeedsInlining`.
 
         Args:
-            key: tells traces apart: each is made once, for all layers of a kind and all numbers of ranks.
+            key: identifies the trace, which is made once for all equal layers and all numbers of ranks.
             make: traces, given the paths of norms to trace through.
-            tp_size: the number of ranks.
-            hidden: the placement of what enters.
+            hidden: the placement of the value that enters.
         """
         inlined: frozenset[str] = frozenset()
         while True:
             if (key, inlined) not in self._traces:
                 self._traces[key, inlined] = make(inlined)
             try:
-                return Inference(self._traces[key, inlined], tp_size, hidden)
+                return infer_placements(self._traces[key, inlined], tp_size, hidden)
             except NeedsInlining as needed:
                 inlined |= {needed.path}
 
     def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
-        leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
-        leaves.replace(skeleton)
-        said = leaves.record(skeleton, self._routers_in(layer))
+        opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
+        opaque_calls.replace(skeleton)
+        recorded = opaque_calls.record(skeleton, self._routers_in(layer))
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
             args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
-            said.clear()
+            recorded.clear()
             result = module(x, *args, **kwargs)
             self.calls.is_tuple = isinstance(result, tuple)
-            return (result[0] if isinstance(result, tuple) else result, *(x for x in said if isinstance(x, Tensor)))
+            return (result[0] if isinstance(result, tuple) else result, *(x for x in recorded if isinstance(x, Tensor)))
 
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
-        return trace(skeleton, leaves, hidden, call.given, run)
+        return trace(skeleton, opaque_calls, hidden, call.given, run)
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
-        """Traces a whole model, whose layers are leaves."""
-        self._kind(0, 1, 0)  # which tells whether layers return tuples
-        leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
+        """Traces a full model with opaque layers."""
+        self._kind(0, 1, 0)  # sets `calls.is_tuple`
+        opaque_calls, skeleton, decoder = OpaqueCalls(inlined), skeleton_of(model).train(), self.calls.decoder
         skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
         layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
         for number, layer in enumerate(layers):
-            leaf = leaves.add(LAYER, str(number))
-            layer.forward = _as_opaque(leaf, self.calls.is_tuple)
+            opaque = opaque_calls.add(LAYER, str(number))
+            layer.forward = _as_opaque(opaque, self.calls.is_tuple)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
-        leaves.table = next(name for name, module in model.named_modules() if module is table)
-        leaves.replace(skeleton, skip=lambda module: id(module) in inside)
+        opaque_calls.table = next(name for name, module in model.named_modules() if module is table)
+        opaque_calls.replace(skeleton, skip=lambda module: id(module) in inside)
         for module in skeleton.modules():
             if "Rotary" in type(module).__name__ and id(module) not in inside:
-                module.forward = lambda x, *args, **kwargs: (x, x)  # for layers alone
+                module.forward = lambda x, *args, **kwargs: (x, x)  # only layers use the result
 
         def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
             with named_masks(module.get_submodule(decoder.path)):
@@ -228,13 +232,13 @@ class DerivedFamily(Family):
             return logits
 
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
-        return trace(skeleton, leaves, ids, [POSITIONS], run)
+        return trace(skeleton, opaque_calls, ids, [POSITIONS], run)
 
     def _plans_of_ends(self, model: Any, size: int, rank: int) -> tuple[SegmentPlan, SegmentPlan]:
         if (size, rank) not in self._ends:
-            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, ValuePlacement(FREE))
-            graph = inference.trace
-            layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
+            placements = self._place("", functools.partial(self._trace_model, model), size, ValuePlacement(FREE))
+            graph = placements.trace
+            layers = [n for n in graph.nodes if (opaque := graph.opaque_call(n)) is not None and opaque.kind == LAYER]
             layers.sort(key=lambda node: int(graph.path_of(node)))
             for before, after in itertools.pairwise(layers):
                 if args_of(after)[0] is not before:
@@ -242,8 +246,8 @@ class DerivedFamily(Family):
             share = Share(size, rank)
             first = args_of(layers[0])[0]
             self._ends[size, rank] = (
-                SegmentPlan(inference, share, [], first),
-                SegmentPlan(inference, share, [layers[-1]], graph.result),
+                SegmentPlan(placements, share, [], first),
+                SegmentPlan(placements, share, [layers[-1]], graph.result),
             )
         return self._ends[size, rank]
 
@@ -266,7 +270,7 @@ class DerivedFamily(Family):
             check_expert_count(count, sharing)
 
     def _routers_in(self, layer: nn.Module) -> list[tuple[str, int]]:
-        """Returns the path of each router in a layer, and which of its outputs has the logits."""
+        """Returns the path of each router in a layer, with the index of the logits among its outputs."""
         named = layer.named_modules()
         return [(path, self._routers[id(module)]) for path, module in named if id(module) in self._routers]
 
@@ -315,9 +319,9 @@ class DerivedFamily(Family):
         return inputs
 
 
-def _as_opaque(leaf: int, is_tuple: bool) -> Any:
+def _as_opaque(number: int, is_tuple: bool) -> Any:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = OPS.unary(hidden_states, leaf)
+        result = OPS.unary(hidden_states, number)
         return (result,) if is_tuple else result
 
     return forward
@@ -328,20 +332,20 @@ def _named(function: Any) -> str:
 
 
 def _described(graph: ModuleTrace, target: Node) -> str:
-    leaves = [
+    opaque_calls = [
         (
-            leaf.kind,
-            leaf.path,
-            sorted((key, _named(value) if callable(value) else str(value)) for key, value in leaf.details.items()),
+            opaque.kind,
+            opaque.path,
+            sorted((key, _named(value) if callable(value) else str(value)) for key, value in opaque.details.items()),
         )
-        for leaf in graph.leaves
+        for opaque in graph.opaque_calls
     ]
-    return "\n".join([*(node.format_node() or "" for node in graph.nodes), str(target), repr(leaves)])
+    return "\n".join([*(node.format_node() or "" for node in graph.nodes), str(target), repr(opaque_calls)])
 
 
 @contextlib.contextmanager
 def refusing(model: Any) -> Iterator[None]:
-    """Returns the context in which a refusal says which class it is about, and what to do."""
+    """Returns the context in which a refusal names the class and an alternative."""
     try:
         yield
     except Underivable as error:

@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_helix.models.family import Family
 from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.trace.leaves import is_projection
+from hf_helix.models.trace.opaque_calls import is_projection
 
 OWN = ("transformers", "torch", "peft")
 """Packages whose classes a declaration describes."""

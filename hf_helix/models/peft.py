@@ -1,10 +1,10 @@
-"""PEFT: the wrappers that it puts around a model and its submodules, as declarations see them.
+"""PEFT's wrappers around a model and its submodules, for declarations.
 
-In:   a model, perhaps inside a `PeftModel`; a submodule, perhaps with LoRA beside it or kept for `modules_to_save`.
-Out:  the Transformers model, the plain submodule that computes, the adapters beside it, and everything that is cut
-      with it; or an error that names what cannot be cut.
-Must hold: PEFT's names stay. Which adapters are switched on is looked up whenever they run. peft is not imported here:
-a model of PEFT exists only where it is imported already.
+In:   a model, perhaps inside a `PeftModel`; a submodule, perhaps with LoRA or inside `modules_to_save`.
+Out:  the Transformers model, the plain submodule that computes, its adapters, and all modules that are cut together; or
+      an error that names the part that cannot be cut.
+Must hold: PEFT's names stay. Active adapters are looked up at every run. peft is not imported here: a PEFT model exists
+only after an import of peft.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_helix.operators.linears.low_rank import LowRank
 
 LORA = "get_peft_model(model, LoraConfig(...))"
 
-# Options of LoraConfig that are refused, besides those that PEFT marks as variants of LoRA, and what works instead.
+# Refused options of LoraConfig, each with an alternative. PEFT itself marks further options as variants of LoRA.
 _REFUSED = {
     "use_dora": "its magnitudes need the norms of whole rows; use use_dora=False",
     "target_parameters": "experts are cut as they are; use target_modules with linears, such as those of attention",
@@ -47,12 +47,12 @@ def base_of(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A linear or an embedding, and what PEFT put around it.
+    """A linear or an embedding with PEFT's wrappers.
 
     Attributes:
-        copies: all plain modules, which are cut alike: the model's own, then those of adapters with `modules_to_save`.
+        copies: all plain modules, which are cut in the same way: the model's own, then the copies of `modules_to_save`.
         lora: PEFT's layer of adapters; None without adapters.
-        wrapper: PEFT's wrapper that chooses between the copies; None where there is one copy.
+        wrapper: PEFT's wrapper that selects a copy; None for a single copy.
     """
 
     copies: tuple[Any, ...]
@@ -77,7 +77,7 @@ class Unwrapped:
 
     @property
     def projection(self) -> Any:
-        """The object whose `weight` is the one in use: this one where PEFT chooses, else the plain module (faster)."""
+        """The object whose `weight` is in use: this object with a wrapper, else the plain module (faster)."""
         return self if self.wrapper is not None else self.copies[0]
 
     @property
@@ -86,13 +86,13 @@ class Unwrapped:
         return isinstance(self.copies[0], Conv1D)
 
     def adapters(self) -> list[LowRank]:
-        """Returns the adapters that are switched on, and not merged into the weights."""
+        """Returns the active adapters that are not merged into the weights."""
         if self.lora is None or self.lora.disable_adapters or self.lora.merged:
             return []
         return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
 
     def all_adapters(self) -> list[LowRank]:
-        """Returns all adapters: those that are switched off are cut and saved, too."""
+        """Returns all adapters: inactive adapters are cut and saved, too."""
         return [] if self.lora is None else [self._adapter(name) for name in self.lora.scaling]
 
     def _adapter(self, name: str) -> LowRank:
@@ -105,7 +105,7 @@ class Unwrapped:
 
 
 def unwrapped(module: Any) -> Unwrapped:
-    """Returns what is inside PEFT's wrappers, of whatever class it is."""
+    """Returns the modules inside PEFT's wrappers, of any class."""
     if hasattr(module, "modules_to_save"):
         return Unwrapped((module.original_module, *module.modules_to_save.values()), wrapper=module)
     if hasattr(module, "lora_A"):
@@ -114,15 +114,15 @@ def unwrapped(module: Any) -> Unwrapped:
 
 
 def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Unwrapped:
-    """Returns the plain module inside a submodule that a declaration cuts, and the adapters beside it.
+    """Returns the plain module inside a submodule, with its adapters.
 
     Args:
         module: a linear or an embedding, perhaps inside PEFT's wrappers.
-        label: where it stands in the model, for the error.
+        label: the place in the model, for the error.
         embeddings_of_subclasses: whether subclasses of `nn.Embedding` pass, see `Builder.lookup`.
 
     Raises:
-        ValueError: the submodule is neither plain nor one of PEFT's that can be cut.
+        ValueError: the submodule is neither plain nor a wrapper that can be cut.
     """
     inside = unwrapped(module)
     for plain in inside.copies:
@@ -144,17 +144,17 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
 
 
 def adapter_weights(model: Any) -> set[Tensor]:
-    """Returns the weights of adapters, which may have another type than the model."""
+    """Returns the weights of adapters, whose dtype may differ from the model's."""
     peft = sys.modules.get("peft")
     layers = [m for m in model.modules() if peft is not None and isinstance(m, peft.tuners.lora.LoraLayer)]
     return {p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
 
 
 def check_adapters(model: Any) -> None:
-    """Refuses what PEFT offers beyond LoRA that can be cut.
+    """Refuses all of PEFT but LoRA over plain modules.
 
     Raises:
-        ValueError: names the options or layers, and what works.
+        ValueError: names the options or layers, and an alternative.
     """
     peft = sys.modules.get("peft")
     problems = list(_problems(model, peft)) if peft is not None else []
@@ -174,7 +174,7 @@ def _problems(model: Any, peft: Any) -> Iterator[str]:
             )
     else:
         of_configs = [p for name, config in model.peft_config.items() for p in _problems_of_config(name, config)]
-        yield from of_configs or _problems_of_layers(model, peft)  # layers would say the same once more
+        yield from of_configs or _problems_of_layers(model, peft)  # layers would repeat these problems
 
 
 def _problems_of_config(name: str, config: Any) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
     known = {lora.Linear: (nn.Linear, Conv1D), lora.Embedding: (nn.Embedding,)}
     base = layer.get_base_layer()
-    # PEFT scales what an adapter adds as such an embedding scales the rows of its table (Gemma's).
+    # PEFT scales the adapter's rows as a scaled embedding (Gemma's) scales the rows of its table.
     is_scaled = type(layer) is lora.Embedding and isinstance(base, nn.Embedding) and hasattr(base, "embed_scale")
     if type(base) not in known.get(type(layer), ()) and not is_scaled:
         kinds = " over a ".join(f"{type(each).__module__}.{type(each).__name__}" for each in (layer, base))

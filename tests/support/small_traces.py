@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.lowering.glue import Share
 from hf_helix.models.lowering.lower import declare
-from hf_helix.models.lowering.outline import SegmentPlan
-from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import SHARD, NeedsInlining, ValuePlacement
-from hf_helix.models.trace.leaves import DTYPE, Leaves, skeleton_of
+from hf_helix.models.lowering.segment_function import Share
+from hf_helix.models.lowering.segment_plan import SegmentPlan
+from hf_helix.models.placement.inference import infer_placements
+from hf_helix.models.placement.rules import Placements
+from hf_helix.models.placement.value_placement import SHARD, NeedsInlining, ValuePlacement
+from hf_helix.models.trace.opaque_calls import DTYPE, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -40,30 +41,30 @@ def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[st
 
 @functools.lru_cache(maxsize=16)
 def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> ModuleTrace:
-    leaves, skeleton = Leaves(inlined), skeleton_of(module).train()
-    leaves.replace(skeleton)
+    opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(module).train()
+    opaque_calls.replace(skeleton)
     hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")
-    return trace(skeleton, leaves, hidden, given, lambda called, x, more: called(x, *more))
+    return trace(skeleton, opaque_calls, hidden, given, lambda called, x, more: called(x, *more))
 
 
-def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> Inference:
+def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> Placements:
     """The placements of a module's values, traced through the norms that this needs."""
     inlined: frozenset[str] = frozenset()
     while True:
         try:
-            return Inference(traced(module, given, inlined), size, ValuePlacement(SHARD))
+            return infer_placements(traced(module, given, inlined), size, ValuePlacement(SHARD))
         except NeedsInlining as needed:
             inlined |= {needed.path}
 
 
-def ways(inference: Inference) -> dict[str, str]:
+def styles(placements: Placements) -> dict[str, str]:
     """How every linear is cut, by its path."""
-    return {inference.trace.path_of(node): way for node, way in inference.decisions.ways.items()}
+    return {placements.trace.path_of(node): style for node, style in placements.decisions.styles.items()}
 
 
-def placed_on(inference: Inference, operation: str) -> ValuePlacement:
+def placement_of(placements: Placements, operation: str) -> ValuePlacement:
     """The placement of what the last call of an operation gives: a part of its name."""
-    return next(inference.placed[node] for node in reversed(inference.trace.nodes) if operation in str(node.target))
+    return next(placements.of(node) for node in reversed(placements.trace.nodes) if operation in str(node.target))
 
 
 def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = None) -> Unit:
@@ -72,12 +73,12 @@ def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = 
     return lowered(inferred(module, given, axis.size), module, axis)
 
 
-def lowered(inference: Inference, module: nn.Module, axis: Axis) -> Unit:
+def lowered(placements: Placements, module: nn.Module, axis: Axis) -> Unit:
     """The unit on one rank of a module that was traced, or of a copy of it."""
-    graph = inference.trace
-    outline = SegmentPlan(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
+    graph = placements.trace
+    plan = SegmentPlan(placements, Share(axis.size, axis.rank), [graph.hidden], graph.result)
     b = Builder("layer", "layers.0", ParallelContext(axis))
-    return b.build(declare(outline, b, module, {graph.hidden: b.input("x")}))
+    return b.build(declare(plan, b, module, {graph.hidden: b.input("x")}))
 
 
 def steps(unit: Unit) -> list[str]:

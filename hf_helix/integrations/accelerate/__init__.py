@@ -1,4 +1,4 @@
-"""Accelerate: the plugin, a training loop of one's own, and the options of the launcher.
+"""Accelerate: the plugin, the training loop of a script, and the options of the launcher.
 
-Imports go one way: launcher, checks -> loop -> plugin.
+Import order: launcher, checks -> loop -> plugin.
 """

@@ -1,12 +1,12 @@
 """Refuses options of Accelerate that cannot be honoured, by name and before any training.
 
-In:   an `Accelerator`, a data loader, or the way in which CUDA launches kernels.
-Out:  nothing, or an error that names every such option and a value that works.
-Must hold: nothing has been changed or communicated when it is raised.
+In:   an `Accelerator`, a data loader, or the launch mode of CUDA kernels.
+Out:  nothing, or an error with every refused option and a working value.
+Must hold: an error comes before any change and any communication.
 
-A refusal belongs here if the option is one of Accelerate's. The other places: `hf_helix.config` for options of
-`HelixConfig`, `hf_helix.engine.checks` for models and batches, `trainer/checks.py` for arguments of a Trainer,
-`trainer/overrides.py` for methods of a Trainer, `optimizers.py` for optimizers.
+Refusals here concern options of Accelerate. The other places: `hf_helix.config` for options of `HelixConfig`,
+`hf_helix.engine.checks` for models and batches, `trainer/checks.py` for arguments and methods of a Trainer,
+`optimizers.py` for optimizers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
     """Refuses an `Accelerator` whose options cannot be honoured.
 
     Args:
-        accelerator: as the script has made it.
-        plugin: the layout that it must have been made with.
-        pp_size: ranks of the pipeline.
+        plugin: the required layout of the Accelerator.
 
     Raises:
-        ValueError: names every such option and a value that works.
+        ValueError: names every such option and a working value.
     """
     if accelerator.parallelism_config is not plugin:
         raise ValueError(
@@ -51,15 +49,13 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
 
 
 def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
-    """Refuses a data loader that would not give every data-parallel rank batches of its own, equally many on each.
+    """Refuses a data loader without an equal number of distinct batches for every data-parallel rank.
 
     Args:
-        loader: as the script has made it.
-        accelerator: whose `DataLoaderConfiguration` counts.
-        dp_size: data-parallel ranks.
+        accelerator: its `DataLoaderConfiguration` counts.
 
     Raises:
-        ValueError: names the option and a value that works.
+        ValueError: names the option and a working value.
     """
     if dp_size == 1:
         return
@@ -75,16 +71,11 @@ def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
 
 
 def launch_problems(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
-    """Problems with kernel launches that block: a receive ends once another rank has sent, and that rank may first
-    need what this one would launch next.
+    """Returns problems with blocking kernel launches: a receive ends after the send of another rank, and the other rank
+    may first need this rank's next launch.
 
     Args:
-        pp_size: ranks of the pipeline.
-        device: of this rank.
-        full_determinism: whether the Trainer was asked for it.
-
-    Returns:
-        A sentence for the problem, or nothing.
+        full_determinism: the Trainer's option.
     """
     if pp_size == 1 or device.type != "cuda":
         return []

@@ -1,11 +1,11 @@
-"""Finds the options of a run: an argument, a plugin, the environment, or the YAML of `accelerate launch`.
+"""The options of a run: an argument, a plugin, the environment, or the YAML of `accelerate launch`.
 
-In:   what the script gives, the environment, and the command line of the launcher.
+In:   the arguments of the script, the environment, and the command line of the launcher.
 Out:  a `HelixConfig`.
-Must hold: the first of the four that is given counts; where none is, the error shows all of them.
+Must hold: the first of the four counts; without any of the four, the error shows all four.
 
-`accelerate launch` does not tell its workers which YAML it was given, so the command lines of the parent processes are
-read. This is the only place where psutil is used.
+`accelerate launch` does not pass the path of its YAML to its workers, so the command lines of parent processes are
+read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ WHERE = f"""use helix_config=HelixConfig(tp_size=2), or another of these ways (t
 
 
 def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
-    """The configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
+    """Returns the configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
 
     Raises:
-        TypeError: what is given is no `HelixConfig`.
-        ValueError: it is given nowhere; shows every way to give it.
+        TypeError: the argument is no `HelixConfig`.
+        ValueError: no options; shows every way to give options.
     """
     for config in (given, plugin):
         if config is not None:
@@ -56,7 +56,7 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
 
 
 def launcher_config_file() -> Path | None:
-    """The `--config_file` of the `accelerate launch` that is a parent of this process; None if there is none."""
+    """Returns the `--config_file` of the `accelerate launch` above this process; None without a file."""
     try:
         parents = psutil.Process().parents()
     except psutil.Error:
@@ -72,21 +72,21 @@ def launcher_config_file() -> Path | None:
 
 
 def config_file_of(arguments: list[str]) -> str | None:
-    """The value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
+    """Returns the value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
     launched = False
-    for place, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if _is_launcher(word):
             launched = True
         elif launched and name in ("--config_file", "--config-file"):
-            return value if equals else "".join(arguments[place + 1 : place + 2]) or None
-        elif word.endswith(".py"):  # the script; what follows is its own
+            return value if equals else "".join(arguments[index + 1 : index + 2]) or None
+        elif word.endswith(".py"):  # the script; further words are its own arguments
             return None
     return None
 
 
 def _is_launcher(word: str) -> bool:
-    """Whether a word of a command line is Accelerate's launcher: its script, its module or its file."""
+    """Returns whether a word of a command line is Accelerate's launcher: its script, its module or its file."""
     return (
         word == "accelerate.commands.launch"
         or word.endswith("accelerate/commands/launch.py")

@@ -1,9 +1,9 @@
-"""A training loop of one's own around Accelerate: what `HelixPlugin.prepare` does and returns.
+"""The training loop of a script around Accelerate: the work and the results of `HelixPlugin.prepare`.
 
-In:   an `Accelerator` made with the plugin, and the loop's whole model, optimizer, data loaders and scheduler.
+In:   an `Accelerator` made with the plugin, and the loop's uncut model, optimizer, data loaders and scheduler.
 Out:  a model that trains windows of micro-batches, and the other objects as Accelerate prepares them.
-Must hold: weights change as in the same loop around the unsplit model; a method of the `Accelerator` that would be
-wrong for a cut model is replaced, or raises an error that says what to do instead.
+Must hold: weights change as in the same loop around the unsplit model; methods of the `Accelerator` that would be wrong
+for a cut model are replaced, or raise an error with an alternative.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ USE_INSTEAD = Instead(
 
 _WINDOWS = "model.train_window() is called, or the data has ended"
 
-# Methods of the Accelerator that do not work on a cut model, and what to do instead.
+# Methods of the Accelerator that do not work on a cut model, with alternatives.
 REFUSED = {
     "backward": "model.train_window(batches) has run backward already; leave it out",
     "accumulate": "a window is all micro-batches of an optimizer step; use `for window in model.windows(dataloader):`",
@@ -74,21 +74,10 @@ def prepare(
     seed: int | None,
     weights: str | Path | None,
 ) -> list[Any]:
-    """Does what `HelixPlugin.prepare` says. Collective.
+    """Prepares the objects of a script, see `HelixPlugin.prepare`. Collective.
 
     Args:
-        accelerator: one that `check_accelerator` has passed.
-        objects: what the script gives: at most one model, and optimizers, schedulers and data loaders.
-        config: the options.
-        mesh: the layout of the ranks.
-        seed: of the training; None for torch's own.
-        weights: a checkpoint folder for a model on the meta device; None for random weights.
-
-    Returns:
-        The prepared objects, in the order given.
-
-    Raises:
-        ValueError: names what cannot be honoured, and what works.
+        accelerator: checked by `check_accelerator`.
     """
     models = [given for given in objects if isinstance(given, nn.Module)]
     if len(models) > 1:
@@ -163,7 +152,7 @@ class HelixModel:
     """A cut model in a loop: trains windows, clips, evaluates and saves. Every method is collective.
 
     Attributes:
-        module: the Transformers model, whose parameters are cut in place and held by the optimizer.
+        module: the Transformers model; its parameters are cut in place and held by the optimizer.
         engine: the plan in use and measurements: `engine.plan`, `engine.measure_overlap()`, ...
     """
 
@@ -180,20 +169,21 @@ class HelixModel:
             yield window
         with watched():
             meet(_WINDOWS)
-            agree_on_number(0, self.engine.mesh.device, self.engine.value_bounds([]))  # elsewhere there may be a window
+            agree_on_number(0, self.engine.mesh.device, self.engine.value_bounds([]))  # another rank may have a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
 
         Args:
             batches: any number of batches of the data loader, with `input_ids`, `labels` and, if needed,
-                `attention_mask` and `position_ids`.
+                `attention_mask` and
+                `position_ids`.
 
         Returns:
-            The mean loss of all their tokens that have a label, over all ranks; the gradient is that of this mean.
+            The mean loss of all tokens with a label, over all ranks; the gradient is the gradient of this mean.
 
         Raises:
-            ValueError: no batch, a batch without labels, or ranks that do not belong together.
+            ValueError: no batch, a batch without labels, or ranks with different windows.
         """
         mesh = self.engine.mesh
         with watched():
@@ -220,9 +210,9 @@ class HelixModel:
         return loss
 
     def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
-        """The mean loss of a batch and, if asked, its logits, as `model(**batch)` of the unsplit model returns them.
+        """Returns the mean loss of a batch and, on request, its logits, as `model(**batch)` of the unsplit model.
 
-        Data-parallel ranks have batches of their own, and so losses: `accelerator.gather_for_metrics` collects them.
+        Data-parallel ranks have different batches and losses: `accelerator.gather_for_metrics` collects the losses.
         """
         with watched():
             batch = self._checked(batch)
@@ -232,12 +222,12 @@ class HelixModel:
         return CausalLMOutput(loss=loss, logits=whole)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradient of the whole model down to a norm of `max_norm`; returns its norm before."""
+        """Scales the gradient of the full model down to a norm of `max_norm`; returns the norm before."""
         with watched():
             return self.engine.clip_gradients(max_norm)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
-        """Writes the checkpoint that `save_pretrained` of the unsplit model would write."""
+        """Writes the checkpoint of the unsplit model's `save_pretrained`."""
         meet("model.save_pretrained() is called")
         self.engine.save_pretrained(folder, max_shard_size)
 
@@ -255,14 +245,14 @@ class HelixModel:
         return send_to_device(batch, self.engine.mesh.device)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Takes the place of `accelerator.clip_grad_norm_`, which is slower for all parameters."""
+        """Replaces `accelerator.clip_grad_norm_`, which is slower for all parameters."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if norm_type != 2 or {*map(id, given)} != {*map(id, self.parameters())}:
             return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         return self.clip_grad_norm_(max_norm)
 
     def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Takes the place of `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
+        """Replaces `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
         if use_gather_object:
             raise ValueError("gather_for_metrics(use_gather_object=True) is not built: gather tensors")
         with watched():
@@ -271,7 +261,7 @@ class HelixModel:
 
 @check_class
 class _Scheduler(AcceleratedScheduler):
-    """Accelerate's scheduler, which steps once for each process, with ranks that share a batch counted once."""
+    """Accelerate's scheduler, which steps once for each process, with the ranks of a shared batch counted once."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: Any, dp_size: int, accelerator: Any) -> None:
         linked = accelerator.step_scheduler_with_optimizer

@@ -1,9 +1,9 @@
-"""The layout and the options in the form that Accelerate takes.
+"""The layout and the options in the form of Accelerate.
 
 In:   a `HelixConfig`.
-Out:  a `ParallelismConfig` that the stock `Accelerator` and `TrainingArguments` take, and the mesh.
-Must hold: Accelerate gives the ranks of one batch the same data and counts them once, and wraps, shards and moves
-nothing itself. Accelerate has no registry for plugins; a subclass of `ParallelismConfig` is the one way in.
+Out:  a `ParallelismConfig` for the stock `Accelerator` and `TrainingArguments`, and the mesh.
+Must hold: Accelerate gives the ranks of a batch the same data and counts the data once, and wraps, shards and moves
+nothing itself. Accelerate has no registry for plugins; a subclass of `ParallelismConfig` is the only entry.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from hf_helix.runtime.notices import say
 
 
 def launch_options() -> HelixConfig | None:
-    """The options that the environment or the launcher's YAML gives; both are known before CUDA starts."""
+    """Returns the options of the environment or the launcher's YAML; the environment and the YAML exist before CUDA
+    starts."""
     try:
         return resolve_config(None, None)
     except (TypeError, ValueError):
-        return None  # the error is raised where the options are needed
+        return None  # the first reader of the options raises the error
 
 
 def _prepare_process() -> None:
-    """Does what must come before training arguments or the Accelerator make the process group and start CUDA.
+    """Prepares the process before training arguments or the Accelerator make the process group and start CUDA.
 
-    Both do so before anything of ours is called, so it is done on import. This is all that importing hf_helix changes
-    outside of it, beside `CUDA_DEVICE_MAX_CONNECTIONS`: one function of torch after a restart (see `separate_starts`),
-    and in a launched process the exception hook, the loading of kernels, and a word from Accelerators.
+    These objects are made before any call of hf_helix, so the preparation runs on import. All changes outside of
+    hf_helix:
+    `CUDA_DEVICE_MAX_CONNECTIONS`, a function of torch after a restart (see `separate_starts`), and in a launched
+    process
+    the exception hook, the loading of kernels, and a message of Accelerators.
     """
     separate_starts()
     if is_launched():
-        install_hook()  # options are checked before there is anything else of ours
+        install_hook()  # before the check of options, which may fail
         if (config := launch_options()) is not None:
             _tell_of_stock_accelerators()
             if config.pp_size > 1:
@@ -57,7 +60,7 @@ def _prepare_process() -> None:
 
 
 def _tell_of_stock_accelerators() -> None:
-    """Has the first Accelerator, or stock Trainer, that ignores the options of the launch say so."""
+    """Makes the first Accelerator, or stock Trainer, that ignores the options of the launch print a warning."""
     stock = Accelerator.__init__
 
     @functools.wraps(stock)
@@ -82,11 +85,12 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
 @check_class
 class HelixPlugin(ParallelismConfig):
-    """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
+    """The layout for `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 
     Args:
-        config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`. Without any, they come from the
-            environment or the launcher's YAML (see `launcher`).
+        config: the options, or keywords: `HelixPlugin(tp_size=2)`. By default from the environment or the launcher's
+            YAML
+            (see `launcher`).
     """
 
     def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
@@ -120,17 +124,17 @@ class HelixPlugin(ParallelismConfig):
         return False
 
     def build_mesh(self, device: torch.device | str) -> Mesh:
-        """The mesh of this run, built on first use. Collective."""
+        """Returns the mesh of this run, built on first use. Collective."""
         if self.mesh is None:
             config, device = self.config, torch.device(device)
-            if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
+            if device.type == "cuda" and device.index is None:  # Accelerate gives no index
                 device = torch.device("cuda", torch.cuda.current_device())
             self.mesh = mesh_of(config, device)
         return self.mesh
 
     @overrides("ParallelismConfig", "ranks that share a batch would get different data")
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The dimensions by which Accelerate hands out batches."""
+        """Returns the dimensions by which Accelerate distributes batches."""
         return self.build_mesh(device_type).device_mesh
 
     @overrides(
@@ -139,8 +143,9 @@ class HelixPlugin(ParallelismConfig):
         caller=_ACCELERATOR,
     )
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The dimensions by which Accelerate hands out batches; None where every rank gets its own. The stock method
-        fails if there are none and it is called twice.
+        """Returns the dimensions by which Accelerate distributes batches; None if every rank gets its own batch.
+        Without
+        dimensions, the second call of the stock method fails.
         """
         if device_type is None:
             return self.mesh.device_mesh if self.mesh else None
@@ -154,16 +159,17 @@ class HelixPlugin(ParallelismConfig):
         Args:
             accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
                 `gradient_accumulation_steps` count.
-            objects: one ordinary Transformers model, and any number of optimizers of its parameters that have not taken
-                a step, schedulers and data loaders.
+            objects: an ordinary Transformers model, and any number of new optimizers of its parameters, schedulers and
+                data
+                loaders.
             seed: of the randomness of the training (dropout, routers); None for torch's own seed (`set_seed`).
-            weights: a checkpoint folder that a model on the meta device starts from; None for random weights.
+            weights: a checkpoint folder for a model on the meta device; None for random weights.
 
         Returns:
             The objects in the order given: for the model, a `hf_helix.integrations.accelerate.loop.HelixModel`.
 
         Raises:
-            ValueError: an option cannot be honoured; names it and a value that works.
+            ValueError: an option cannot be honoured; names the option and a value that works.
         """
         check_accelerator(accelerator, self, self.config.pp_size)
         mesh = self.build_mesh(accelerator.device)
@@ -179,11 +185,11 @@ class HelixPlugin(ParallelismConfig):
         return f"HelixPlugin({self.config})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Process groups stay behind when training arguments are saved."""
+        """The state without process groups, for saved training arguments."""
         return {**self.__dict__, "mesh": None, "device_mesh": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HelixPlugin:
-        """A copy of the arguments refers to the same groups."""
+        """The plugin itself: a copy of the arguments refers to the same groups."""
         return self
 
     @overrides(
@@ -199,17 +205,16 @@ _LAYOUT = ("parallelism_config", "device_mesh")
 
 
 def shared_layout() -> dict[str, Any]:
-    """The layout that all Accelerators of this process share."""
+    """Returns the layout that all Accelerators of this process share."""
     return {name: AcceleratorState._shared_state.get(name) for name in _LAYOUT}
 
 
 def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
-    """Gives an Accelerator a layout of its own, so that trainers of several layouts can live in one process.
+    """Gives an Accelerator a layout of its own, so that trainers of several layouts can live in a process.
 
     Args:
-        accelerator: whose layout is set.
         plugin: the layout.
-        shared: the layout that the other Accelerators keep, see `shared_layout`.
+        shared: the layout of the other Accelerators, see `shared_layout`.
     """
     own = plugin, plugin.build_device_mesh(accelerator.device)
     accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}

@@ -1,9 +1,9 @@
-"""The Trainer's checkpoints: how they are saved, and how a run is resumed from one.
+"""The Trainer's checkpoints: saving, and resuming a run.
 
-In:   a trainer whose model is cut, and the arguments of its stock methods.
-Out:  `checkpoint-N` folders with an ordinary Hugging Face model, the optimizer's states and everything else that a run
-      needs to go on, on the same layout or on another.
-Must hold: a checkpoint is either whole or not there; one that cannot be used is refused before anything is loaded or
+In:   a trainer with a cut model, and the arguments of its stock methods.
+Out:  `checkpoint-N` folders with an ordinary Hugging Face model, the optimizer's states and all other state of a run,
+      for the same layout or another.
+Must hold: a checkpoint is either complete or absent; an unusable checkpoint is refused before anything is loaded or
 written; counters, rotation, uploads and the choice of the best model stay the stock Trainer's.
 """
 
@@ -29,8 +29,8 @@ from transformers.utils.logging import get_logger
 from hf_helix.checkpoint import folders as atomic
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
-from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
+from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
@@ -46,27 +46,14 @@ GENERATORS = "helix_rng_{}.pt"
 _CHECKPOINT = re.compile(rf"{atomic.PREFIX}-(\d+)")
 
 
-class CheckpointHooks:
-    """The part of `HelixTrainerMixin` that saves checkpoints and resumes from them."""
+class CheckpointHooks(TrainerAttributes):
+    """The part of `HelixTrainerMixin` that saves checkpoints and resumes from checkpoints."""
 
-    # What the Trainer and the rest of the mixin provide.
-    model: Any
-    args: TrainingArguments
-    accelerator: Any
-    state: Any
-    optimizer: Any
-    lr_scheduler: Any
-    processing_class: Any
-    data_collator: Any
-    train_dataset: Any
-    helix: Engine
-    _health: Health
-
-    _staging: str | None = None  # where a checkpoint is written before it is complete
-    _push_waits = False  # whether to upload the checkpoint once it is published
-    _resumed: Manifest | None = None  # describes the checkpoint that this run was resumed from
-    _first_epoch: Path | None = None  # the folder of that checkpoint, until the resumed epoch has begun
-    _epoch_generators: Generators | None = None  # the states of the generators when the present epoch began
+    _staging: str | None = None  # the folder of a checkpoint before publication
+    _push_waits = False  # whether to upload the checkpoint after publication
+    _resumed: Manifest | None = None  # the manifest of the resumed checkpoint
+    _first_epoch: Path | None = None  # the folder of the resumed checkpoint, until the resumed epoch has begun
+    _epoch_generators: Generators | None = None  # generator states at the start of the epoch
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -79,8 +66,9 @@ class CheckpointHooks:
         """Trains as the stock method does. The checkpoint may come from another layout (docs/checkpoints.md).
 
         Raises:
-            ValueError: the checkpoint is damaged, or of another model, optimizer or batch; or `output_dir` cannot be
-                written. Nothing has been loaded or written then.
+            ValueError: the checkpoint is damaged, or of another model, optimizer or batch; or `output_dir` is not
+                writable.
+                Nothing has been loaded or written then.
         """
         self._health = Health(self.args.device)
         prepare_for_interrupts(self)
@@ -101,7 +89,7 @@ class CheckpointHooks:
         return self.args.save_strategy != SaveStrategy.NO or bool(getattr(self.args, "enable_jit_checkpoint", False))
 
     def _find_checkpoint(self, given: Any) -> str | None:
-        """The folder of the checkpoint to resume from, after the checkpoint was checked. Collective."""
+        """Returns the folder of the checkpoint to resume from, after a check of the checkpoint. Collective."""
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
@@ -118,8 +106,9 @@ class CheckpointHooks:
         return folder
 
     def _settle_stream(self) -> None:
-        """Lets every rank read a stream that a run may go on with: Accelerate 1.15 forgets at a resume which ranks
-        share the batches that rank 0 hands out.
+        """Lets every rank read a stream that a run may resume: after a resume, Accelerate 1.15 does not know the ranks
+        that
+        share the batches of rank 0.
         """
         options = self.accelerator.dataloader_config
         is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
@@ -134,7 +123,7 @@ class CheckpointHooks:
         options.dispatch_batches = False
 
     def _last_checkpoint(self) -> Path:
-        """The newest complete checkpoint in `output_dir`."""
+        """Returns the newest complete checkpoint in `output_dir`."""
         folder = Path(self.args.output_dir or ".")
         atomic.recover(folder, _is_complete)
         steps = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
@@ -149,7 +138,7 @@ class CheckpointHooks:
 
     @plain_parameters()
     def _describe(self, optimizer: Any = None) -> Manifest:
-        """Describes this run as a checkpoint of it would. Collective."""
+        """Returns the manifest of a checkpoint of this run. Collective."""
         args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
         per_step = {
             "per_device_train_batch_size": args.train_batch_size,
@@ -172,6 +161,7 @@ class CheckpointHooks:
     def _load_best_model(self) -> None:
         """Loads the best model as the stock method does; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
+        assert best is not None
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self.helix.load_weights(best)
 
@@ -188,8 +178,9 @@ class CheckpointHooks:
 
     @overrides("Trainer", "a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so an
-        epoch that is resumed starts with the states that it started with before.
+        """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so a
+        resumed
+        epoch starts with the generator states of its original start.
         """
         if self._first_epoch is not None:
             set_generators(self._read_generators(self._first_epoch)["epoch"])
@@ -203,7 +194,8 @@ class CheckpointHooks:
             set_generators(self._read_generators(Path(checkpoint))["now"])
 
     def _read_generators(self, folder: Path) -> dict[str, Generators]:
-        """The states of this rank's generators. On another layout all ranks take rank 0's, since ranks that share a
+        """Returns the states of this rank's generators. On another layout all ranks take rank 0's, since ranks that
+        share a
         batch must draw the same numbers.
         """
         assert self._resumed is not None
@@ -213,7 +205,7 @@ class CheckpointHooks:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _check_output_dir(self) -> None:
-        """Refuses an `output_dir` in which checkpoints could not be saved. Collective."""
+        """Refuses an `output_dir` without room for checkpoints. Collective."""
         folder = Path(self.args.output_dir or ".")
         needed = self._least_bytes(self._describe())
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
@@ -225,7 +217,8 @@ class CheckpointHooks:
             probe.unlink()
 
     def _least_bytes(self, run: Manifest) -> int:
-        """The bytes that a checkpoint takes at least: the trained weights and, with AdamW, its two averages of each."""
+        """Returns a lower bound for the bytes of a checkpoint: the trained weights and, with AdamW, two averages
+        of each."""
         with_averages = str(getattr(self.args.optim, "value", self.args.optim)).startswith("adamw_torch")
         factor = 3 if with_averages and not self.args.save_only_model else 1
         trained = [about for about in run.parameters.values() if about["trained"]]
@@ -233,7 +226,7 @@ class CheckpointHooks:
 
     @overrides("Trainer", "a run that is killed while it saves would leave a broken checkpoint")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Saves as the stock method does, into a folder that gets its place once it is complete. Collective."""
+        """Saves as the stock method does, into a folder that is published when complete. Collective."""
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
         name = f"{atomic.PREFIX}-{self.state.global_step}"
         with watched():
@@ -249,7 +242,7 @@ class CheckpointHooks:
                 manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
                 decide_on_rank_0(lambda: self._publish(aside, Path(folder), manifest))
             except BaseException:
-                if rank() == 0:  # deletes what was written, or publishes it if only the move was missing
+                if rank() == 0:  # deletes the files, or publishes a checkpoint that is complete
                     with contextlib.suppress(OSError):
                         atomic.recover(Path(folder), _is_complete)
                 raise
@@ -261,7 +254,7 @@ class CheckpointHooks:
             rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _note_best(self, folder: str) -> None:
-        """Corrects the path of the best checkpoint: the stock method looks for it in the staging folder."""
+        """Corrects the path of the best checkpoint: the stock method looks in the staging folder."""
         best = self.state.best_global_step
         path = os.path.join(folder, f"{atomic.PREFIX}-{best}")
         if best and (best == self.state.global_step or os.path.exists(path)):
@@ -277,7 +270,7 @@ class CheckpointHooks:
 
     @overrides("Trainer", "an upload would read a folder that is being moved")
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads once the checkpoint has its place: the upload reads it while training goes on."""
+        """Uploads after the checkpoint is published: the upload reads the checkpoint while training continues."""
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
         else:
@@ -289,11 +282,11 @@ class CheckpointHooks:
         meet("trainer.save_model() is called")
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     @overrides("Trainer", "the checkpoint would hold one rank's slices")
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes an ordinary Hugging Face checkpoint; every rank writes the slices that it holds. Collective."""
+        """Writes an ordinary Hugging Face checkpoint; every rank writes its slices. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         self.helix.save_pretrained(folder, model=self.model)
@@ -339,7 +332,7 @@ def make_output_dir(args: TrainingArguments) -> None:
 
 
 def _probe(folder: Path, needed: int) -> Path:
-    """Writes a small file to the folder, and checks the free space; the path of the file."""
+    """Writes a small file to the folder and checks the free space; returns the path of the file."""
     probe = folder / f"_probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -365,5 +358,5 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside Accelerate's wrapper."""
+    """Returns the optimizer inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,13 +1,14 @@
-"""Refuses arguments of a Trainer that cannot be honoured, by name and before any training.
+"""Refuses arguments and overrides of a Trainer that cannot be honoured, by name and before any training.
 
 In:   training arguments, a trainer.
-Out:  nothing, or an error that names the option, the reason and a value that works.
-Must hold: no argument of the stock Trainer is silently ignored; docs/trainer.md lists the fate of each.
+Out:  nothing, or an error with the option, the reason and a value that works.
+Must hold: no argument and no hook of the stock Trainer is silently ignored; docs/trainer.md lists the effect
+of each argument.
 
-A refusal belongs here if a `TrainingArguments` field or another argument of a Trainer is refused. The other places:
-`hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches, `overrides` for methods
-and attributes of a Trainer, `trl` for SFTTrainer, `evaluation` for outputs beside logits, `../optimizers.py` for
-optimizers, `../accelerate/checks.py` for an `Accelerator` and data loaders.
+Refusals here concern `TrainingArguments`, other arguments of a Trainer, and overrides of its methods and attributes.
+The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches, `trl`
+for SFTTrainer, `evaluation` for outputs beside logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
+an `Accelerator` and data loaders.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hf_helix.integrations.optimizers import (
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.runtime.distributed.mesh import check_joined
 
-# Field, whether its value is refused, what to do instead.
+# Field, test for refused values, alternative.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp16", bool, "fp16=False: gradients would leave its range without a loss scaler over all ranks; use bf16=True"),
     ("fp16_full_eval", bool, "fp16_full_eval=False: it would cast the model that is trained"),
@@ -103,7 +104,7 @@ def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
 
 
 def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
-    """Problems with the distribution of samples: only data-parallel ranks get different ones."""
+    """Returns problems with the distribution of samples: only data-parallel ranks get different samples."""
     problems = []
     options, dp_size = args.accelerator_config, args.world_size // config.ranks_per_batch
     if (options.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
@@ -133,7 +134,7 @@ def check_evaluation(dataset: Any, dp_size: int) -> None:
     """Refuses an evaluation data set whose samples could not be counted once.
 
     Raises:
-        ValueError: says which data sets can.
+        ValueError: names suitable data sets.
     """
     if dp_size > 1 and isinstance(dataset, torch.utils.data.IterableDataset):
         raise ValueError(
@@ -143,14 +144,10 @@ def check_evaluation(dataset: Any, dp_size: int) -> None:
 
 
 def check_trainer(trainer: Any, args: Any) -> None:
-    """Refuses what can only be seen once the stock Trainer is built: methods, optimizers and data sets.
-
-    Args:
-        trainer: after the stock constructor.
-        args: its training arguments.
+    """Refuses problems that only a complete trainer shows: overrides, optimizers and data sets.
 
     Raises:
-        ValueError: names it, and what works.
+        ValueError: names the problem and an alternative.
     """
     check_overrides(trainer)
     check_trainers_optimizer(trainer)
@@ -172,14 +169,9 @@ def check_trainer(trainer: Any, args: Any) -> None:
 
 
 # -- overrides -----------------------------------------------------------------------------------------------------
-# Refuses overrides of methods and attributes of the stock Trainer that would have no effect.
-#
-# In:   a trainer, whose class or attributes may have replaced something that is never called here.
-# Out:  nothing, or an error that names what would be ignored and what works.
-# Must hold: no hook of the stock Trainer is silently without effect.
 
 
-# Methods of the stock Trainer that are not called, and what to do instead.
+# Methods of the stock Trainer that are never called, with alternatives.
 _NEVER_CALLED = {
     "compute_loss": "the loss is computed over a cut vocabulary; remove the override",
     "compute_loss_context_manager": "no model is called under it; use bf16=True for autocast",
@@ -190,10 +182,10 @@ _NEVER_CALLED = {
 
 
 def check_overrides(trainer: Any) -> None:
-    """Refuses overrides without effect. Called before every training and evaluation, since attributes can be set later.
+    """Refuses overrides without effect. Called before every training and evaluation, since attributes may change.
 
     Raises:
-        ValueError: names it, and what works.
+        ValueError: names the override and an alternative.
     """
     name = type(trainer).__name__
     for hook, instead in _NEVER_CALLED.items():

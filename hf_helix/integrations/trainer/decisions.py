@@ -1,8 +1,10 @@
-"""Decisions of callbacks: what those of one rank decide, every rank does.
+"""Decisions of callbacks: all ranks follow the decisions of any rank.
 
-In:   the control of a trainer, after the events that the stock loop acts on.
-Out:  the same flags on every rank; SIGTERM to any of them, with `enable_jit_checkpoint`, is one checkpoint of all.
-Must hold: flags that are set at another moment, such as by a handler of a signal, wait for the next of these events.
+In:   the control of a trainer, after the events at which the stock loop reads the control.
+Out:  equal flags on every rank; with `enable_jit_checkpoint`, SIGTERM to any rank causes a single checkpoint of all.
+      Ctrl-C ends a run with a sentence on the last checkpoint.
+Must hold: flags set at another moment, such as by a signal handler, wait for the next of these events. The sentence
+writes nothing and does not keep the trainer alive.
 """
 
 from __future__ import annotations
@@ -22,19 +24,20 @@ from hf_helix.runtime.failures.endings import advise_on_interrupt
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _STOPS = FLAGS[-2:]
 _EVENTS = {"on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
-_RARE = ("on_step_begin", "on_substep_end")  # shared where a callback of any rank acts on them
-_ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")  # where a rank would save by itself
+_RARE = ("on_step_begin", "on_substep_end")  # shared if a callback of any rank overrides the event
+# Events at which JITCheckpointCallback of a single rank would save alone.
+_ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")
 
 
-class Decisions:
-    """Takes the place of `call_event` of a trainer's callbacks."""
+class CallbackDecisions:
+    """Replaces `call_event` of a trainer's callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._handler = trainer, trainer.callback_handler
         self._stock, self._handler.call_event = self._handler.call_event, self._call
         self._agreed: set[str] = set()  # flags of all ranks
-        self._late: set[str] = set()  # flags of this rank that the others do not know yet
-        self._asked: set[str] = set()  # which of the rare events a callback of any rank acts on
+        self._late: set[str] = set()  # flags of this rank, not yet shared
+        self._asked: set[str] = set()  # rare events that a callback of any rank overrides
         saving = [each for each in self._handler.callbacks if isinstance(each, JITCheckpointCallback)]
         self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
         for callback in saving:
@@ -42,7 +45,7 @@ class Decisions:
                 setattr(callback, event, lambda *args, **kwargs: None)
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Calls the callbacks, and shares what they have decided. Collective where the stock loop acts on it."""
+        """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
         control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
         if event in _EVENTS or is_log_of_step or event in self._asked:
@@ -59,7 +62,7 @@ class Decisions:
         mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
         *flags, begins, inside, ends = meet(f"training goes on after {event}", mine)
         self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
-        if ends and event == "on_step_end":  # evaluation would take of the time that is left
+        if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]
             for manager in self._on_signal:
                 manager.is_checkpoint_requested = False
@@ -69,16 +72,11 @@ class Decisions:
 
 
 def _acts(callback: Any, event: str) -> bool:
-    """Whether a callback does anything at an event."""
+    """Returns whether a callback overrides an event."""
     return getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event)
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------------
-# What to say when a run is stopped by Ctrl-C: which checkpoint it can be resumed from.
-#
-# In:   a trainer that trains.
-# Out:  the sentence that ends the run's output.
-# Must hold: nothing is written; the trainer is not kept alive by the advice.
 
 
 def prepare_for_interrupts(trainer: Any) -> None:
@@ -90,12 +88,7 @@ def prepare_for_interrupts(trainer: Any) -> None:
 
 
 def describe_stop(output_dir: str | None, step: int) -> str:
-    """Says where a run was stopped and how to resume it.
-
-    Args:
-        output_dir: the folder of its checkpoints.
-        step: optimizer steps that were taken.
-    """
+    """Returns a sentence on the stop of a run after `step` optimizer steps, and on the way to resume."""
     folders = Path(output_dir or ".").glob("checkpoint-*")
     steps = {int(name[1]): path for path in folders if (name := re.search(r"checkpoint-(\d+)$", path.name))}
     complete = [number for number in steps if (steps[number] / NAME).is_file()]

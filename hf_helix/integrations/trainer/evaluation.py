@@ -2,7 +2,7 @@
 
 In:   the batches of the stock evaluation loop.
 Out:  losses, logits and labels as the stock Trainer's, each sample once.
-Must hold: outputs that the stock Trainer would return beside the logits are refused before the first batch.
+Must hold: a run whose stock Trainer would return further outputs is refused before the first batch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
-from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.failures.values import Health
 
-# What `use_cache` adds, whose name Transformers 5.24 has changed.
+# The output of `use_cache`, renamed by Transformers 5.24.
 _CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
-# Flags of a model's configuration, and the outputs beside the logits that they add.
+# Flags of a model's configuration, with their additional outputs.
 _OUTPUTS = {
     "output_hidden_states": ("hidden_states",),
     "output_attentions": ("attentions",),
@@ -35,14 +33,13 @@ _OUTPUTS = {
 
 
 def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
-    """Refuses to predict where the stock Trainer would return more than logits.
+    """Refuses predictions for which the stock Trainer would return more than logits.
 
     Args:
-        config: the configuration of the model.
-        ignore_keys: names of outputs that are not wanted; None for those that the configuration names.
+        ignore_keys: names of ignored outputs; None for the names in the configuration.
 
     Raises:
-        ValueError: names the flag, and what to set.
+        ValueError: names the flag and the value to set.
     """
     if ignore_keys is None:
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", [_CACHE])
@@ -56,19 +53,8 @@ def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
             )
 
 
-class EvaluationHooks:
+class EvaluationHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that evaluates."""
-
-    # What the Trainer and the rest of the mixin provide.
-    args: Any
-    model: Any
-    state: Any
-    accelerator: Any
-    compute_metrics: Any
-    helix: Engine
-    _stock: StockTrainer
-    _health: Health
-    loss_scale: Callable[[Any], Any]
 
     @overrides("Trainer", "metrics could be wrong, and a failing rank would leave the others waiting")
     def evaluation_loop(
@@ -79,14 +65,7 @@ class EvaluationHooks:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluates as the stock method does; a rank that fails ends all of them. Collective.
-
-        Args:
-            dataloader: the batches.
-            description: the title of the progress bar.
-            prediction_loss_only: whether logits are left out; None for what the training arguments say.
-            ignore_keys: outputs that are not wanted.
-            metric_key_prefix: what names of metrics begin with.
+        """Evaluates as the stock method does; the failure of a rank ends all ranks. Collective.
 
         Raises:
             ValueError: the data, or outputs beside the logits, cannot be evaluated.
@@ -114,9 +93,7 @@ class EvaluationHooks:
 
         Args:
             model: not used: the engine has the cut model.
-            inputs: the batch.
-            prediction_loss_only: whether logits are left out.
-            ignore_keys: outputs that are not wanted; without "logits", logits are gathered over the vocabulary.
+            ignore_keys: ignored outputs; logits are gathered over the vocabulary unless ignored.
 
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
@@ -124,9 +101,9 @@ class EvaluationHooks:
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
-        batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        batch = self._prepare_inputs(inputs)
         labels = batch.get("labels")
-        scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
+        scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))
         loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
         known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
         if prediction_loss_only:
@@ -135,12 +112,12 @@ class EvaluationHooks:
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
-        """The function that gathers samples for metrics over the data-parallel ranks, each sample once."""
+        """The function that gathers samples of metrics over the data-parallel ranks, each sample once."""
         return self._gather_for_metrics
 
     @gather_function.setter
     def gather_function(self, value: Any) -> None:
-        """Ignores the function that the stock Trainer sets, which counts every rank that shares a batch."""
+        """Ignores the stock Trainer's function, which counts every rank that shares a batch."""
 
     def _gather_for_metrics(self, data: Any) -> Any:
         return gather_samples(data, self.helix.mesh, self.accelerator.gradient_state)

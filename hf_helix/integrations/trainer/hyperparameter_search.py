@@ -1,9 +1,9 @@
 """Hyperparameter search under the stock Trainer: every rank runs the same trials.
 
-In:   what `Trainer.hyperparameter_search` takes.
+In:   the arguments of `Trainer.hyperparameter_search`.
 Out:  the best run, on rank 0.
 Must hold: no rank waits for a trial that never comes; options that would end a trial on rank 0 alone are refused. The
-stock Trainer lets rank 0 choose the trials and sends them to the others, which expect `n_trials` of them.
+stock Trainer lets rank 0 choose the trials and sends the trials to the others, which expect `n_trials` trials.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from transformers.trainer_utils import HPSearchBackend
 
-from hf_helix.config import HelixConfig
 from hf_helix.integrations.trainer.checks import check_arguments
+from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
-# Options of a study that would end a trial, or the search, in another way on rank 0 than on the others.
+# Options of a study that would end a trial, or the search, on rank 0 alone.
 _ALONE = {
     "pruner": "leave it out: trials run to their end",
     "catch": "leave it out: a trial that fails ends the search on every rank",
@@ -30,18 +30,11 @@ _ALONE = {
 
 
 class _SearchEnded(Exception):
-    """Raised where rank 0 has no more trials."""
+    """Raised when rank 0 has no more trials."""
 
 
-class SearchHooks:
+class SearchHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that searches hyperparameters."""
-
-    # What the Trainer and the rest of the mixin provide.
-    args: Any
-    hp_search_backend: Any
-    compute_objective: Any
-    objective: Any
-    helix_config: HelixConfig
 
     _num_trials = 0
 
@@ -68,7 +61,7 @@ class SearchHooks:
         except _SearchEnded:
             self.hp_search_backend = None
             return None
-        if rank() == 0 and self._num_trials < given.arguments["n_trials"]:  # a timeout, or a sampler that has no more
+        if rank() == 0 and self._num_trials < given.arguments["n_trials"]:  # a timeout, or an exhausted sampler
             dist.broadcast_object_list([None], src=0)
         return best
 
@@ -82,7 +75,7 @@ class SearchHooks:
 
     @overrides("Trainer", "arguments that cannot be honoured would be ignored")
     def _hp_search_setup(self, trial: Any) -> None:
-        """Sets the arguments of a trial as the stock method does, and checks them."""
+        """Sets the arguments of a trial as the stock method does, and checks the arguments."""
         super()._hp_search_setup(trial)  # type: ignore[misc]
         if self.hp_search_backend is not None and trial is not None:
             check_arguments(self.args, self.helix_config)
@@ -91,7 +84,7 @@ class SearchHooks:
         """Makes a model as the stock method does.
 
         Raises:
-            ValueError: on every rank, names what `model_init` has asked for and `hp_space` has not.
+            ValueError: on every rank, names parameters that `model_init` asks for and `hp_space` does not.
         """
         make = super().call_model_init  # type: ignore[misc]
         if trial is None or self.hp_search_backend is None or world_size() == 1:
@@ -113,7 +106,8 @@ class SearchHooks:
 
     @overrides("Trainer", "a pruned trial would end on rank 0 alone")
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Reports as the stock method does; on several ranks without pruning, of which only rank 0 would know."""
+        """Reports as the stock method does; on several ranks without pruning, since only rank 0 would know of a pruned
+        trial."""
         if self.hp_search_backend is None or trial is None or world_size() == 1:
             super()._report_to_hp_search(trial, step, metrics)  # type: ignore[misc]
         else:

@@ -1,11 +1,11 @@
-"""The model card: the stock card, with a section on how hf_helix has trained the model.
+"""The model card: the stock card, with a section on the training by hf_helix.
 
 In:   a trainer and the arguments of its `create_model_card`.
 Out:  `README.md` in the output folder: the stock card with the tag `hf_helix` and a section on layout, plan, overlap,
-      versions, and the YAML that trains so again.
-Must hold: it runs on rank 0 alone, so nothing here is collective; no figure that was not measured; no path of this
-machine; the totals of the stock card, which counts a batch once for every rank that shares it, are right; nothing is
-asked of the Hub beyond what the stock card asks, and without a network the card is written all the same.
+      versions, and a YAML for the same training.
+Must hold: the card is written on rank 0 alone, without collectives; every figure was measured; no path of this machine
+appears; totals of the stock card count a batch once, not once for every rank that shares the batch; the Hub is asked
+only for the needs of the stock card, and a card is written without a network, too.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
 PACKAGES = ("torch", "transformers", "accelerate")
 
-# What the stock card says of a model that was trained from random weights: it names no base model.
+# A phrase of the stock card for a model trained from random weights, without the name of a base model.
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
-# The stock card multiplies the batch of a process by all processes; those that share a batch must count once.
+# The stock card multiplies the batch of a process by all processes; processes that share a batch must count once.
 _TOTALS = re.compile(r"^(- total_(?:train|eval)_batch_size: )(\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts of a run that its card states.
+    """The facts of a run for its card.
 
     Attributes:
         config: the options.
         sizes: ranks of every axis, `dp` included.
         plan: the rule of the plan in use.
         schedule: the name of the schedule in use.
-        tuning: what `plan="auto"` measured; None where it measured nothing.
-        overlap: what was measured of the plan in use; None where nothing was.
-        microbatches: their number in a window of one data-parallel rank, and the sequences in each.
+        tuning: the measurements of `plan="auto"`; None without measurements.
+        overlap: the measured overlap of the plan in use; None if not measured.
+        microbatches: the number of micro-batches in a window of a data-parallel rank, and of sequences in each.
         mixed_precision: "no" or "bf16".
-        dtype: the type of the weights, as text.
-        device: the device of a rank, as text.
-        use_cpu: whether it is the CPU.
-        link: the emulated link between the ranks, as text; empty where there was none.
+        dtype: of the weights, as text.
+        device: of a rank, as text.
+        use_cpu: whether the device is the CPU.
+        link: the emulated link between the ranks, as text; empty without a link.
     """
 
     config: HelixConfig
@@ -85,14 +85,13 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     """Writes the card of a trainer. Called on rank 0 only.
 
     Args:
-        trainer: whose run the card describes.
         stock: the trainer's inherited `create_model_card`.
-        given: the arguments that it was called with.
+        given: the arguments of the call.
     """
     path = Path(trainer.args.output_dir, "README.md")
     base_model = RepoCard.load(path).data.get("base_model") if path.is_file() else None  # of an earlier card
     given = {**given, "tags": _with_tag(given.get("tags"))}
-    names_base = "finetuned_from" in inspect.signature(stock).parameters  # TRL's does not take it
+    names_base = "finetuned_from" in inspect.signature(stock).parameters  # TRL's method has no such argument
     if names_base and isinstance(base_model, str) and not given.get("finetuned_from") and not _hub_name(trainer.model):
         given["finetuned_from"] = base_model
     stock(**given)
@@ -105,7 +104,7 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
 
 
 def format_section(run: RunFacts) -> str:
-    """The section on the run, as Markdown."""
+    """Returns the section on the run, as Markdown."""
     many, rows = run.microbatches
     total = rows * run.sizes["dp"] * many
     facts = {
@@ -149,7 +148,7 @@ def _run_of(trainer: Any) -> RunFacts:
 
 
 def _reason(run: RunFacts) -> str:
-    """Why the run used this plan."""
+    """Returns the reason for the plan of the run."""
     asked, tuning = run.config.plan, run.tuning
     if asked != "auto":
         return "as given" if asked == run.plan else "from a file"
@@ -160,7 +159,7 @@ def _reason(run: RunFacts) -> str:
 
 
 def _communication(overlap: Overlap | None) -> str:
-    """The overlapped and the hidden fraction, or why there are none."""
+    """Returns the overlapped and the hidden fraction, or the reason for their absence."""
     if overlap is None:
         return "overlap not measured"
     if not overlap.communication:
@@ -174,7 +173,7 @@ def _communication(overlap: Overlap | None) -> str:
 
 
 def _timed(run: RunFacts) -> list[str]:
-    """A table of the plans that were timed, with the one that was kept in bold, and with plain data parallelism."""
+    """Returns a table of the timed plans, with the kept plan in bold, and with plain data parallelism."""
     tuning = run.tuning
     if tuning is None or len(tuning.overlaps) < 2:
         return []
@@ -194,7 +193,7 @@ def _timed(run: RunFacts) -> list[str]:
 
 
 def _launch_yaml(run: RunFacts) -> str:
-    """A configuration for `accelerate launch`. Files are named without their folder, which is this machine's."""
+    """Returns a configuration for `accelerate launch`. Files are named without their folder on this machine."""
     fields = dataclasses.fields(run.config)
     changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}
     options = {**changed, "plan": run.config.plan}
@@ -216,20 +215,20 @@ def _launch_yaml(run: RunFacts) -> str:
 
 
 def _with_tag(tags: str | list[str] | None) -> list[str]:
-    """The tags with ours, once."""
+    """Returns the tags with the tag `hf_helix`, once."""
     given = [tags] if isinstance(tags, str) else list(tags or ())
     return given if TAG in given else [*given, TAG]
 
 
 def _hub_name(model: Any) -> str:
-    """The base model that the stock card names: the name that the model was loaded by, unless it is a folder."""
+    """Returns the base model of the stock card: the name of the loaded model, unless the name is a folder."""
     name = str(getattr(model.config, "_name_or_path", None) or "")
     return "" if os.path.isdir(name) else name
 
 
 def _corrected(text: str, ranks_per_batch: int) -> str:
-    """The text of a stock card, whose totals count a batch once for every rank that shares it, and which says of random
-    weights that they were fine-tuned.
+    """Returns the text of a stock card with corrections: totals that count a shared batch once, and random weights
+    instead of a fine-tuned model without a name.
     """
     text = _TOTALS.sub(lambda line: f"{line[1]}{int(line[2]) // ranks_per_batch}", text)
     return text.replace(_OF_NO_MODEL, "was trained from scratch on")

@@ -1,27 +1,64 @@
-"""Stands for the class under `HelixTrainerMixin`, and for the arguments that it is made with.
+"""The Trainer class under `HelixTrainerMixin`, and the arguments of its constructor.
 
 In:   the arguments of a trainer's constructor.
-Out:  the same arguments, by name; what the class under the mixin would do to the model, done before the model is cut.
-Must hold: `StockTrainer` stands for `transformers.Trainer`; a class that needs more is a subclass, as in `trl.py`.
+Out:  the same arguments, by name; the changes that the class makes to a model, made before the model is cut.
+Must hold: `StockTrainer` describes `transformers.Trainer`; other classes have subclasses, as in `trl.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
-_BY_POSITION = ("model", "args")  # what scripts write as `Trainer(model, args)`
+from hf_helix.config import HelixConfig
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import LossScale
+from hf_helix.runtime.failures.values import Health
+
+_BY_POSITION = ("model", "args")  # as in `Trainer(model, args)`
+
+
+class TrainerAttributes:
+    """The attributes that the parts of `HelixTrainerMixin` share: the stock Trainer's, then those of the mixin."""
+
+    args: TrainingArguments
+    state: TrainerState
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
+    train_dataset: Any
+    compute_metrics: Callable[[Any], dict[str, Any]] | None
+    hp_search_backend: Any
+    compute_objective: Callable[[dict[str, float]], float]
+    objective: Any
+    _prepare_inputs: Callable[[Any], Any]
+    _get_num_items_in_batch: Callable[[list[Any], torch.device], Any]
+    is_world_process_zero: Callable[[], bool]
+    push_to_hub: Callable[..., Any]
+
+    helix: Engine
+    """The cut model: its plan, its tuning, measurements, and `figures`, all figures of the last log."""
+
+    helix_config: HelixConfig
+    loss_scale: Callable[[Any], LossScale]
+    _stock: StockTrainer
+    _health: Health
 
 
 class TrainerCall:
-    """The arguments that a trainer is made with; `model` and `args` may be given by position or by name.
+    """The arguments of a trainer; `model` and `args` may be given by position or by name.
 
     Attributes:
-        positional: for the constructor of the class under the mixin.
-        named: the same, by name.
+        positional: positional arguments for the constructor.
+        named: keyword arguments for the constructor.
     """
 
     def __init__(self, positional: Sequence[Any], named: dict[str, Any]) -> None:
@@ -29,77 +66,68 @@ class TrainerCall:
         self.named = named
 
     def get(self, name: str) -> Any:
-        """The value of an argument; None where it is not given."""
-        place = self._place(name)
-        return self.named.get(name) if place is None else self.positional[place]
+        """The value of an argument; None for an absent argument."""
+        index = self._index(name)
+        return self.named.get(name) if index is None else self.positional[index]
 
     def set(self, name: str, value: Any) -> None:
-        """Replaces an argument, or gives it by name."""
-        place = self._place(name)
-        if place is None:
+        """Replaces an argument, or adds a keyword argument."""
+        index = self._index(name)
+        if index is None:
             self.named[name] = value
         else:
-            self.positional[place] = value
+            self.positional[index] = value
 
-    def _place(self, name: str) -> int | None:
+    def _index(self, name: str) -> int | None:
         given = _BY_POSITION[: len(self.positional)]
         return given.index(name) if name in given else None
 
 
 class StockTrainer:
-    """`transformers.Trainer`, which takes a model as it is.
+    """`transformers.Trainer`, which takes a model without changes.
 
     Attributes:
-        figures: whether it logs figures beside the loss, see `cross_entropy`.
+        figures: whether the class logs figures beside the loss, see `cross_entropy`.
     """
 
     figures = False
 
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
-        """Returns the losses of micro-batches, and keeps the figures that stand behind them, if any.
+        """Returns the losses of micro-batches, and keeps further figures for the log, if any.
 
         Args:
-            trainer: the trainer, whose model is in the mode that counts.
-            batches: the micro-batches.
-            found: what the cut model gives for each.
+            trainer: the trainer, with its model in the mode (training or evaluation) of these losses.
+            found: the outputs of the cut model for each micro-batch.
         """
         return found
 
     def log_entries(self, training: bool) -> dict[str, float]:
-        """Returns what the class adds to a log."""
+        """Returns the class's additions to a log."""
         return {}
 
     def settle(self, call: TrainerCall) -> None:
-        """Gives the call the arguments, and the model, that the class itself would make of what is given."""
+        """Fills in the arguments, and the model, as the class itself would."""
         if call.get("args") is None:
             call.set("args", TrainingArguments(output_dir="tmp_trainer"))
 
     def model_options(self, args: Any) -> dict[str, Any]:
-        """The options of `from_pretrained` for a model that is given as the path of its folder."""
+        """The options of `from_pretrained` for a model given as a folder."""
         return dict(getattr(args, "model_init_kwargs", None) or {})
 
     def check_call(self, kind: type, call: TrainerCall) -> None:
-        """Refuses what the class would do and hf_helix cannot honour.
-
-        Args:
-            kind: the class of the trainer, for the error.
-            call: what it is made with.
+        """Refuses features of the class that hf_helix cannot honour.
 
         Raises:
             ValueError: names every such option and a value that works.
         """
 
     def add_adapters(self, model: Any, call: TrainerCall) -> Any:
-        """The model with the adapters that the class would add to it after it is cut."""
+        """The model with the adapters that the class would add after the cut."""
         return model
 
     def check_model(self, model: Any, args: Any) -> None:
         """Refuses a model whose loss the class would change.
 
-        Args:
-            model: before it is cut.
-            args: the training arguments.
-
         Raises:
-            ValueError: says what to change.
+            ValueError: names the change to make.
         """

@@ -1,12 +1,12 @@
 """The stock Trainer on a cut model.
 
-In:   an ordinary Transformers model and what `transformers.Trainer` takes, plus a `HelixConfig`.
+In:   an ordinary Transformers model and the arguments of `transformers.Trainer`, plus a `HelixConfig`.
 Out:  the same training, evaluation and checkpoints, with the model cut and two micro-batches interleaved.
-Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
-is refused at construction, by name.
+Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; options that cannot be
+honoured are refused at construction, by name.
 
 The other parts of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
-`hyperparameter_search`. What the class under the mixin changes is in `stock` (the Trainer) and `trl` (SFTTrainer).
+`hyperparameter_search`. `stock` (the Trainer) and `trl` (SFTTrainer) describe the class under the mixin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, sh
 from hf_helix.integrations.optimizers import watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
-from hf_helix.integrations.trainer.decisions import Decisions
+from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
@@ -65,7 +65,10 @@ USE_INSTEAD = Instead(
 
 
 def _accumulation_steps(args: TrainingArguments) -> int:
-    """The micro-batches of a step, by the arguments or Accelerate's options, which the stock Trainer reads later."""
+    """Returns the number of micro-batches of a step, from the arguments or Accelerate's options, which the stock
+    Trainer
+    reads later.
+    """
     config: Any = args.accelerator_config
     steps: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
     return max(args.gradient_accumulation_steps, steps)
@@ -75,26 +78,15 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
-        helix_config: the options; without it they come from `args.parallelism_config`, the environment or the
-            launcher's YAML (see `hf_helix.config`).
-        weights: a checkpoint folder that a model on the meta device starts from, each rank reading its slices. Without
-            it, such a model starts at random. `model="path/to/folder"` is both, model and weights.
+        helix_config: the options; by default from `args.parallelism_config`, the environment or the launcher's YAML
+            (see
+            `hf_helix.config`).
+        weights: a checkpoint folder for a model on the meta device; each rank reads its slices. Without the folder,
+            such a
+            model starts at random. `model="path/to/folder"` gives model and weights.
 
     Everything else is the Trainer's own.
     """
-
-    # What the Trainer provides and the mixin uses.
-    model: Any
-    args: TrainingArguments
-    accelerator: Any
-    state: Any
-    optimizer: Any
-    optimizer_cls_and_kwargs: Any
-    processing_class: Any
-    data_collator: Any
-
-    helix: Engine
-    """The cut model: its plan, its tuning, what can be measured, and `figures`, all figures of the last log."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -121,12 +113,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._cut(model, arguments)
         super().__init__(*call.positional, **call.named)
         check_trainer(self, arguments)
-        Decisions(self)
+        CallbackDecisions(self)
 
     # -- construction --------------------------------------------------------------------------------------------
 
     def _checked_layout(self, call: TrainerCall, given: HelixConfig | None) -> HelixPlugin:
-        """The layout that is asked for, once every argument has been checked on this rank."""
+        """Returns the plugin with the layout, after a check of every argument on this rank."""
         arguments = call.get("args")
         plugin = arguments.parallelism_config
         plugin = plugin if isinstance(plugin, HelixPlugin) else None
@@ -138,7 +130,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return HelixPlugin(config) if plugin is None or plugin.config != config else plugin
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
-        """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
+        """Compares the options of the ranks, builds the mesh, and starts the heartbeat. Collective."""
         meet("HelixTrainer is made")
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
@@ -150,8 +142,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         make_output_dir(args)
 
     def _whole_model(self, call: TrainerCall) -> Any:
-        """The model that will be cut, with its adapters; None where `model_init` makes it later. The model of a folder
-        is made without its weights, of which each rank reads its slices.
+        """Returns the model before the cut, with its adapters; None if `model_init` makes the model later. A model
+        given as a
+        folder is made without weights, since each rank reads its slices.
         """
         model = call.get("model")
         if isinstance(model, (str, os.PathLike)):
@@ -189,30 +182,30 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @overrides("Trainer", "parameters that are spread would keep memory")
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Moves what this rank holds; parameters that are spread have got memory by it, and give it back."""
+        """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory."""
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.free_spread_parameters()
 
     @overrides("Trainer", "every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
-        """Makes a model as the stock method does, and cuts it."""
+        """Makes a model as the stock method does, and cuts the model."""
         model = super().call_model_init(trial)
         self._cut(model, self.args)
         return model
 
     # -- the engine ----------------------------------------------------------------------------------------------
-    # What README and recipes call most often, so that users of the Trainer need not know of the engine; all else is
-    # in `trainer.helix`.
+    # Shortcuts to the engine for README and recipes; `trainer.helix` has everything else.
 
     @property
     def plan(self) -> Plan:
-        """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
+        """The plan in use; `trainer.plan.save(path)` writes a file for `HelixConfig(plan=path)`."""
         return self.helix.plan
 
     @property
     def tuning(self) -> TuningResult | None:
-        """The measurements of `plan="auto"`, or of an earlier run of the same case; None before. `print` them."""
+        """The measurements of `plan="auto"`, or of an earlier run of the same case, ready to print; None before
+        tuning."""
         return self.helix.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -236,15 +229,16 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     @overrides("Trainer", "the log would have no figures of overlap")
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs as the stock method does, with the scorecard beside the training loss."""
-        logs.update(self._stock.log_entries(self.model.training))  # in place: what evaluate() returns has them, too
+        logs.update(self._stock.log_entries(self.model.training))  # in place, for the result of evaluate()
         if "loss" in logs:
             logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     @overrides("Trainer", "it would step stand-ins")
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the optimizer as the stock method does. With `shard_optimizer` and `shard_parameters`, it steps this
-        rank's parts of the parameters.
+        """Makes the optimizer as the stock method does. With `shard_optimizer` or `shard_parameters`, the optimizer
+        steps
+        this rank's shards.
         """
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.helix.step_parts(optimizer)
@@ -269,17 +263,17 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @overrides("Trainer", "the number of sequences in a step would be wrong")
     def get_tp_size(self) -> int:
-        """The number of ranks that share a batch; Transformers 5.17 does not ask the layout for it."""
+        """The number of ranks that share a batch; Transformers 5.17 does not ask the layout for the number."""
         return int(self.accelerator.parallelism_config.tp_size)
 
     @overrides("Trainer", "ranks that share a batch would get different data")
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Adds the layout to Accelerate's arguments. The training arguments are the user's, and are not changed."""
+        """Adds the layout to Accelerate's arguments. The training arguments belong to the user and stay unchanged."""
         return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]
 
     @overrides("Trainer", "a second trainer of the process would get the layout of the first")
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the Accelerator as the stock method does, and keeps the layout from others of the process."""
+        """Makes the Accelerator as the stock method does, and restricts the layout to this Accelerator."""
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
@@ -287,7 +281,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     @overrides("Trainer", "the card would not say how the model was trained", needs=("tags",))
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the stock card with the tag `hf_helix` and a section on the run. On rank 0 only; not collective."""
-        if self.is_world_process_zero():  # type: ignore[attr-defined]
+        if self.is_world_process_zero():
             stock = super().create_model_card  # type: ignore[misc]
             given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
             write_card(self, stock, given)
@@ -296,5 +290,5 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type
     """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
 
-    Takes what `Trainer` takes, and `helix_config`. See `HelixTrainerMixin`.
+    Takes the arguments of `Trainer`, and `helix_config`. See `HelixTrainerMixin`.
     """

@@ -1,13 +1,13 @@
-"""Makes windows for the engine out of the stock Trainer's loop over micro-batches.
+"""Windows for the engine, out of the stock Trainer's loop over micro-batches.
 
 In:   the micro-batches that the stock loop fetches for an optimizer step, and its calls of `training_step`.
 Out:  the loss of every micro-batch, and complete gradients.
 Must hold: each call of `training_step` gets the micro-batch that was fetched; a call outside of `train()` is a window
-of one micro-batch; no call returns a loss that was not computed.
+of a single micro-batch; every returned loss was computed; a step in `train()` contains nothing but training.
 
-`get_batch_samples`, which the stock loop calls between two steps, keeps the window and lets the engine choose a plan.
-The first `training_step` of the window hands all of it to the engine, and every call returns the loss of its own
-micro-batch.
+    get_batch_samples    fetches the micro-batches of a step; the engine may measure and choose a plan
+    training_step 1      runs the full window, returns the loss of micro-batch 1
+    training_step 2...   return the losses of the other micro-batches
 """
 
 from __future__ import annotations
@@ -21,54 +21,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.config import HelixConfig
-from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
-from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
 
 
 class FetchedWindow:
-    """The micro-batches of an optimizer step, as they were fetched.
+    """The micro-batches of an optimizer step, as fetched.
 
     Attributes:
-        batches: the micro-batches.
         losses: the loss of every micro-batch; None until the window has run.
-        place: how many of the losses `training_step` has returned.
+        num_returned: the number of losses returned by `training_step`.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = list(batches)
         self.losses: Tensor | None = None
-        self.place = 0
+        self.num_returned = 0
         self._contents = [_contents(batch) for batch in self.batches]
         self._prepared: list[Any] | None = None
 
     def prepared(self, prepare: Callable[[Any], Any]) -> list[Any]:
-        """Returns the micro-batches as the model takes them, each of them prepared once."""
+        """Returns the micro-batches as arguments of the model, each prepared once."""
         if self._prepared is None:
             self._prepared = [prepare(batch) for batch in self.batches]
         return self._prepared
 
     def holds(self, inputs: Any) -> bool:
-        """Whether these are the next micro-batch, unchanged since it was fetched."""
-        mine, given = self._contents[self.place], _contents(inputs)
+        """Returns whether the inputs are the next micro-batch, unchanged since the fetch."""
+        mine, given = self._contents[self.num_returned], _contents(inputs)
         return mine.keys() == given.keys() and all(
             value is mine[name][0] and version == mine[name][1] for name, (value, version) in given.items()
         )
 
 
 def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
-    """The values of a batch by name, each with the number of times that it was written in place."""
+    """Returns the values of a batch by name, each with the number of in-place writes."""
     named = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
     return {
         name: (value, value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
@@ -76,19 +72,8 @@ def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
     }
 
 
-class WindowHooks:
+class WindowHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that trains."""
-
-    # What the Trainer and the rest of the mixin provide.
-    args: Any
-    state: Any
-    model: Any
-    optimizer: Any
-    compute_metrics: Any
-    helix: Engine
-    _stock: StockTrainer
-    helix_config: HelixConfig
-    _health: Health
 
     _window: FetchedWindow | None = None
 
@@ -108,7 +93,7 @@ class WindowHooks:
         """Trains as the stock method does.
 
         Raises:
-            ValueError: the evaluations of the run would return outputs beside the logits.
+            ValueError: evaluations during the run would return outputs beside the logits.
         """
         if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
@@ -116,7 +101,7 @@ class WindowHooks:
 
     @overrides("Trainer", "ranks that share a batch would draw differently in workers")
     def get_train_dataloader(self) -> Any:
-        """Returns the stock loader; ranks that share a batch give its workers the same seeds, and so draw the same."""
+        """Returns the stock loader, with equal worker seeds on the ranks that share a batch."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
         stock = getattr(loader, "base_dataloader", loader)
         if isinstance(seed := getattr(stock, "worker_init_fn", None), functools.partial) and "rank" in seed.keywords:
@@ -125,17 +110,12 @@ class WindowHooks:
 
     @overrides("Trainer", "there would be no window to interleave, and ranks with different data would hang")
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.
+        """Collects the micro-batches of an optimizer step and keeps them for `training_step`. Collective.
 
-        If it is time to, plans are measured with them, and one is chosen.
-
-        Args:
-            epoch_iterator: yields the micro-batches of the epoch.
-            num_batches: how many of them make a step.
-            device: of this rank.
+        When tuning is due, plans are measured with these micro-batches.
 
         Returns:
-            The micro-batches, and the number of their tokens that have a label, as the stock method.
+            The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
@@ -151,26 +131,29 @@ class WindowHooks:
 
     @overrides("Trainer", "the cut model would be called, which is an error")
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of a micro-batch. The first call of a window runs the whole window. Collective.
+        """Runs forward and backward of a micro-batch. The first call of a window runs the full window. Collective.
 
-        Outside of `train()`, the micro-batch is a window of its own, whose gradients are added to those that are there.
+        Outside of `train()`, the micro-batch is a window of its own; gradients are added to existing gradients.
 
         Args:
             model: not used: the engine has the cut model.
-            inputs: the micro-batch, as it was fetched.
-            num_items_in_batch: the tokens of the window that have a label.
-
-        Returns:
-            The loss of the micro-batch.
+            inputs: the micro-batch, as fetched.
+            num_items_in_batch: the number of tokens of the window with a label.
 
         Raises:
-            RuntimeError: in `train()`, with other micro-batches in the window, this one is not as it was fetched.
+            RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.
         """
         window = self._window
         if window is None:
             meet("trainer.training_step() is called")
             self.helix.check_extents(inputs)
-            return self._run_window(FetchedWindow([inputs]), self._scale_of_one(inputs, num_items_in_batch))[0]
+            window = self._window = FetchedWindow([inputs])
+            scale = self._scale_of_one(inputs, num_items_in_batch)
+            try:
+                self._settle_link(scale)
+                return self._run_window(window, scale)[0]
+            finally:
+                self._window = None
         if len(window.batches) == 1:
             if not window.holds(inputs):
                 self.helix.check_extents(inputs)
@@ -183,21 +166,20 @@ class WindowHooks:
             )
         if window.losses is None:
             if type(self).training_step is not WindowHooks.training_step:
-                meet("a window is trained")  # what comes before it in a user's own method may be done on one rank
+                meet("a window is trained")  # a user's override may have started with work on a single rank
             window.losses = self._run_window(window, self.loss_scale(num_items_in_batch))
-        loss = window.losses[window.place]
-        window.place += 1
-        if window.place == len(window.batches):
+        loss = window.losses[window.num_returned]
+        window.num_returned += 1
+        if window.num_returned == len(window.batches):
             self._window = None
         return loss
 
     def _run_window(self, window: FetchedWindow, scale: LossScale) -> Tensor:
-        """Runs a window; the loss of every micro-batch. Collective."""
+        """Runs a window and returns the loss of every micro-batch. Collective."""
         if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()  # schedule-free optimizers have a mode, too
-        ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
+            self.optimizer.train()  # schedule-free optimizers have a mode
+        ready = window.prepared(self._prepare_inputs)
         step = self.state.global_step
-        self.helix.settle_link(ready, scale, step)
         losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
@@ -205,10 +187,10 @@ class WindowHooks:
         return losses
 
     def _tune(self, window: FetchedWindow, num_items: Any) -> None:
-        """Lets the engine choose a plan if it is time to, and prints and writes what it has chosen. Collective."""
+        """Lets the engine measure and choose a plan when tuning is due; prints and writes the result. Collective."""
         step = self.state.global_step
         steps_left = self.state.max_steps - step
-        ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
+        ready = window.prepared(self._prepare_inputs)
         tuning = self.helix.tune(ready, self.loss_scale(num_items), step, steps_left if steps_left > 0 else None)
         if tuning is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
@@ -218,14 +200,20 @@ class WindowHooks:
             except OSError as error:
                 say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
+    def _settle_link(self, scale: LossScale) -> None:
+        """Settles an emulated link before a window outside of `train()`; `_tune` does the same inside. Collective."""
+        assert self._window is not None
+        self.helix.settle_link(self._window.prepared(self._prepare_inputs), scale, self.state.global_step)
+
     def loss_scale(self, num_items: Any) -> LossScale:
-        """The factors that the losses of a window are multiplied with.
+        """Returns the factors for the losses of a window.
 
         As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
-        stock Trainer divides `num_items` by tp * pp * cp even if it did not sum over those ranks; this undoes it.
+        stock
+        Trainer divides `num_items` by tp * pp * cp even without a sum over these ranks; the factor undoes the division.
 
         Args:
-            num_items: the tokens of the window that have a label; None for a sum of losses.
+            num_items: the number of tokens of the window with a label; None for a sum of losses.
         """
         averages = self.args.average_tokens_across_devices
         factor = self.helix.mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
@@ -235,8 +223,9 @@ class WindowHooks:
         return LossScale(tokens, self.helix.mesh.dp_size if averages else 1.0)
 
     def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> LossScale:
-        """The scale of a single micro-batch. Without `num_items`, the stock Trainer takes the mean of the micro-batch,
-        divided by the micro-batches of a step.
+        """Returns the factors for a single micro-batch. Without `num_items`, the stock Trainer divides the mean loss of
+        the
+        micro-batch by the number of micro-batches of a step.
         """
         if num_items is not None:
             return self.loss_scale(num_items)

@@ -1,9 +1,9 @@
 """TRL's `SFTTrainer` under `HelixTrainerMixin`.
 
-In:   what the trainer is made with, and its model before it is cut.
-Out:  the model with its adapters, or an error that names what cannot be honoured and what works.
-Must hold: the loss is the model's own (`loss_type="nll"`), so that `SFTTrainer.compute_loss`, which computes the same
-loss and figures for the logs, need not be called. TRL is not imported.
+In:   the arguments of the trainer, and its model before the cut.
+Out:  the model with its adapters, or an error with the option that cannot be honoured and an alternative.
+Must hold: the loss is the model's own (`loss_type="nll"`), so `SFTTrainer.compute_loss`, which computes the same loss
+and figures for the logs, need not be called. TRL is not imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
 
-# Field of SFTConfig, whether its value is refused, what to do instead.
+# Field of SFTConfig, test for refused values, alternative.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("loss_type", lambda kind: kind != "nll", "loss_type='nll': others are not computed over a cut vocabulary yet"),
     ("activation_offloading", bool, "activation_offloading=False: operators keep activations, not autograd"),
@@ -39,22 +39,22 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def is_sft(kind: type) -> bool:
-    """Whether a class is TRL's SFTTrainer or a subclass of it."""
+    """Returns whether a class is TRL's SFTTrainer or a subclass."""
     return any(name_of(base) == SFT_TRAINER for base in kind.__mro__)
 
 
 def name_of(kind: type) -> str:
-    """The name of a class with its module."""
+    """Returns the name of a class with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _tokens_of(batch: Any) -> Tensor:
-    """The tokens of a micro-batch that are no padding, as a scalar; a row that was joined has none."""
+    """Returns the number of tokens of a micro-batch without padding, as a scalar; joined rows have no padding."""
     return batch["attention_mask"].sum() if "attention_mask" in batch else (batch["position_ids"][0] >= 0).sum()
 
 
 class StockSFTTrainer(StockTrainer):
-    """TRL's `SFTTrainer`, which reads a model in fp32, adds adapters to it, and adds the loss of routers."""
+    """TRL's `SFTTrainer`, which reads a model in fp32, adds adapters, and adds the loss of routers."""
 
     figures = True
 
@@ -72,7 +72,7 @@ class StockSFTTrainer(StockTrainer):
         return found[:, 0]
 
     def log_entries(self, training: bool) -> dict[str, float]:
-        """The figures since the last log, as SFTTrainer names and averages them."""
+        """Returns the figures since the last log, with SFTTrainer's names and averages."""
         kept, self._kept[training] = self._kept[training], []
         if not kept:
             return {}
@@ -83,8 +83,9 @@ class StockSFTTrainer(StockTrainer):
         return entries if training else {f"eval_{name}": value for name, value in entries.items()}
 
     def settle(self, call: TrainerCall) -> None:
-        """Makes an `SFTConfig` of other arguments as SFTTrainer does, and reads a model that is given by name and is to
-        get adapters: no folder has the weights of both.
+        """Makes an `SFTConfig` of other arguments as SFTTrainer does, and reads a model given by name that gets
+        adapters: no
+        folder has the weights of model and adapters.
         """
         args, model, config = call.get("args"), call.get("model"), sys.modules[_MODULE].SFTConfig
         is_named = isinstance(model, (str, os.PathLike))
@@ -97,11 +98,11 @@ class StockSFTTrainer(StockTrainer):
             call.set("model", AutoModelForCausalLM.from_pretrained(model, **options))
 
     def model_options(self, args: Any) -> dict[str, Any]:
-        """The options as SFTTrainer has them, which reads a model in fp32 unless the arguments say otherwise."""
+        """Returns the options of SFTTrainer, which reads a model in fp32 unless the arguments have another dtype."""
         return {"dtype": torch.float32, **super().model_options(args)}
 
     def check_call(self, kind: type, call: TrainerCall) -> None:
-        """Refuses what SFTTrainer would do to a model that is cut already, or with logits that no rank has."""
+        """Refuses features of SFTTrainer that need an uncut model, or full logits, which no rank has."""
         name, args = kind.__name__, call.get("args")
         problems = [
             f"{field}={getattr(args, field, None)!r}: use {instead}"
@@ -112,10 +113,10 @@ class StockSFTTrainer(StockTrainer):
             raise ValueError(f"{name} cannot honour " + "\n  ".join(problems))
 
     def add_adapters(self, model: Any, call: TrainerCall) -> Any:
-        """The model with the adapters of `peft_config`, drawn with the same seed as in SFTTrainer."""
+        """Returns the model with the adapters of `peft_config`, drawn with SFTTrainer's seed."""
         if call.get("peft_config") is None:
             return model
-        from peft import get_peft_model  # only scripts that give a `peft_config` need PEFT
+        from peft import get_peft_model  # only scripts with a `peft_config` need PEFT
 
         set_seed(call.get("args").seed)
         adapted = get_peft_model(model, call.get("peft_config"))
@@ -123,7 +124,7 @@ class StockSFTTrainer(StockTrainer):
         return adapted
 
     def check_model(self, model: Any, args: Any) -> None:
-        """Refuses a loss of routers, which TRL switches on by itself and weighs otherwise than the stock Trainer."""
+        """Refuses the loss of routers, which TRL activates by itself and weighs differently from the stock Trainer."""
         config = model.config.get_text_config()
         if not hasattr(config, "output_router_logits"):
             return

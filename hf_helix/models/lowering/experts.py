@@ -1,8 +1,10 @@
-"""The values of a unit while it is declared: their names, and the forms in which each is there.
+"""The names of a unit's values during declaration, and the declaration of routers and experts.
 
-In:   the outline of a unit, and the builder that its operators are declared on.
-Out:  names of values and of operators; glue as functions.
-Must hold: a value is gathered or scattered once, where it first meets what needs it in that form.
+In:   the segment plan of a unit, and the builder for its operators.
+Out:  names of values and operators; segments as functions; the operators of routers and experts, with meters and, for a
+      load-balancing loss, the names of the sums of each router.
+Must hold: a value is gathered or scattered once, before its first reader. Every choice of experts is counted; a sum is
+over the values that Transformers records as `router_logits`.
 """
 
 from __future__ import annotations
@@ -15,45 +17,43 @@ from torch.fx import Node
 from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import DOWN, declare_experts
-from hf_helix.models.lowering.glue import Glue
-from hf_helix.models.lowering.outline import BatchFirstSegment, LocalPositionsSegment, SegmentPlan, Routing
-from hf_helix.models.placement.placed import PARTIAL, SHARD, WHOLE, features_of, is_canonical, name_of
-from hf_helix.models.trace.leaves import EXPERTS, OpaqueCall
+from hf_helix.models.lowering.segment_function import SegmentFunction
+from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositionsSegment, Routing, SegmentPlan
+from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
+from hf_helix.models.trace.opaque_calls import EXPERTS, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 
 
-class Values:
+class ValueNames:
     """The names of the values of one module.
 
     Args:
-        outline: the unit.
-        b: its builder.
-        module: the module.
+        plan: of the unit.
         start: the names of the values that enter.
     """
 
-    def __init__(self, outline: SegmentPlan, b: Builder, module: Any, start: dict[Node, str]) -> None:
-        self.outline = outline
-        self.trace = outline.trace
+    def __init__(self, plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str]) -> None:
+        self.plan = plan
+        self.trace = plan.trace
         self.b = b
         self.module = module
         self.names: dict[tuple[Node, str], str] = {}
         self.shown: dict[Node, Node] = {}
         self.used: set[str] = set()
         for node, name in start.items():
-            self.names[node, outline.placed(node).where] = name
+            self.names[node, plan.placement(node).where] = name
 
     def value(self, node: Node, where: str) -> str:
-        """Returns the name of a value in some form, and declares the communication that gives it."""
+        """Returns the name of a value in a form (SHARD, FULL or PARTIAL), and declares the necessary communication."""
         node = self.shown.get(node, node)
         known = self.names.get((node, where))
         if known is not None:
             return known
-        have = self.outline.placed(node).where
+        have = self.plan.placement(node).where
         if have == PARTIAL and where == SHARD:
             name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
-        elif where == WHOLE and have != WHOLE:
+        elif where == FULL and have != FULL:
             name = self.b.all_gather(self._name(node, "gather"), self.value(node, SHARD))
         else:
             raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
@@ -65,9 +65,9 @@ class Values:
         dimension or in two. Such views need no operator.
         """
         source = args_of(node)[0] if name_of(node) in ("view", "reshape", "_unsafe_view") else None
-        if source not in self.outline.values or {node, source} & self.outline.flat:
+        if source not in self.plan.values or {node, source} & self.plan.flat:
             return False
-        mine, other = self.outline.placed(node), self.outline.placed(source)
+        mine, other = self.plan.placement(node), self.plan.placement(source)
         if mine.where != other.where or mine.dim is not None or other.dim is not None:
             return False
         if not is_canonical(self.trace, node) or features_of(self.trace, node) != features_of(self.trace, source):
@@ -76,37 +76,38 @@ class Values:
         return True
 
     def _function(
-        self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]
+        self, segment: SegmentFunction, outputs: Sequence[Node], inputs: Sequence[Node]
     ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-        """Returns the glue as a function over values as operators hand them on, and the side inputs that it takes."""
-        bound = glue.bind(self.module)
-        side = tuple(name for name in glue.side if name != PLACES)
+        """Returns a segment as a function over values [tokens, batch, ...], and the names of its side inputs."""
+        bound = segment.bind(self.module)
+        side = tuple(name for name in segment.side if name != PLACES)
         if not side:
-            return (LocalPositionsSegment(bound, self.b.tp.rank) if glue.side else bound), glue.side
+            return (LocalPositionsSegment(bound, self.b.tp.rank) if segment.side else bound), segment.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
         return BatchFirstSegment(bound), (*side, "length")
 
-    def _used_by(self, glue: Glue) -> dict[str, Any]:
-        """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
-        cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
-        parameters = glue.parameters(self.module)
+    def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:
+        """Returns the modules and parameters of a segment for `Builder.segment`: `uses` (full on all ranks) and
+        `cut`."""
+        cut = {self.trace.attributes[node] for node in self.plan.placements.decisions.cut}
+        parameters = segment.parameters(self.module)
         return {
-            "uses": [*glue.called(self.module), *(parameter for name, parameter in parameters if name not in cut)],
+            "uses": [*segment.called(self.module), *(parameter for name, parameter in parameters if name not in cut)],
             "cut": [parameter for name, parameter in parameters if name in cut],
         }
 
     def _is_there(self, node: Node) -> bool:
-        return any((node, where) in self.names for where in (SHARD, WHOLE, PARTIAL))
+        return any((node, where) in self.names for where in (SHARD, FULL, PARTIAL))
 
     def _set(self, node: Node, name: str) -> None:
-        self.names[node, self.outline.placed(node).where] = name
+        self.names[node, self.plan.placement(node).where] = name
 
     def _name(self, node: Node, suffix: str = "") -> str:
-        """Returns a name of an operator that is not taken: the path of the module, and what is done there."""
-        leaf = self.trace.leaf(node)
-        if leaf is not None:
-            base = leaf.path or leaf.kind
+        """Returns an unused name for an operator: the path of the module and the operation."""
+        opaque = self.trace.opaque_call(node)
+        if opaque is not None:
+            base = opaque.path or opaque.kind
         else:
             what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
             path = self.trace.path(node)
@@ -123,44 +124,34 @@ class Values:
 
 
 # -- experts -------------------------------------------------------------------------------------------------------
-# Mixtures of experts in a layer: what chooses experts, and the experts themselves.
-#
-# In:   the nodes of a choice of experts and of a call of fused experts.
-# Out:  their operators, the meters of routers and, where the loss is balanced, the names of the sums that routers
-# bring.
-# Must hold: every choice of experts is counted; a sum is of what Transformers records as `router_logits`.
 
 
-class Experts(Values):
+class Experts(ValueNames):
     """Declares routers and experts.
 
     Args:
-        outline: see `Values`.
-        b: see `Values`.
-        module: see `Values`.
-        start: see `Values`.
         choices: see `RouterRecord`.
 
     Attributes:
-        parts: the names of the sums that routers bring to the load-balancing loss.
-        meters: what counts each choice of experts.
+        parts: the names of the routers' sums for the load-balancing loss.
+        meters: the counters of each choice of experts.
     """
 
     def __init__(
-        self, outline: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
+        self, plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
     ) -> None:
-        super().__init__(outline, b, module, start)
+        super().__init__(plan, b, module, start)
         self.choices = choices
         self.parts: list[str] = []
         self.meters: dict[Node, RouterMeter] = {}
 
     def _router(self, weights: Node, chosen: Node) -> None:
-        """Declares what chooses experts: the weights of choices, and the choices, which have no gradient."""
-        logits = self.outline.logits_of(chosen)
+        """Declares a choice of experts; the weights have a gradient, the choices have none."""
+        logits = self.plan.logits_of(chosen)
         outputs = [weights, chosen] if logits is None else [weights, chosen, logits]
-        glue, inputs = self.outline.glue(outputs)
+        segment, inputs = self.plan.segment(outputs)
         names = [self.value(value, SHARD) for value in inputs]
-        function, side = self._function(glue, outputs, inputs)
+        function, side = self._function(segment, outputs, inputs)
         is_summed = logits is not None and self.choices is not None
         record = RouterRecord(self._meter(chosen), self.choices if is_summed else None)
         name = self._name(weights)
@@ -170,7 +161,7 @@ class Experts(Values):
             [f"{name}.weights", *([f"{name}.balance"] if is_summed else [])],
             *names,
             side=(*side, COUNTED),
-            **self._used_by(glue),
+            **self._used_by(segment),
             on_shard=True,
             non_differentiable=[f"{name}.chosen"],
         )
@@ -179,17 +170,18 @@ class Experts(Values):
         self._set(chosen, choice)
 
     def _meter(self, chosen: Node) -> RouterMeter:
-        """Returns what counts the choices of experts."""
-        leaf = next(leaf for user in chosen.users if (leaf := self.trace.leaf(user)) and leaf.kind == EXPERTS)
-        count = len(self.module.get_submodule(leaf.path).get_parameter(DOWN))
+        """Returns a counter of the choices of experts."""
+        calls = [call for user in chosen.users if (call := self.trace.opaque_call(user)) is not None]
+        path = next(call.path for call in calls if call.kind == EXPERTS)
+        count = len(self.module.get_submodule(path).get_parameter(DOWN))
         self.meters[chosen] = RouterMeter(count, self.b.tp)
         self.b.meters.append(self.meters[chosen])
         return self.meters[chosen]
 
-    def _experts(self, node: Node, leaf: OpaqueCall) -> None:
+    def _experts(self, node: Node, opaque: OpaqueCall) -> None:
         tokens, chosen, weights = args_of(node)[:3]
         if len(self.trace.shape(node)) != 2:
             raise Underivable("its experts take tokens that are not flat")
         h, weighed, which = (self.value(value, SHARD) for value in (tokens, weights, chosen))
-        module, meter = self.module.get_submodule(leaf.path), self.meters.get(chosen)
+        module, meter = self.module.get_submodule(opaque.path), self.meters.get(chosen)
         self._set(node, declare_experts(self.b, h, weighed, which, module, meter, name=self._name(node)))

@@ -1,1 +1,1 @@
-"""A decoder of Transformers as a traced graph: `torch.export`, calls at which it stops, masks and rope it is given."""
+"""A decoder of Transformers as a traced graph: `torch.export`, opaque calls, arguments of layers, rope."""

@@ -1,9 +1,10 @@
-"""What a decoder hands to its layers besides the value that goes through them: found by its own forward.
+"""The arguments of decoder layers beside the hidden states, recorded from the decoder's own forward.
 
-In:   a model, whose layers are replaced by stubs while its decoder's `forward` runs.
-Out:  once, what every layer is called with; later, for every micro-batch, the tensors among it (a rope of any kind).
-Must hold: the model's own code decides. It runs over embeddings of one feature, up to the last layer, so that it costs
-a device nothing worth mentioning; masks are named instead of made, since making them would wait for the device.
+In:   a model whose layers are replaced by stubs while the decoder's `forward` runs.
+Out:  once, the arguments of every layer; later, for every micro-batch, the tensors among the arguments (a rope of any
+      kind).
+Must hold: the model's own code decides. The code runs over embeddings of one feature and ends at the last layer, so the
+cost on a device is negligible. Masks are placeholders (`MaskOf`), since making masks would wait for the device.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_helix.models.trace.leaves import MaskOf
+from hf_helix.models.trace.opaque_calls import MaskOf
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, reason_of
 
 _MASKS = {
     "create_causal_mask": lambda config: None,
     "create_sliding_window_causal_mask": lambda config: config.sliding_window,
 }
-"""The windows of the masks that functions of Transformers make."""
+"""The window of each mask function of Transformers."""
 
 
 LAYER_CLASS = GradientCheckpointingLayer
-"""What Transformers' decoder layers are made of."""
+"""The base class of Transformers' decoder layers."""
 
 
 class _Enough(Exception):
-    """The last layer was reached."""
+    """Ends the decoder's forward at the last layer."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What a layer is called with.
+    """The arguments of a layer.
 
     Attributes:
-        args: behind the value that goes through the layers; tensors are `Given`.
-        kwargs: the same by keyword.
+        args: positional arguments after the hidden states; tensors are `Given`.
+        kwargs: keyword arguments.
     """
 
     args: tuple[Any, ...]
@@ -58,7 +59,7 @@ class LayerCall:
 
     @property
     def masks(self) -> list[MaskOf]:
-        """What stands for its attention masks."""
+        """The attention masks, as placeholders."""
         return [leaf for leaf in self._leaves if isinstance(leaf, MaskOf)]
 
     @property
@@ -67,7 +68,7 @@ class LayerCall:
         return leaves
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments with tensors in the place of `Given`."""
+        """Returns the arguments with tensors in place of `Given`."""
 
         def put(leaf: Any) -> Any:
             return tensors[leaf.name] if isinstance(leaf, Given) else leaf
@@ -77,17 +78,17 @@ class LayerCall:
 
     @property
     def key(self) -> str:
-        """Tells calls apart that differ in more than the values of tensors."""
+        """A text that is equal for calls with different values of tensors, and different for all other calls."""
         return repr((self.args, sorted(self.kwargs.items())))
 
 
 class Decoder:
-    """The submodule of a model that runs its layers one after the other.
+    """The submodule of a model that runs the layers in order.
 
     Attributes:
-        module: that submodule.
+        module: the submodule.
         layers: the layers.
-        name: what it calls the list of them.
+        name: the attribute of the submodule with the list of layers.
     """
 
     def __init__(self, base: Any) -> None:
@@ -105,10 +106,11 @@ class Decoder:
 
     @contextlib.contextmanager
     def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Returns the context in which layers are stubs, and masks are named.
+        """Returns the context in which layers are stubs and masks are placeholders.
 
         Args:
-            called: is called in the place of a layer, with its number, and returns what the layer returns.
+            called: runs in place of a layer; gets the layer's number and arguments, and returns the layer's further
+                outputs.
         """
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
@@ -121,7 +123,7 @@ class Decoder:
 
 
 class _Stub(nn.Module):
-    """Stands in the place of a layer, whose attributes it shows.
+    """A stub with the attributes of a layer.
 
     Attributes:
         called: see `Decoder.stubs`.
@@ -151,7 +153,7 @@ class _Stub(nn.Module):
 
 @contextlib.contextmanager
 def named_masks(module: nn.Module) -> Iterator[None]:
-    """Returns the context in which the code of a module gets `MaskOf` from the functions that make masks."""
+    """Returns the context in which mask functions return `MaskOf` to the code of a module."""
     kind: Any = type(module)
     before = [(vars(sys.modules[home]), name) for home, name in _mask_functions(kind)]
     functions = [space[name] for space, name in before]
@@ -166,7 +168,7 @@ def named_masks(module: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _mask_functions(kind: type) -> list[tuple[str, str]]:
-    """Returns the functions that make masks, as module and name, which the code of a class may call."""
+    """Returns the mask functions that the code of a class may call, as module and name."""
     homes = dict.fromkeys(base.__module__ for base in kind.__mro__ if base.__module__ in sys.modules)
     return [
         (home, name)
@@ -188,9 +190,9 @@ def _naming(name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _narrow_lookups() -> Iterator[list[Tensor]]:
-    """Returns the context in which tables of positions give one feature, as the embeddings that they are added to.
+    """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature.
 
-    Of the ranks of a pipeline, only the first has these tables. Yields what is looked up.
+    Only the first pipeline rank has these tables. Yields the list of ids looked up.
     """
     torch_functional: Any = functional
     before, looked_up = functional.embedding, list[Tensor]()
@@ -207,13 +209,13 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
 
 
 def count_seen(mask: Tensor) -> Tensor:
-    """Returns positions that count the tokens that a mask [batch, sequence] lets be seen; -1 for the others."""
+    """Returns positions that count the visible tokens of a mask [batch, sequence]; -1 for hidden tokens."""
     seen = mask.long()
     return seen.cumsum(1) * seen - 1
 
 
-def _are_alike(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    """Returns whether tensors are equal, where one row may stand for all."""
+def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Returns whether tensors are equal; a single row may stand for all rows."""
     return len(tensors) == len(others) and all(
         one.shape[1:] == other.shape[1:] and bool((one == other).all())
         for one, other in zip(tensors, others, strict=True)
@@ -221,13 +223,13 @@ def _are_alike(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class LayerCalls:
-    """What the layers of a model are called with.
+    """The arguments of all layers of a model.
 
     Attributes:
-        decoder: the submodule that calls them.
-        calls: for each layer.
-        is_tuple: whether layers return a tuple whose first part is the value that goes on.
-        counts_what_is_seen: whether tokens that the mask hides are left out where the decoder counts positions.
+        decoder: the submodule that calls the layers.
+        calls: the arguments of each layer.
+        is_tuple: whether layers return a tuple that begins with the hidden states.
+        counts_what_is_seen: whether the decoder skips hidden tokens when it counts positions.
     """
 
     def __init__(self, base: Any) -> None:
@@ -236,7 +238,7 @@ class LayerCalls:
         self.is_tuple = False
         first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
         second = self._record(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
-        self._names: dict[int, str] = {}  # by the identity of tensors, which live until all are named
+        self._names: dict[int, str] = {}  # by `id`; the tensors live until all are named
         self._wanted: dict[int, list[tuple[str, int]]] = {}
         self.calls = [self._call(number, first[number], second[number]) for number in range(len(self.decoder.layers))]
         self.counts_what_is_seen = self._counts_what_is_seen()
@@ -268,7 +270,7 @@ class LayerCalls:
     def _run(
         self, ids: Tensor, positions: Tensor | None, called: Callable[..., Any], mask: Tensor | None = None
     ) -> list[Tensor]:
-        """Runs the decoder, and returns what it looks up in tables of positions."""
+        """Runs the decoder and returns the ids looked up in tables of positions."""
         weight = self._table.weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
@@ -279,7 +281,7 @@ class LayerCalls:
             return list(looked_up)
 
     def _counts_what_is_seen(self) -> bool:
-        """Finds out what positions the decoder gives tokens that come with a mask and without positions."""
+        """Compares the positions that the decoder computes from a mask with plain positions and with `count_seen`."""
         mask = torch.ones((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
         mask[0, :2] = 0
         ids, plain = torch.zeros_like(mask), torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
@@ -287,16 +289,16 @@ class LayerCalls:
             unnumbered, *others = (self._follow(ids, positions, mask) for positions in (None, plain, count_seen(mask)))
         except Underivable:
             raise
-        except Exception:  # code that computes with the mask itself, of which the trace or the proof has more to say
+        except Exception:  # code that computes with the mask itself: the trace or the proof refuses it
             return False
-        if mask.is_meta or _are_alike(unnumbered, others[0]):
+        if mask.is_meta or _are_equal(unnumbered, others[0]):
             return False
-        if _are_alike(unnumbered, others[1]):
+        if _are_equal(unnumbered, others[1]):
             return True
         raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
 
     def _follow(self, ids: Tensor, positions: Tensor | None, mask: Tensor) -> list[Tensor]:
-        """Returns the tensors that layers are given, and what is looked up in tables of positions."""
+        """Returns the tensors among the arguments of layers, and the ids looked up in tables of positions."""
         given: list[Tensor] = []
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -311,22 +313,22 @@ class LayerCalls:
         leaves, spec = tree_flatten(first)
         others = tree_leaves(second)
         given = [
-            self._given(number, place, leaf, other) if isinstance(leaf, Tensor) else leaf
-            for place, (leaf, other) in enumerate(zip(leaves, others, strict=True))
+            self._given(number, index, leaf, other) if isinstance(leaf, Tensor) else leaf
+            for index, (leaf, other) in enumerate(zip(leaves, others, strict=True))
         ]
         args, kwargs = tree_unflatten(given, spec)
         return LayerCall(tuple(args), kwargs)
 
-    def _given(self, number: int, place: int, tensor: Tensor, other: Tensor) -> Given:
+    def _given(self, number: int, index: int, tensor: Tensor, other: Tensor) -> Given:
         if id(tensor) not in self._names:
             self._names[id(tensor)] = f"given{len(self._names)}"
-            self._wanted.setdefault(number, []).append((self._names[id(tensor)], place))
+            self._wanted.setdefault(number, []).append((self._names[id(tensor)], index))
         name = self._names[id(tensor)]
         changing = tuple(dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim])
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)
 
     def tensors(self, ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Returns what the layers are given for a micro-batch.
+        """Returns the tensor arguments of layers for a micro-batch.
 
         Args:
             ids: the tokens [batch, sequence].
@@ -336,8 +338,8 @@ class LayerCalls:
         last = max(wanted, default=-1)
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for name, place in wanted.get(number, ()):
-                tensors[name] = tree_leaves((args, kwargs))[place]
+            for name, index in wanted.get(number, ()):
+                tensors[name] = tree_leaves((args, kwargs))[index]
             if number == last:
                 raise _Enough
 

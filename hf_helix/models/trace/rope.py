@@ -1,9 +1,9 @@
-"""Ropes as one operation of a trace, which runs with half as many kernels as the code of the model.
+"""Ropes as single operations of a trace, with half as many kernels as the code of the model.
 
-In:   a skeleton, whose code calls functions that are copies of Llama's `apply_rotary_pos_emb`.
-Out:  a trace with one custom operator in the place of each call; what glue runs there.
-Must hold: the bits of the result and of its gradients are those of the model's own function. Where the function is
-called in another way (heads behind the tokens, parts of heads beside whole cosines), the model's code is traced.
+In:   a skeleton whose code calls copies of Llama's `apply_rotary_pos_emb`.
+Out:  a trace with a custom operator for each call, and the function that runs for the operator.
+Must hold: result and gradients have the bits of the model's own function. Other forms of the call (heads behind the
+tokens, parts of heads beside full cosines) are traced as the code of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from hf_helix.models.alike import same_code
 from hf_helix.models.graph.rope import Pair, apply_rotary_pos_emb, rotate
-from hf_helix.models.trace.leaves import OPS
+from hf_helix.models.trace.opaque_calls import OPS
 
 _library = torch.library.Library("hf_helix", "FRAGMENT")
 _library.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
@@ -34,19 +34,19 @@ torch.library.register_fake("hf_helix::rope", _rope, lib=_library)
 
 
 def function_of(node: Node, given: Container[Node]) -> Callable[..., Pair]:
-    """Returns what runs in the place of the operator.
+    """Returns the function that runs for the operator.
 
     Args:
         node: the call of the operator.
-        given: the nodes of the tensors that a micro-batch brings. Only these surely have no gradient, and `rotate`
-            gives cosines and sines none.
+        given: the nodes of the tensors of a micro-batch. Only these tensors surely need no gradient, and `rotate` gives
+            cosines and sines no gradient.
     """
     return rotate if all(value in given for value in node.args[2:]) else apply_rotary_pos_emb
 
 
 @contextlib.contextmanager
 def ropes_as_operators(skeleton: nn.Module) -> Iterator[None]:
-    """Returns the context of a trace in which copies of `apply_rotary_pos_emb` are calls of one operator."""
+    """Returns the context of a trace in which copies of `apply_rotary_pos_emb` are calls of the custom operator."""
     ropes = list(_ropes(skeleton))
     functions = [space[name] for space, name in ropes]
     for (space, name), function in zip(ropes, functions, strict=True):
@@ -59,7 +59,7 @@ def ropes_as_operators(skeleton: nn.Module) -> Iterator[None]:
 
 
 def _ropes(skeleton: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the names of such functions in the files of the classes of a skeleton."""
+    """Yields the copies of `apply_rotary_pos_emb` in the modules of a skeleton's classes, as namespace and name."""
     homes = {base.__module__ for module in skeleton.modules() for base in type(module).__mro__}
     for home in sorted(homes & sys.modules.keys()):
         space = vars(sys.modules[home])

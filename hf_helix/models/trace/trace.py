@@ -1,10 +1,15 @@
-"""Rewrites of a trace that leave what it computes, and make it plain how values can be cut.
+"""The trace of a module: the graph of `torch.export`, rewritten so that placement can follow every value.
 
-In:   the graph of `torch.export`, as the code of a model wrote it.
-Out:  the same graph without slices and views that show everything, with linears before the views of what they read, and
-      with tensors that are filled piece by piece as concatenations. What only changes how a value lies in memory is
-      gone.
-Must hold: every rewrite is exact.
+In:   a skeleton with opaque calls, and examples of its arguments.
+Out:  a `ModuleTrace`: the nodes in order, the descriptions of opaque calls, and numbers in place of symbolic sizes.
+Must hold: batch and sequence stay symbolic; head counts may be constants, and are rewritten where values are cut. Every
+rewrite is exact:
+
+    slices and views without effect             -> removed
+    contiguous                                  -> removed
+    an in-place operation                       -> the operation with a new result
+    linear(view(x))                             -> view(linear(x))
+    new_empty, filled by copies into its slices -> cat
 """
 
 from __future__ import annotations
@@ -19,12 +24,12 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import Graph, Node
 
-from hf_helix.models.trace.leaves import DTYPE, OPAQUE_OPS, OPS, OpaqueCall, Leaves, MaskOf
+from hf_helix.models.trace.opaque_calls import DTYPE, OPAQUE_OPS, OPS, MaskOf, OpaqueCall, OpaqueCalls
 from hf_helix.models.trace.rope import ropes_as_operators
 
 aten = torch.ops.aten
 PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
-"""Operations that may show the memory of their argument."""
+"""Operations whose result may share memory with their argument."""
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
@@ -46,8 +51,9 @@ def rewrite(graph: Graph) -> None:
 
 
 def partial_writes(graph: Graph) -> Iterator[Node]:
-    """Yields operations that write over a part of a tensor which is read later: a rewritten graph has lost them."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    """Yields in-place operations on a part of a tensor that is read later. A rewritten graph does not contain their
+    effect."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not _name_in_place(node):
             continue
@@ -62,7 +68,7 @@ def partial_writes(graph: Graph) -> Iterator[Node]:
 
 
 def _shows_the_same(node: Node) -> bool:
-    """Returns whether a view has the shape of what it shows."""
+    """Returns whether a view has the shape of its argument."""
     if node.target not in VIEWS:
         return False
     source: Any = node.args[0]
@@ -71,20 +77,20 @@ def _shows_the_same(node: Node) -> bool:
 
 
 def _name_in_place(node: Node) -> str:
-    """Returns the name of an operation that writes over its first argument, such as `add_`; else an empty text."""
+    """Returns the name of an in-place operation, such as `add_`; an empty text for any other operation."""
     name = str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
     return name if name.endswith("_") and not name.startswith("_") else ""
 
 
 def _write_elsewhere(graph: Graph, node: Node) -> None:
-    """Replaces an operation that writes over its first argument by the one that gives a new tensor."""
+    """Replaces an in-place operation by the operation with a new result."""
     target: Any = node.target
     name = _name_in_place(node)
     plain = getattr(aten, name[:-1], None) if name else None
     if plain is None or node.target is aten.copy_.default:
         return
     if any(f"aten.{part}." in str(getattr(node.args[0], "target", "")) for part in PARTS):
-        return  # the tensor that it shows a part of is written, too
+        return  # the argument shares memory with another tensor, which is written, too
     overload = target.name().partition(".")[2] or "default"
     if overload not in plain.overloads():
         return
@@ -93,7 +99,7 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
     made.meta.update(node.meta)
     node.replace_all_uses_with(made)
     written: Any = node.args[0]
-    order = {other: place for place, other in enumerate(graph.nodes)}
+    order = {other: index for index, other in enumerate(graph.nodes)}
     for user in list(written.users):
         if order[user] > order[made]:
             user.replace_input_with(written, made)
@@ -101,7 +107,7 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
 
 
 def _put_before_view(graph: Graph, linear: Node) -> None:
-    """Lets a linear read what a view shows in another shape, if its last dimension is the same; a view follows it."""
+    """Moves a view from before a linear to behind the linear, if the view keeps the last dimension."""
     view: Any = linear.args[0]
     if view.target not in VIEWS:
         return
@@ -121,7 +127,7 @@ def _put_before_view(graph: Graph, linear: Node) -> None:
 
 
 def _concatenate(graph: Graph, whole: Node) -> None:
-    """Replaces a new tensor, whose parts along one dimension are copied from other tensors, by their concatenation."""
+    """Replaces a new tensor whose slices are all filled by copies, along one dimension, by a concatenation."""
     writes: list[tuple[int, Node, Node, Node]] = []
     others: list[Node] = []
     dims = set()
@@ -137,7 +143,7 @@ def _concatenate(graph: Graph, whole: Node) -> None:
     writes.sort(key=lambda write: write[0])
     dim: Any = dims.pop()
     lengths = [source.meta["val"].shape[dim] for *_, source in writes]
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
     if [start for start, *_ in writes] != starts or sum(lengths) != whole.meta["val"].shape[dim]:
         return
     last = max((copy for _, _, copy, _ in writes), key=list(graph.nodes).index)
@@ -153,36 +159,30 @@ def _concatenate(graph: Graph, whole: Node) -> None:
 
 
 # -- trace ---------------------------------------------------------------------------------------------------------
-# What a module computes, as a graph: `torch.export` of a skeleton whose submodules are leaves.
-#
-# In:   a module, and examples of what it is called with.
-# Out:  a `ModuleTrace`: the nodes in order, what they stand for, and numbers in the place of symbolic sizes.
-# Must hold: batch and sequence stay open; head counts may be written down, and are rewritten where values are cut.
 
 
 PLACES = "places"
-"""The side input with the positions of tokens, as the embedding and the head are given them."""
+"""The side input with the positions of tokens, for the embedding and the head."""
 
 BATCH, SEQUENCE = 1_000_003, 2_000_003
-"""What the sizes of a trace are where a computation needs numbers: primes, so that no size of a model equals them."""
+"""The sizes of a trace as numbers: primes, different from every size of a model."""
 
 EXAMPLE_BATCH, EXAMPLE_LENGTH = 2, 6
-"""The sizes of the examples that a module is traced with."""
+"""The sizes of the examples for a trace."""
 
 
 class Underivable(ValueError):
-    """A model that a family cannot be derived for. Its text says why."""
+    """Refuses to derive a model; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a layer is called with besides what the layer before it gives, such as a rope.
+    """An argument of a layer beside the hidden states, such as a rope.
 
     Attributes:
         name: the name of the side input of a micro-batch.
-        shape: its shape at `EXAMPLE_BATCH` and `EXAMPLE_LENGTH`.
-        dtype: its type.
-        open: its dimensions that change with batch or sequence.
+        shape: the shape at `EXAMPLE_BATCH` and `EXAMPLE_LENGTH`.
+        open: the dimensions that change with batch or sequence.
     """
 
     name: str
@@ -199,36 +199,36 @@ class ModuleTrace:
         nodes: the calls in order.
         hidden: the node of the value that enters.
         result: the node of the value that leaves.
-        logits: the nodes of what routers say of every token and expert.
-        leaves: what the calls of custom operators stand for.
+        logits: the nodes of router logits, for every token and expert.
+        opaque_calls: the descriptions of calls of custom operators.
         attributes: the nodes of parameters and buffers, with their names in the module.
         constants: the nodes of tensors that the code makes, with their values.
         given: the nodes of further inputs, with their names.
         batch: the symbol of the number of sequences.
-        sequence: the symbol of their length.
+        sequence: the symbol of the sequence length.
     """
 
     nodes: Sequence[Node]
     hidden: Node
     result: Node
     logits: tuple[Node, ...]
-    leaves: Sequence[OpaqueCall]
+    opaque_calls: Sequence[OpaqueCall]
     attributes: dict[Node, str]
     constants: dict[Node, torch.Tensor]
     given: dict[Node, str]
     batch: Any
     sequence: Any
 
-    def leaf(self, node: Node) -> OpaqueCall | None:
-        """Returns what a call stands for; None for any other operation."""
-        place = OPAQUE_OPS.get(node.target)
-        return None if place is None else self.leaves[args_of(node)[place]]
+    def opaque_call(self, node: Node) -> OpaqueCall | None:
+        """Returns the description of an opaque call; None for any other operation."""
+        index = OPAQUE_OPS.get(node.target)
+        return None if index is None else self.opaque_calls[args_of(node)[index]]
 
     def path_of(self, node: Node) -> str:
-        """Returns the path of the module that a leaf stands for."""
-        leaf = self.leaf(node)
-        assert leaf is not None
-        return leaf.path
+        """Returns the path of the module of an opaque call."""
+        opaque = self.opaque_call(node)
+        assert opaque is not None
+        return opaque.path
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -238,7 +238,7 @@ class ModuleTrace:
         others = expression.free_symbols - {self.batch, self.sequence}
         if not others:
             return int(expression.subs({self.batch: BATCH, self.sequence: SEQUENCE}))
-        # The size of another input, which the code does not compare with that of the tokens.
+        # The size of an input whose code never compares the size with the size of the tokens.
         known = {EXAMPLE_BATCH: BATCH, EXAMPLE_LENGTH: SEQUENCE}
         hint = getattr(size.node, "hint", None)
         if expression not in others or hint not in known:
@@ -261,22 +261,22 @@ def _path_of(node: Node) -> str:
 
 
 def args_of(node: Node) -> Any:
-    """Returns the arguments of a call, which torch types as all that a graph can hold."""
+    """Returns the arguments of a call without torch's union type."""
     return node.args
 
 
 def is_tensor(node: Any) -> bool:
-    """Returns whether a node gives a tensor."""
+    """Returns whether the value of a node is a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def has_value(node: Node) -> bool:
-    """Returns whether a node gives a tensor, or several."""
+    """Returns whether the value of a node is a tensor or a sequence of tensors."""
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 class _Called(nn.Module):
-    """A skeleton, called with the value that enters and the tensors that it is given."""
+    """A skeleton as a module with positional tensors as arguments."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -288,16 +288,19 @@ class _Called(nn.Module):
 
 
 def trace(
-    skeleton: nn.Module, leaves: Leaves, hidden: torch.Tensor, given: Sequence[Given], call: Callable[..., Any]
+    skeleton: nn.Module,
+    opaque_calls: OpaqueCalls,
+    hidden: torch.Tensor,
+    given: Sequence[Given],
+    call: Callable[..., Any],
 ) -> ModuleTrace:
     """Traces a skeleton.
 
     Args:
-        skeleton: the module, whose submodules are leaves already.
-        leaves: these leaves.
+        opaque_calls: the opaque calls of the skeleton.
         hidden: an example of the value that enters [batch, sequence, ...].
         given: further inputs.
-        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves, and what routers say.
+        call: `call(skeleton, x, given)` runs the skeleton and returns the tensor that leaves, then router logits.
 
     Raises:
         Underivable: the code cannot be traced.
@@ -310,7 +313,7 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), leaves.capturing(), ropes_as_operators(skeleton):
+        with torch.no_grad(), opaque_calls.capturing(), ropes_as_operators(skeleton):
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
@@ -318,11 +321,11 @@ def trace(
         raise
     except Exception as error:
         raise Underivable(f"torch.export cannot trace it: {reason_of(error)}") from error
-    return _trace_of(program, leaves, given)
+    return _trace_of(program, opaque_calls, given)
 
 
 def reason_of(error: Exception) -> str:
-    """Returns what an error of a model's code says about the model."""
+    """Returns the first line of an error of a model's code, or a plain sentence for an error about a `MaskOf`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     what = f"{type(error).__name__}: {lines[0]}"
     if MaskOf.__name__ not in what:
@@ -330,7 +333,7 @@ def reason_of(error: Exception) -> str:
     return "its code computes with the attention mask itself, and does not hand it to Transformers' attention interface"
 
 
-def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> ModuleTrace:
+def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -> ModuleTrace:
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
     for node in partial_writes(program.graph):
@@ -358,7 +361,7 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> ModuleTra
         hidden=hidden,
         result=result,
         logits=tuple(logits),
-        leaves=leaves.leaves,
+        opaque_calls=opaque_calls.opaque_calls,
         attributes=attributes,
         constants=constants,
         given={node: g.name for node, g in zip(rest, given, strict=True)},

@@ -9,18 +9,18 @@ import pytest
 import torch
 from support import small_modules as modules
 from support.small_modules import FEATURES, HEAD_DIM, HEADS, KEY_HEADS, Through
-from support.small_traces import check_on_two_ranks, inferred, placed_on, traced, unit_of, ways
+from support.small_traces import check_on_two_ranks, inferred, placement_of, styles, traced, unit_of
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import (
+from hf_helix.models.placement.inference import infer_placements
+from hf_helix.models.placement.value_placement import (
     COLUMN,
+    FULL,
     PARTIAL,
     REPLICATED,
     ROW,
     SHARD,
-    WHOLE,
     NeedsInlining,
     ValuePlacement,
 )
@@ -41,11 +41,11 @@ def cuts(module: nn.Module) -> dict[str, Any]:
 def test_a_share_goes_through_what_is_computed_element_by_element() -> None:
     module = modules.Mlp()
     result = inferred(module)
-    assert ways(result) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
-    product = placed_on(result, "mul")
-    assert (product.where, product.dim, product.blocks) == (WHOLE, 2, (FEATURES,))
+    assert styles(result) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
+    product = placement_of(result, "mul")
+    assert (product.where, product.dim, product.blocks) == (FULL, 2, (FEATURES,))
     assert product.origins == {"gate", "up"}
-    assert result.placed[result.trace.result].where == PARTIAL
+    assert result.of(result.trace.result).where == PARTIAL
     columns = {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0}
     assert cuts(module) == {**columns, "down.weight": 1, "down.bias": False}
     check_on_two_ranks(module)
@@ -54,22 +54,22 @@ def test_a_share_goes_through_what_is_computed_element_by_element() -> None:
 def test_a_share_becomes_heads() -> None:
     module = modules.Attention()
     result = inferred(module)
-    assert ways(result) == {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
+    assert styles(result) == {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
     (attention,) = [node for node in result.trace.nodes if "attention" in str(node.target)]
-    heads = [result.placed[value] for value in attention.args[:3]]
+    heads = [result.of(value) for value in attention.args[:3]]
     assert [(placed.dim, placed.blocks) for placed in heads] == [(1, (HEADS,)), (1, (KEY_HEADS,)), (1, (KEY_HEADS,))]
-    assert (result.placed[attention].dim, result.placed[attention].blocks) == (2, (HEADS,))
+    assert (result.of(attention).dim, result.of(attention).blocks) == (2, (HEADS,))
     check_on_two_ranks(module)
 
 
 def test_a_norm_over_all_heads_is_traced_through_and_sums_its_squares() -> None:
     module = modules.NormedAttention()
     with pytest.raises(NeedsInlining) as caught:
-        Inference(traced(module), 2, ValuePlacement(SHARD))
+        infer_placements(traced(module), 2, ValuePlacement(SHARD))
     assert caught.value.path == "q_norm"
     result = inferred(module)
-    assert {way for path, way in ways(result).items() if path != "out"} == {COLUMN}
-    assert placed_on(result, "mean").is_summand
+    assert {way for path, way in styles(result).items() if path != "out"} == {COLUMN}
+    assert placement_of(result, "mean").is_summand
     assert sorted(result.trace.attributes[node] for node in result.decisions.cut) == ["k_norm.weight", "q_norm.weight"]
     assert cuts(module)["q_norm.weight"] == cuts(module)["k_norm.weight"] == 0
     check_on_two_ranks(module)
@@ -109,7 +109,7 @@ def test_a_parameter_with_an_entry_for_each_head_is_cut() -> None:
 def test_latents_stay_on_the_shard_and_one_key_is_repeated_for_the_heads_of_a_rank() -> None:
     module = modules.LatentAttention()
     result = inferred(module)
-    assert ways(result) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
+    assert styles(result) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
     assert {dim for _, dim in result.decisions.shortened} == {1}
     assert unit_of(module).placements[module.norm.weight] == COPIED_ON_SHARDS
     check_on_two_ranks(module)
@@ -134,7 +134,7 @@ def test_what_cannot_be_computed_on_a_share_demotes_the_linear_that_it_comes_fro
     function, works = FUNCTIONS[name]
     module = Through(function)
     result = inferred(module)
-    assert ways(result) == ({"up": COLUMN, "down": ROW} if works else {"up": REPLICATED, "down": REPLICATED})
+    assert styles(result) == ({"up": COLUMN, "down": ROW} if works else {"up": REPLICATED, "down": REPLICATED})
     assert result.decisions.demoted == (set() if works else {"up", "down"})
     check_on_two_ranks(module)
 
@@ -148,13 +148,13 @@ def test_a_norm_of_the_features_of_an_mlp_demotes_its_linear() -> None:
 
 def test_a_linear_with_fewer_features_than_ranks_runs_whole() -> None:
     module = Through(lambda gate: gate.sigmoid(), features=1)
-    assert ways(inferred(module))["up"] == REPLICATED
+    assert styles(inferred(module))["up"] == REPLICATED
     check_on_two_ranks(module)
 
 
 def test_sums_of_partial_sums_are_partial() -> None:
     result = inferred(modules.OneNormLayer())
-    assert placed_on(result, "add").where == SHARD
+    assert placement_of(result, "add").where == SHARD
     halves = modules.Layer()
 
     class Both(nn.Module):
@@ -166,7 +166,7 @@ def test_sums_of_partial_sums_are_partial() -> None:
             return self.one(x) + self.other(x)
 
     result = inferred(Both())
-    assert result.placed[result.trace.result].where == PARTIAL
+    assert result.of(result.trace.result).where == PARTIAL
     check_on_two_ranks(Both())
     check_on_two_ranks(halves)
 

@@ -7,7 +7,7 @@ import torch
 from support.small_traces import WIDTH, check_on_two_ranks, traced
 from torch import Tensor, nn
 
-from hf_helix.models.placement.placed import name_of
+from hf_helix.models.placement.value_placement import name_of
 from hf_helix.models.trace.trace import ModuleTrace, Underivable
 
 

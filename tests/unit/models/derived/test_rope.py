@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_helix.models import registry
-from hf_helix.models.placement.placed import name_of
+from hf_helix.models.placement.value_placement import name_of
 from hf_helix.models.trace import rope
 from hf_helix.models.trace.trace import Given, ModuleTrace
 
@@ -68,7 +68,7 @@ class Learned(Rotated):
 def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> None:
     result = inferred(Rotated(), EXAMPLES)
     (node,) = [node for node in result.trace.nodes if name_of(node) == "rope"]
-    parts = [result.placed[user] for user in node.users]
+    parts = [result.of(user) for user in node.users]
     assert [(placed.where, placed.dim, placed.blocks) for placed in parts] == [("whole", 1, (4,)), ("whole", 1, (2,))]
     assert ropes_in(result.trace) == ["rope"]
 

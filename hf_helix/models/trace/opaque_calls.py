@@ -1,10 +1,10 @@
-"""The leaves of a trace: submodules and functions that a trace shows as one operation each.
+"""Opaque calls: submodules and functions that appear in a trace as one operation each.
 
 In:   a skeleton: a copy of a module on the meta device, see `skeleton_of`.
-Out:  the same skeleton, whose linears, norms, activations, dropouts, experts and attention are calls of custom
-      operators; what each call stands for is a `OpaqueCall`.
-Must hold: the model itself is never touched. A module is a leaf only where it is known what it does to the dimensions
-of its input; any other code is traced through.
+Out:  the same skeleton, with calls of custom operators in place of linears, norms, activations, dropouts, experts and
+      attention; an `OpaqueCall` describes each call.
+Must hold: the model itself is never touched. A module becomes opaque only if its effect on the dimensions of its input
+is known; all other code is traced through.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from hf_helix.models.graph.experts import forward_arguments, is_experts
 from hf_helix.models.peft import unwrapped
 
 DTYPE = torch.bfloat16
-"""The type that models are traced in. A value that is cast to it is cast to the type that the model computes in, and
-one that is cast to fp32 is meant to be fp32."""
+"""The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
 
 LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP = (
     "linear",
@@ -42,16 +41,16 @@ LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP = (
 
 
 DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What tells attention where documents begin: hf_helix says it by itself."""
+"""Arguments of attention with the boundaries of documents; hf_helix passes boundaries of its own."""
 
 
 @dataclass(frozen=True)
 class MaskOf:
-    """Stands for an attention mask where a model hands one to its layers.
+    """A placeholder for an attention mask between a decoder and its layers.
 
     Attributes:
-        sliding_window: the number of tokens that a token attends to; None for all before it.
-        by_positions: whether it was made with the positions of tokens, by which packed documents are told apart.
+        sliding_window: the number of tokens that a token attends to; None for all earlier tokens.
+        by_positions: whether positions were given for the mask; positions separate packed documents.
     """
 
     sliding_window: int | None = None
@@ -60,12 +59,12 @@ class MaskOf:
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """What a call of a custom operator stands for.
+    """The description of a call of a custom operator.
 
     Attributes:
         kind: one of the kinds above.
-        path: the name of the module in what was traced.
-        details: of attention, what its interface is called with; of dropout, its probability.
+        path: the name of the module in the traced module.
+        details: for attention, the arguments of the attention interface; for dropout, the probability.
     """
 
     kind: str
@@ -74,30 +73,30 @@ class OpaqueCall:
 
 
 _library = torch.library.Library("hf_helix", "DEF")
-_library.define("linear(Tensor x, int leaf, int features) -> Tensor")
-_library.define("unary(Tensor x, int leaf) -> Tensor")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int leaf) -> Tensor")
-_library.define("lookup(Tensor ids, int leaf, int features) -> Tensor")
-_library.define("experts(Tensor x, Tensor index, Tensor weights, int leaf) -> Tensor")
+_library.define("linear(Tensor x, int number, int features) -> Tensor")
+_library.define("unary(Tensor x, int number) -> Tensor")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int number) -> Tensor")
+_library.define("lookup(Tensor ids, int number, int features) -> Tensor")
+_library.define("experts(Tensor x, Tensor index, Tensor weights, int number) -> Tensor")
 
 
-def _linear(x: Tensor, leaf: int, features: int) -> Tensor:
+def _linear(x: Tensor, number: int, features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
-def _unary(x: Tensor, leaf: int) -> Tensor:
+def _unary(x: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], leaf: int) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], number: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
-def _lookup(ids: Tensor, leaf: int, features: int) -> Tensor:
+def _lookup(ids: Tensor, number: int, features: int) -> Tensor:
     return ids.new_empty((*ids.shape, features), dtype=DTYPE)
 
 
-def _experts(x: Tensor, index: Tensor, weights: Tensor, leaf: int) -> Tensor:
+def _experts(x: Tensor, index: Tensor, weights: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -112,11 +111,11 @@ OPAQUE_OPS: dict[Any, int] = {
     OPS.experts.default: 3,
     OPS.lookup.default: 1,
 }
-"""The operators of leaves, and which of their arguments is the number of the leaf; those before it are tensors."""
+"""The custom operators, each with the index of the argument for the number of the call; tensors stand before it."""
 
 
 def skeleton_of(module: nn.Module) -> Any:
-    """Returns a copy of a module on the meta device: its code and its options, without memory for its weights."""
+    """Returns a copy of a module on the meta device: code and options, without memory for weights."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         value = torch.empty(parameter.shape, device="meta", dtype=DTYPE)
@@ -128,36 +127,35 @@ def skeleton_of(module: nn.Module) -> Any:
     part: Any
     for part in skeleton.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            hooks.clear()  # those that would not run later are refused by name
+            hooks.clear()  # hooks without effect on the cut model are refused elsewhere, by name
         if hasattr(part, "gradient_checkpointing"):
             part.gradient_checkpointing = False
     return skeleton
 
 
-class Leaves:
-    """Puts custom operators in the place of submodules, and remembers what they stand for.
+class OpaqueCalls:
+    """Replaces submodules by custom operators, and records the description of each call.
 
     Args:
         inlined: the paths of norms that are traced through, see `hf_helix.models.placement`.
     """
 
     def __init__(self, inlined: frozenset[str] = frozenset()) -> None:
-        self.leaves: list[OpaqueCall] = []
+        self.opaque_calls: list[OpaqueCall] = []
         self._inlined = inlined
         self._paths: dict[int, str] = {}
         self.table: str | None = None
 
     def add(self, kind: str, path: str, **details: Any) -> int:
-        """Adds a leaf and returns its number."""
-        self.leaves.append(OpaqueCall(kind, path, details))
-        return len(self.leaves) - 1
+        """Adds a call and returns its number."""
+        self.opaque_calls.append(OpaqueCall(kind, path, details))
+        return len(self.opaque_calls) - 1
 
     def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:
-        """Puts leaves in the place of the submodules of a skeleton, of all but those to skip (with all that is inside).
+        """Makes the submodules of a skeleton opaque, in place.
 
         Args:
-            skeleton: is changed.
-            skip: returns whether a submodule is left alone.
+            skip: returns whether a submodule is left alone, with everything inside.
         """
 
         def visit(path: str, module: nn.Module) -> None:
@@ -170,20 +168,19 @@ class Leaves:
         visit("", skeleton)
 
     def record(self, skeleton: nn.Module, routers: Iterable[tuple[str, int]]) -> list[Any]:
-        """Lets routers write down what they say, and returns the list that they write into.
+        """Returns a list into which routers of the skeleton record their logits.
 
         Args:
-            skeleton: is changed.
-            routers: the path of each, and which of its outputs has the logits.
+            routers: the path of each router, with the index of the logits among its outputs.
         """
-        said: list[Any] = []
+        recorded: list[Any] = []
         for path, index in routers:
             router: Any = skeleton.get_submodule(path)
-            router.forward = _recording(router.forward, index, said)
-        return said
+            router.forward = _recording(router.forward, index, recorded)
+        return recorded
 
     def _replace_one(self, path: str, module: Any) -> bool:
-        """Makes one module a leaf if it can be one."""
+        """Makes a module opaque and returns True; returns False for a module that must be traced through."""
         if is_projection(module):
             features = _features_out(module)
             number = self.add(LINEAR, path)
@@ -214,7 +211,7 @@ class Leaves:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Returns the context of a trace: calls of attention and of dropout are leaves in it."""
+        """Returns the context of a trace, in which calls of attention and dropout are opaque."""
         torch_functional: Any = functional
         plain_dropout, plain_embedding = functional.dropout, functional.embedding
 
@@ -259,7 +256,7 @@ class Leaves:
             del interface.get_interface
 
     def _module_of_frame(self) -> str:
-        """Returns the path of the module whose code calls, which says whether it is in training."""
+        """Returns the path of the module whose code is running; the module decides whether dropout is active."""
         frame = inspect.currentframe()
         while frame is not None:
             owner = frame.f_locals.get("self")
@@ -269,19 +266,19 @@ class Leaves:
         return ""
 
 
-def _recording(forward: Callable[..., Any], index: int, said: list[Any]) -> Callable[..., Any]:
-    """Returns a forward that writes down one of its outputs."""
+def _recording(forward: Callable[..., Any], index: int, recorded: list[Any]) -> Callable[..., Any]:
+    """Returns a forward that records one of its outputs."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        said.append(output[index] if isinstance(output, (tuple, list)) else output)
+        recorded.append(output[index] if isinstance(output, (tuple, list)) else output)
         return output
 
     return record
 
 
 def is_projection(module: Any) -> bool:
-    """Returns whether a module is a plain linear, perhaps with what PEFT puts around one."""
+    """Returns whether a module is a plain linear, with or without PEFT's wrappers."""
     return type(unwrapped(module).copies[0]) in (nn.Linear, Conv1D)
 
 
@@ -291,7 +288,7 @@ def _features_out(module: Any) -> int:
 
 
 def is_norm(module: Any) -> bool:
-    """Returns whether a module normalises the last dimension of its one argument."""
+    """Returns whether a module normalises the last dimension of its single argument."""
     if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
         return False
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
@@ -301,7 +298,7 @@ def is_norm(module: Any) -> bool:
 
 
 def is_activation(module: Any) -> bool:
-    """Returns whether a module computes a function of every element by itself."""
+    """Returns whether a module is an element-wise function."""
     home = type(module).__module__
     known = home in ("transformers.activations", "torch.nn.modules.activation")
     plain = next(module.parameters(), None) is None and next(module.children(), None) is None

@@ -1,14 +1,11 @@
-"""Placements: where a value is computed, and which of its dimensions a rank has a share of.
-
-In:   nothing; these are the words of inference.
-Out:  `ValuePlacement`, the placement of one value, and `Decisions`, what inference settles on the way.
+"""The placement of a traced value on tensor-parallel ranks, and questions about the nodes of a trace.
 
     SHARD     this rank's part of the sequence
-    WHOLE     the whole sequence: the same on every rank, or this rank's share of the heads or features
-    PARTIAL   of the whole sequence, a part of a sum over the ranks
-    FREE      does not depend on the batch: parameters, constants, and what a micro-batch brings for all layers
+    FULL      the full sequence: equal on every rank, or this rank's share of the heads or features
+    PARTIAL   the full sequence, a partial sum that must be reduced over the ranks
+    FREE      independent of the batch: parameters, constants, and the inputs that a micro-batch brings for all layers
 
-The gradient of a value that is WHOLE and not a share is a partial sum; that of a partial sum is whole.
+Must hold: the gradient of a FULL value without a share is a partial sum; the gradient of a partial sum is full.
 """
 
 from __future__ import annotations
@@ -23,10 +20,10 @@ from torch.fx import Node
 
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, has_value, is_tensor
 
-SHARD, WHOLE, PARTIAL, FREE = "shard", "whole", "partial", "free"
+SHARD, FULL, PARTIAL, FREE = "shard", "whole", "partial", "free"
 
 TOKENS = (SEQUENCE, BATCH * SEQUENCE)
-"""The lengths of dimensions along which tokens lie."""
+"""The lengths of token dimensions."""
 
 COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 
@@ -36,13 +33,13 @@ class ValuePlacement:
     """The placement of a value.
 
     Attributes:
-        where: SHARD, WHOLE, PARTIAL or FREE.
-        dim: the dimension of which this rank has a share; None where it has all.
-        blocks: the lengths of what lies side by side along that dimension and is cut each by itself.
-        origins: the linears that the share comes from.
-        is_direct: whether that dimension is the output features of one linear still.
-        expanded: the node that repeated a single entry along a dimension, and that dimension.
-        is_summand: whether this is this rank's part of a mean over features, to be summed over the ranks.
+        where: SHARD, FULL, PARTIAL or FREE.
+        dim: the dimension of the rank's share; None for a value without a share.
+        blocks: the lengths of the blocks along the dimension; each block is cut by itself.
+        origins: the linears from which the share comes.
+        is_direct: whether the dimension still is the output features of one linear.
+        expanded: a node that repeats a single entry along a dimension, and the dimension.
+        is_summand: whether the value is the rank's part of a mean over features, to be summed over the ranks.
     """
 
     where: str
@@ -55,61 +52,57 @@ class ValuePlacement:
 
     @property
     def size(self) -> int:
-        """The whole length of the dimension that is cut."""
+        """The full length of the cut dimension."""
         return sum(self.blocks)
 
 
 @dataclass
-class Decisions:
-    """What inference has settled, round by round.
+class PlacementDecisions:
+    """The decisions of placement inference, round by round.
 
     Attributes:
-        demoted: the linears that run whole.
-        boundaries: where the outputs of a linear are taken apart.
-        cut: the parameters, by node, that are cut along their first dimension.
-        shortened: the nodes that repeat an entry, and the dimension in which they do so for this rank's share only.
-        ways: how every linear is cut.
+        demoted: linears that run replicated on the sequence shard.
+        boundaries: block boundaries of the outputs of linears.
+        cut: parameters, by node, that are cut along their first dimension.
+        shortened: nodes that repeat an entry, and the dimension that has only the rank's length.
+        styles: the parallel style of every linear (COLUMN, ROW or REPLICATED).
     """
 
     demoted: set[str] = field(default_factory=set)
     boundaries: dict[str, set[int]] = field(default_factory=dict)
     cut: dict[Node, None] = field(default_factory=dict)
     shortened: set[tuple[Node, int]] = field(default_factory=set)
-    ways: dict[Node, str] = field(default_factory=dict)
+    styles: dict[Node, str] = field(default_factory=dict)
 
 
 class NeedsInlining(Exception):
-    """A norm over all features of which a rank has a share: it must be traced through."""
+    """Asks to trace through a norm over features of which a rank has only a share."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
 
 
-class Again(Exception):
-    """Something was decided, and inference begins anew."""
+class Restart(Exception):
+    """Restarts inference after a decision."""
 
 
-def where_reduced(placed: ValuePlacement) -> str:
-    """Returns where a value is when it is next computed with: a partial sum is summed up first."""
-    return SHARD if placed.where == PARTIAL else placed.where
+def where_reduced(placement: ValuePlacement) -> str:
+    """Returns where a value lies for its readers: partial sums are reduced and scattered first."""
+    return SHARD if placement.where == PARTIAL else placement.where
 
 
-def dim_of(placed: ValuePlacement) -> int:
+def dim_of(placement: ValuePlacement) -> int:
     """Returns the dimension of a share."""
-    assert placed.dim is not None
-    return placed.dim
+    assert placement.dim is not None
+    return placement.dim
 
 
 # -- nodes ---------------------------------------------------------------------------------------------------------
-# Questions about the nodes of a trace: what an operation is called, what it takes, how its value is laid out.
-#
-# In:   a node, and the trace that it belongs to.
-# Out:  names, operands, bounds of slices.
 
 
 def is_canonical(trace: ModuleTrace, node: Node) -> bool:
-    """Returns whether a value can lie between operators: its tokens come first, as batch and sequence or as one."""
+    """Returns whether a value can lie between operators: tokens come first, as batch and sequence or flattened."""
     if not is_tensor(node):
         return False
     shape = trace.shape(node)
@@ -123,7 +116,7 @@ def features_of(trace: ModuleTrace, node: Node) -> tuple[Any, ...]:
 
 
 def is_sum(trace: ModuleTrace, node: Node) -> bool:
-    """Returns whether a node is the plain sum of two values of its own shape."""
+    """Returns whether a node is the plain sum of two values of the node's shape."""
     if name_of(node) != "add" or node.kwargs or len(args_of(node)) != 2:
         return False
     return all(is_tensor(value) and trace.shape(value) == trace.shape(node) for value in args_of(node))
@@ -136,12 +129,12 @@ def name_of(node: Node) -> str:
 
 
 def edges_of(lengths: Sequence[int]) -> list[int]:
-    """Returns where pieces that lie side by side begin, and where the last one ends."""
+    """Returns the bounds of consecutive blocks, from 0 to the total length."""
     return [0, *itertools.accumulate(lengths)]
 
 
 def tensors_of(node: Node) -> list[Node]:
-    """Returns the tensors that an operation takes, those in lists, too."""
+    """Returns the tensor arguments of an operation, with tensors in lists."""
     tensors: list[Node] = []
     torch.fx.map_arg((args_of(node), node.kwargs), lambda value: tensors.append(value) if has_value(value) else None)
     return tensors
@@ -155,13 +148,13 @@ def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:
 
 
 def bounds_of_slice(node: Node, length: int) -> tuple[int, int]:
-    """Returns where a slice of a dimension begins and ends."""
+    """Returns begin and end of a slice, as indices of a dimension."""
     _, first, last, _ = arguments_of_slice(node)
     return _bound(first, length, 0), _bound(last, length, length)
 
 
 def as_list(value: Any) -> list[int]:
-    """Returns dimensions, of which one may be given by itself, as a list."""
+    """Returns one or several dimensions as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

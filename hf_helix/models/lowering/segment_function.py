@@ -1,10 +1,9 @@
-"""The glue between leaves, as functions: a part of a trace that runs on this rank's share of its values.
+"""Segments of a trace as functions over this rank's share of the values.
 
-In:   the nodes of a trace that are computed together, and the placements of their values.
-Out:  a function over tensors, made once and shared by all layers of a kind; what it reads besides values is bound to
-      it layer by layer.
-Must hold: sizes of batch and sequence come from the tensors that it is called with; lengths of what is cut are this
-rank's. What was cast to the type of the trace is cast to the type of the first value.
+In:   the nodes of a segment, between opaque calls, and the placements of their values.
+Out:  a function over tensors, made once for all equal layers; parameters and submodules are bound layer by layer.
+Must hold: sizes of batch and sequence come from the tensor arguments; lengths of cut dimensions are this rank's. A cast
+to the dtype of the trace becomes a cast to the dtype of the first value.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.graph.norms import normed
-from hf_helix.models.placement.inference import Inference
-from hf_helix.models.placement.placed import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
+from hf_helix.models.placement.rules import Placements
+from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.trace import rope
-from hf_helix.models.trace.leaves import DTYPE
+from hf_helix.models.trace.opaque_calls import DTYPE
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import cut_bounds
 
@@ -32,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of everything that is cut a rank has."""
+    """A rank's position on the tensor-parallel axis."""
 
     size: int
     rank: int
@@ -44,15 +43,15 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Glue:
-    """A part of a trace as a function.
+class SegmentFunction:
+    """A segment as a function.
 
     Attributes:
-        function: called with what it is bound to, then values, then side inputs by keyword.
-        attributes: the parameters and buffers that it reads, by name in the traced module.
-        modules: the paths of the submodules that it calls.
-        side: the side inputs that it takes.
-        gate: where it does nothing but call one submodule and multiply, the path of that submodule.
+        function: called with owners of attributes, submodules, values, and side inputs by keyword.
+        attributes: the parameters and buffers that the function reads, by name in the traced module.
+        modules: the paths of the submodules that the function calls.
+        side: the names of the side inputs.
+        gate: the path of the submodule, if the function is `submodule(x) * y`; else None.
     """
 
     function: Callable[..., Any]
@@ -68,53 +67,53 @@ class Glue:
         return functools.partial(self.function, *owners, *called)
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that it reads itself, by name."""
+        """Returns the parameters that the function reads itself, by name."""
         attributes = [(name, getattr(_owner(module, name), name.rpartition(".")[2])) for name in self.attributes]
         return [(name, value) for name, value in attributes if isinstance(value, nn.Parameter)]
 
     def called(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the submodules that it calls."""
+        """Returns the submodules that the function calls."""
         return [module.get_submodule(path) for path in self.modules]
 
 
 def build_segment_function(
-    inference: Inference,
+    placements: Placements,
     share: Share,
     inputs: Sequence[Node],
     outputs: Sequence[Node],
     flat: Container[Node] = (),
-) -> Glue:
-    """Returns the function that computes some nodes from others.
+) -> SegmentFunction:
+    """Returns the function that computes nodes from others.
 
     Args:
-        inference: the trace and its placements.
-        share: which part a rank has of what is cut.
-        inputs: the values that are there.
+        placements: of the trace.
+        share: the rank's position.
+        inputs: the values that enter.
         outputs: the nodes to compute.
-        flat: those whose tokens lie in one dimension between operators, too, and not in two.
+        flat: nodes whose tokens lie in one dimension between operators, too, and not in two.
     """
-    return _Writer(inference, share, flat).write(inputs, outputs)
+    return _Writer(placements, share, flat).write(inputs, outputs)
 
 
 class _Writer:
-    """Writes the nodes of a trace into a graph of their own."""
+    """Writes nodes of a trace into a new graph."""
 
-    def __init__(self, inference: Inference, share: Share, flat: Container[Node]) -> None:
-        self.inference = inference
+    def __init__(self, placements: Placements, share: Share, flat: Container[Node]) -> None:
+        self.placements = placements
         self.flat = flat
-        self.trace: ModuleTrace = inference.trace
+        self.trace: ModuleTrace = placements.trace
         self.share = share
         self.graph = Graph()
         self.made: dict[Node, Any] = {}
         self.sizes: dict[Any, tuple[Node, int]] = {}
         self.first: Node | None = None
 
-    def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> Glue:
+    def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> SegmentFunction:
         nodes = [node for node in self._needed(inputs, outputs) if node not in inputs]
         attributes = [node for node in nodes if node in self.trace.attributes]
         given = [node for node in nodes if node in self.trace.given]
-        leaves = [node for node in nodes if self.trace.leaf(node) is not None]
-        modules = list(dict.fromkeys(self.trace.path_of(node) for node in leaves))
+        opaque_calls = [node for node in nodes if self.trace.opaque_call(node) is not None]
+        modules = list(dict.fromkeys(self.trace.path_of(node) for node in opaque_calls))
         names = [self.trace.attributes[node] for node in attributes]
         owners = {node: self.graph.placeholder(f"owner{i}") for i, node in enumerate(attributes)}
         called = {path: self.graph.placeholder(f"module{i}") for i, path in enumerate(modules)}
@@ -127,7 +126,7 @@ class _Writer:
         for node in nodes:
             if node in self.trace.constants:
                 self.made[node] = self._constant(self.trace.constants[node])
-            elif node in leaves:
+            elif node in opaque_calls:
                 path = self.trace.path_of(node)
                 self.made[node] = self.graph.call_function(normed, (called[path], self._value(args_of(node)[0])))
             elif node not in self.made:
@@ -138,9 +137,10 @@ class _Writer:
         gate = None
         if len(modules) == 1 and len(nodes) == 2 and len(inputs) == 2:
             product = outputs[0]
-            if product.target is torch.ops.aten.mul.Tensor and args_of(product) == (leaves[0], inputs[1]):
-                gate = modules[0] if args_of(leaves[0])[0] is inputs[0] else None
-        return Glue(module.forward, tuple(names), tuple(modules), tuple(self.trace.given[n] for n in given), gate)
+            if product.target is torch.ops.aten.mul.Tensor and args_of(product) == (opaque_calls[0], inputs[1]):
+                gate = modules[0] if args_of(opaque_calls[0])[0] is inputs[0] else None
+        side = tuple(self.trace.given[node] for node in given)
+        return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate)
 
     def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
         """Returns the nodes that the outputs need, in the order of the trace."""
@@ -180,17 +180,17 @@ class _Writer:
         return self.graph.call_function(torch.ops.aten.unflatten.int, (made, 0, sizes))
 
     def _is_flattened(self, node: Node) -> bool:
-        """Returns whether the tokens of a value lie in one dimension in the code, and in two between operators."""
+        """Returns whether tokens lie in one dimension in the code of the model, and in two between operators."""
         return self.trace.shape(node)[:1] == (BATCH * SEQUENCE,) and node not in self.flat
 
     def _constant(self, value: Tensor) -> Any:
-        """Returns a constant of the code, which is one number."""
+        """Returns a constant of the code: a single number."""
         if value.numel() != 1 or value.is_meta:
             raise Underivable("its code makes a tensor of constants")
         return value.item()
 
     def _value(self, value: Any) -> Any:
-        """Returns an argument of the trace as one of this graph."""
+        """Returns an argument of the trace as an argument of the new graph."""
         if isinstance(value, Node):
             return self._size(value.meta["val"]) if _is_size(value) else self.made[value]
         if isinstance(value, (list, tuple)):
@@ -200,7 +200,7 @@ class _Writer:
         return value
 
     def _size(self, size: Any) -> Any:
-        """Returns a size as a number, or as a computation on the sizes of what enters."""
+        """Returns a size as a number, or as a computation on the sizes of the inputs."""
         if isinstance(size, int):
             return size
         expression = size.node.expr if hasattr(size, "node") else size
@@ -223,18 +223,18 @@ class _Writer:
         args = list(args_of(node))
         kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
         name = name_of(node)
-        placed = self.inference.placed.get(node, ValuePlacement(FREE))
+        placement = self.placements.values.get(node, ValuePlacement(FREE))
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
-            args[1] = self._lengths(args[1], placed)
+            args[1] = self._lengths(args[1], placement)
         elif name == "view_as":
             target = torch.ops.aten.reshape_as.default
         elif name == "rope":
             target = rope.function_of(node, self.trace.given)
         elif name == "expand":
-            args[1] = self._lengths(args[1], placed)
+            args[1] = self._lengths(args[1], placement)
         elif name == "unflatten":
-            args[2] = self._lengths(args[2], placed, args[1] % len(self.trace.shape(args[0])))
+            args[2] = self._lengths(args[2], placement, args[1] % len(self.trace.shape(args[0])))
         elif name == "slice" and self._cuts(node):
             first, last = self._local_bounds(node)
             args = [args[0], args[1], first, last]
@@ -245,13 +245,13 @@ class _Writer:
             args = [args[0], self._local_lengths(node, whole), dim]
         args = [self._type(self._value(value)) for value in args]
         made = self.graph.call_function(target, tuple(args), kwargs)
-        if placed.is_summand:
+        if placement.is_summand:
             (length,) = self._of(args_of(node)[0]).blocks
             return self.graph.call_function(torch.ops.aten.mul.Tensor, (made, self.share.of([length])[0] / length))
         return made
 
     def _type(self, value: Any) -> Any:
-        """Returns a type or a device of the trace as that of the first value."""
+        """Returns a dtype or device of the trace as the dtype or device of the first value."""
         if value is DTYPE or value == META:
             if self.first is None:
                 raise Underivable("its code makes tensors of nothing")
@@ -259,21 +259,21 @@ class _Writer:
         return value
 
     def _of(self, value: Any) -> ValuePlacement:
-        return self.inference.placed[value]
+        return self.placements.values[value]
 
-    def _lengths(self, lengths: Any, placed: ValuePlacement, first: int = 0) -> list[Any]:
-        """Returns the lengths of dimensions, those from `first` on, as a rank has them."""
+    def _lengths(self, lengths: Any, placement: ValuePlacement, first: int = 0) -> list[Any]:
+        """Returns a rank's lengths of dimensions, from dimension `first` on."""
         result = list(lengths)
-        place = -1 if placed.dim is None else placed.dim - first
-        if 0 <= place < len(result) and isinstance(result[place], int) and result[place] != -1:
-            result[place] = sum(self.share.of(placed.blocks))
+        index = -1 if placement.dim is None else placement.dim - first
+        if 0 <= index < len(result) and isinstance(result[index], int) and result[index] != -1:
+            result[index] = sum(self.share.of(placement.blocks))
         return result
 
     def _cuts(self, node: Node) -> bool:
-        """Returns whether an operation takes apart the dimension that is cut."""
+        """Returns whether an operation splits the cut dimension."""
         given = self._of(args_of(node)[0])
-        place = 1 if node.target is torch.ops.aten.slice.Tensor else 2
-        dim = args_of(node)[place] if len(args_of(node)) > place else 0
+        index = 1 if node.target is torch.ops.aten.slice.Tensor else 2
+        dim = args_of(node)[index] if len(args_of(node)) > index else 0
         return given.dim is not None and dim % len(self.trace.shape(args_of(node)[0])) == given.dim
 
     def _local_bounds(self, node: Node) -> tuple[int, int]:
@@ -283,18 +283,19 @@ class _Writer:
         return local[edges.index(first)], local[edges.index(last)]
 
     def _local_lengths(self, node: Node, whole: Sequence[int]) -> list[int]:
-        given, lengths, place = self._of(args_of(node)[0]), [], 0
+        given, lengths, index = self._of(args_of(node)[0]), [], 0
         for length in whole:
             blocks: list[int] = []
             while sum(blocks) < length:
-                blocks.append(given.blocks[place])
-                place += 1
+                blocks.append(given.blocks[index])
+                index += 1
             lengths.append(sum(self.share.of(blocks)))
         return lengths
 
 
 def _is_part(node: Node) -> bool:
-    """Returns whether a value is a part of another one, whose memory it would keep. Both parts of a rope are kept."""
+    """Returns whether a value is a slice that would keep a larger tensor alive. A rope keeps queries and keys alive
+    anyway."""
     of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
     return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
 

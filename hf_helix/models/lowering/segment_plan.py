@@ -1,0 +1,252 @@
+"""The segment plan of a unit: the operators of the unit and the segment of the trace before each.
+
+In:   the placements of a trace, the nodes at the start, and the node at the end of the unit.
+Out:  a `SegmentPlan`, made once for all equal layers; forms in which operators call segments and dropout: the model's
+      code has values [batch, sequence, ...], operators have values [tokens, batch, ...].
+Must hold: a segment with a single reader belongs to the reader; a sum with a single reader, another sum, is part of the
+other sum.
+
+    x -> norm -> linear -> [view, rope, view] -> attention -> linear -> add
+                           segment of attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from hf_helix.models.graph.balance import RouterRecord
+from hf_helix.models.lowering.segment_function import SegmentFunction, Share, build_segment_function
+from hf_helix.models.placement.rules import Placements
+from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
+from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, NORM
+from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.moe.dispatch import COUNTED
+
+
+class BatchFirstSegment:
+    """A segment over values [batch, sequence, ...] without padding, for code that needs the position of every token."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *values: Tensor, length: int, **side: Tensor) -> Tensor:
+        padded = values[0].shape[0]
+        result = self.function(*(value[:length].transpose(0, 1) for value in values), **side).transpose(0, 1)
+        extra = padded - result.shape[0]
+        if extra <= 0:
+            return result
+        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
+
+
+@dataclass(frozen=True)
+class LocalPositionsSegment:
+    """A segment with the positions of this rank's tokens, out of `places` [tokens of all ranks, batch or 1]."""
+
+    function: Callable[..., Any]
+    rank: int
+
+    def __call__(self, *values: Tensor, places: Tensor) -> Any:
+        count = values[0].shape[0]
+        return self.function(*values, places=places[self.rank * count :][:count])
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A segment that chooses experts, with a record of the choices.
+
+    Attributes:
+        function: returns weights and choices [tokens, k], then the logits if the trace has logits.
+        record: of the router.
+        layer: decides whether the record is of training.
+    """
+
+    function: Callable[..., Any]
+    record: RouterRecord
+    layer: nn.Module
+
+    def __call__(self, *values: Tensor, counted: Tensor, **side: Tensor) -> Tensors:
+        weights, chosen, *recorded = self.function(*values, **side)
+        logits = recorded[0].flatten(0, -2) if recorded else None
+        part = self.record.keep(logits, chosen, {COUNTED: counted}, self.layer.training)
+        return (weights, *part, chosen)
+
+
+@dataclass(frozen=True)
+class DropoutIn:
+    """Dropout called as a function by the code of a module; the module decides whether dropout is active."""
+
+    module: nn.Module
+    p: float
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+
+# -- segment plan --------------------------------------------------------------------------------------------------
+
+
+VIEWS = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
+"""Parts of the names of operations without cost."""
+
+
+class SegmentPlan:
+    """The operators of a unit, for all equal modules.
+
+    Args:
+        placements: of the trace.
+        share: the rank's position.
+        start: the nodes of the values that enter.
+        target: the node of the value that leaves.
+    """
+
+    def __init__(self, placements: Placements, share: Share, start: Sequence[Node], target: Node) -> None:
+        self.placements = placements
+        self.trace = placements.trace
+        self.share = share
+        self.start = tuple(start)
+        self.target = target
+        self.needed = self._ancestors(target)
+        self.values: set[Node] = set(start)
+        self.folded: set[Node] = set()
+        self.routed: dict[Node, Node] = {}
+        self.groups: dict[Node, set[Node]] = {}
+        self._choose_values()
+        self.flat = {*self.routed, *self.routed.values()}
+        self._segments: dict[tuple[Node, ...], tuple[SegmentFunction, list[Node]]] = {}
+
+    def _ancestors(self, node: Node) -> set[Node]:
+        """Returns a node and all nodes before it."""
+        ancestors: set[Node] = set()
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node not in ancestors:
+                ancestors.add(node)
+                if node not in self.start:
+                    waiting += [value for value in node.all_input_nodes if value not in ancestors]
+        return ancestors
+
+    # -- values between operators ------------------------------------------------------------------------------------
+
+    def is_operator(self, node: Node) -> bool:
+        """Returns whether an opaque call is an operator by itself, and not part of a segment."""
+        opaque = self.trace.opaque_call(node)
+        if opaque is None or opaque.kind == ELEMENTWISE:
+            return False
+        if opaque.kind in (NORM, DROPOUT):
+            placement = self.placement(node)
+            return is_canonical(self.trace, node) and placement.dim is None and placement.where != FREE
+        return True
+
+    def is_residual(self, node: Node) -> bool:
+        """Returns whether a node is a sum of two values with all their features."""
+        if not is_canonical(self.trace, node) or not is_sum(self.trace, node):
+            return False
+        placement = self.placement(node)
+        is_whole = placement.where in (SHARD, PARTIAL) and placement.dim is None
+        return is_whole and all(self.placement(value).where != FREE for value in args_of(node))
+
+    def _folds(self, node: Node) -> bool:
+        """Returns whether a sum is only a term of another sum, which then adds all terms."""
+        users = [user for user in node.users if user in self.needed]
+        is_term = len(users) == 1 and self.is_residual(users[0])
+        return is_term and node is not self.target and self.placement(node).where == SHARD
+
+    def placement(self, node: Any) -> ValuePlacement:
+        return self.placements.values[node]
+
+    def _choose_values(self) -> None:
+        """Chooses the values between operators, and for every other node the operators that need the node."""
+        order = [node for node in self.trace.nodes if node in self.needed and node not in self.start]
+        for node in order:
+            if self.is_operator(node):
+                self.values.add(node)
+            elif self.is_residual(node):
+                (self.folded if self._folds(node) else self.values).add(node)
+            opaque = self.trace.opaque_call(node)
+            if opaque is not None and opaque.kind == EXPERTS:
+                _, chosen, weights = args_of(node)[:3]
+                self.routed[chosen] = weights
+        for node in reversed(order):
+            if node in self.values or node in self.folded or node not in self.placements.values:
+                continue
+            if self.placement(node).where == FREE:
+                continue
+            users = [user for user in node.users if user in self.needed]
+            must = node is self.target or any(self._must_be_value(node, user) for user in users)
+            groups: set[Node] = set()
+            for user in users:
+                groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
+            if must or (len(groups) > 1 and self._is_worth_keeping(node)):
+                if not is_tensor(node):
+                    raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
+                if not is_canonical(self.trace, node):
+                    raise Underivable(
+                        f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
+                        "out by tokens"
+                    )
+                self.values.add(node)
+            self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
+
+    def _must_be_value(self, node: Node, user: Node) -> bool:
+        opaque = self.trace.opaque_call(user)
+        if user in self.folded:
+            return True
+        if user in self.values:
+            return (opaque is None and self.is_residual(user)) or (opaque is not None and opaque.kind != ATTENTION)
+        if user not in self.placements.values:
+            return False
+        return self.placement(user).where not in (FREE, self.placement(node).where) or self.placement(node).is_summand
+
+    def _is_worth_keeping(self, node: Node) -> bool:
+        """Returns whether a node with several readers is computed once; a view is computed by each reader."""
+        return not any(name in str(node.target) for name in VIEWS) and is_canonical(self.trace, node)
+
+    def logits_of(self, chosen: Node) -> Node | None:
+        """Returns the node of a router's logits before a choice of experts; None for a trace without logits."""
+        ancestors = self._ancestors(chosen) - self.values
+        candidates = [node for node in self.trace.logits if node in ancestors and is_canonical(self.trace, node)]
+        if (
+            len(candidates) != 1
+            or self.placement(candidates[0]).where != SHARD
+            or self.placement(candidates[0]).dim is not None
+        ):
+            return None
+        return candidates[0]
+
+    # -- segments --------------------------------------------------------------------------------------------------
+
+    def inputs_of(self, outputs: Sequence[Node]) -> list[Node]:
+        """Returns the values that the segment before the outputs reads."""
+        inputs: list[Node] = []
+        seen: set[Node] = set()
+
+        def visit(node: Node) -> None:
+            if node in seen or not has_value(node):
+                return
+            seen.add(node)
+            if node in self.values and node not in outputs:
+                inputs.append(node)
+                return
+            for value in node.all_input_nodes:
+                visit(value)
+
+        for node in outputs:
+            visit(node)
+        return inputs
+
+    def segment(self, outputs: Sequence[Node]) -> tuple[SegmentFunction, list[Node]]:
+        """Returns the segment that computes the outputs, and the values that the segment reads."""
+        key = tuple(outputs)
+        if key not in self._segments:
+            inputs = self.inputs_of(outputs)
+            function = build_segment_function(self.placements, self.share, inputs, outputs, self.flat)
+            self._segments[key] = function, inputs
+        return self._segments[key]

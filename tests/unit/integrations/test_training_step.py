@@ -1,0 +1,86 @@
+"""An emulated link is settled where plans are chosen, and for a step by hand before its window: never inside of one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_helix.integrations.trainer.stock import StockTrainer
+from hf_helix.integrations.trainer.training_step import WindowHooks
+from hf_helix.runtime.failures.values import Health
+
+
+class Engine:
+    """Notes the calls that settle the link, tune and train, in order; all other methods return a number."""
+
+    mesh = SimpleNamespace(dp_size=1)
+    limits = MagicMock()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: torch.zeros(1)
+
+    def settle_link(self, batches: list[Any], scale: Any, step: int) -> None:
+        self.calls.append(f"settle for {len(batches)}")
+
+    def tune(self, batches: list[Any], scale: Any, step: int, steps_left: int | None) -> None:
+        self.calls.append(f"tune for {len(batches)}")
+
+    def train_window(self, batches: list[Any], scale: Any, step: int) -> list[Tensor]:
+        if any("fails" in batch for batch in batches):
+            raise RuntimeError("no")
+        self.calls.append(f"train {len(batches)}")
+        return [torch.tensor(1.0) for _ in batches]
+
+
+class Stock:
+    """The methods of the stock Trainer that collect a window."""
+
+    def get_batch_samples(self, batches: Any, count: int, device: torch.device) -> tuple[list[Any], int]:
+        return list(batches), 6
+
+
+class Hooks(WindowHooks, Stock):
+    def __init__(self) -> None:
+        device = torch.device("cpu")
+        self.helix: Any = Engine()
+        self.args: Any = SimpleNamespace(average_tokens_across_devices=True, device=device, process_index=0)
+        self.state: Any = SimpleNamespace(global_step=0, max_steps=4)
+        self.helix_config: Any = SimpleNamespace(ranks_per_batch=1)
+        self.model = self.optimizer = None
+        self._stock, self._health = StockTrainer(), Health(device)
+        self._prepare_inputs = lambda batch: batch
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    ids = torch.arange(6).reshape(1, 6)
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def test_a_step_by_hand_settles_the_link_before_its_window() -> None:
+    hooks = Hooks()
+    hooks.training_step(torch.nn.Identity(), batch())
+    assert hooks.helix.calls == ["settle for 1", "train 1"]
+
+
+def test_a_step_of_a_fetched_window_only_trains() -> None:
+    hooks = Hooks()
+    samples, items = hooks.get_batch_samples(iter([batch(), batch()]), 2, torch.device("cpu"))
+    for each in samples:
+        hooks.training_step(torch.nn.Identity(), each, items)
+    assert hooks.helix.calls == ["tune for 2", "train 2"]
+
+
+def test_a_step_by_hand_that_fails_leaves_no_window_behind() -> None:
+    hooks = Hooks()
+    with pytest.raises(RuntimeError, match="no"):
+        hooks.training_step(torch.nn.Identity(), batch(fails=True))
+    hooks.training_step(torch.nn.Identity(), batch())
+    assert hooks.helix.calls == ["settle for 1", "settle for 1", "train 1"]
