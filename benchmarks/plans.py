@@ -272,14 +272,14 @@ class Bench:
     def emulate(self, link: str, count: int) -> str:
         """Sets the speed of the emulated link and returns it as text."""
         from hf_helix.config import parse_link
-        from hf_helix.tuning.even_link import even_out
+        from hf_helix.tuning.candidates import calibrate_link
 
         links = [cut.mesh.link for _, cut in self.cuts]
         rate = parse_link(link).rate
         for each in links:
             each.rate = rate
         if rate is None:
-            even_out(self.first.runner, self.first.window(self.batches(min(4, count))))
+            calibrate_link(self.first.runner, self.first.window(self.batches(min(4, count))))
             rate = links[0].rate
             for each in links:
                 each.rate = rate
@@ -331,7 +331,7 @@ class Bench:
 
     def automatic(self, rows: Mapping[str, Mapping[str, Any]]) -> str:
         """Returns the rule that `auto` would keep of those timed here: the fastest of the most promising ones."""
-        from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
+        from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL
 
         if self.options.study != "tp":
             return ""

@@ -165,7 +165,7 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         with plain_parameters():
             stepped = sum(each.numel() for each in optimizer.param_groups[0]["params"])
         losses, norms = train_steps(engine, optimizer, count)
-        kept = engine.tuning.kept if engine.tuning else ""
+        kept = engine.tuning.chosen if engine.tuning else ""
     del engine
     gc.collect()
     outcome = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
@@ -200,7 +200,7 @@ def optimizer_of(engine: Engine) -> Any:
     """AdamW, which steps this rank's parts of the parameters where the options spread them."""
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
-    engine.step_parts(optimizer)
+    engine.step_shards(optimizer)
     return optimizer
 
 

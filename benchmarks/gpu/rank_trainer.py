@@ -71,7 +71,7 @@ def train(given: Any) -> None:
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(given.folder))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    about = "" if given.stock or trainer.tuning is None else f"plan kept: {trainer.tuning.kept}"
+    about = "" if given.stock or trainer.tuning is None else f"plan kept: {trainer.tuning.chosen}"
     if trainer.is_world_process_zero():
         figures = {"losses": losses, "eval": evaluated, "about": about}
         (given.folder / "losses.json").write_text(json.dumps(figures))

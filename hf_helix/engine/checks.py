@@ -119,7 +119,7 @@ def limits_of(base: Any) -> Limits:
     )
 
 
-def say_what_surprises(model: Any) -> None:
+def warn_bf16_weights(model: Any) -> None:
     """Warns on rank 0 of what is right and may not be meant."""
     if rank() != 0:
         return
@@ -130,7 +130,7 @@ def say_what_surprises(model: Any) -> None:
         )
 
 
-def say_random_start(model: Any, weights: str | Path | None, seed: int) -> None:
+def warn_random_start(model: Any, weights: str | Path | None, seed: int) -> None:
     """Warns on rank 0 of a model that starts at random, because nobody has said where its weights are.
 
     Args:

@@ -32,7 +32,7 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
-from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.tuner import Tuner
 from hf_helix.tuning.verdict import TuningResult
 
@@ -100,7 +100,7 @@ class Diagnostics:
         profile = self.tuning.profile if self.tuning is not None else None
         with watched(), plain_parameters():
             comparison = compare(self.runner, window, rules, profile, repeats)
-        self.overlap = comparison.overlaps[comparison.kept]
+        self.overlap = comparison.overlaps[comparison.chosen]
         return comparison
 
     def measure_memory(self) -> list[int]:
@@ -143,7 +143,7 @@ class Diagnostics:
             full: return all figures, which `figures` keeps in any case; otherwise those that a log line has room for.
         """
         self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
-        tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
+        tuned = self.tuning.overlaps[self.tuning.chosen] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
         routers = router_entries(self.runner.stage, self.mesh, capped)
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}

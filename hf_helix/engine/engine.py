@@ -32,8 +32,8 @@ from hf_helix.engine.checks import (
     check_sizes,
     check_trained,
     limits_of,
-    say_random_start,
-    say_what_surprises,
+    warn_random_start,
+    warn_bf16_weights,
 )
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
@@ -41,7 +41,7 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.zero import cut_states, step_shards, whole_weights
+from hf_helix.engine.zero import cut_states, step_shards, full_weights
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
@@ -61,7 +61,7 @@ from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import fingerprint
-from hf_helix.tuning.even_link import even_out
+from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
 from hf_helix.tuning.verdict import TuningResult
 
@@ -104,8 +104,8 @@ class Engine(Diagnostics):
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, mesh, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        say_what_surprises(model)
-        say_random_start(model, options.weights, options.seed)
+        warn_bf16_weights(model)
+        warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
@@ -198,7 +198,7 @@ class Engine(Diagnostics):
             return
         if link.rate is None:
             with watched(), set_aside(self.runner.stage.stepped):
-                even_out(self.runner, self._checked_window(batches, scale, step)[:TUNED_MICROBATCHES])
+                calibrate_link(self.runner, self._checked_window(batches, scale, step)[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
 
@@ -208,7 +208,7 @@ class Engine(Diagnostics):
         """Returns how far the ids, labels and positions of a window reach, for `limits`; waits for nothing."""
         return value_bounds(batches, self.mesh.device)
 
-    def check_extents(self, batch: Any) -> None:
+    def check_value_bounds(self, batch: Any) -> None:
         """Refuses a batch that was not announced in a window, as `limits.raise_if_invalid`. Waits for the device."""
         self.limits.raise_if_invalid([self.value_bounds([batch]).tolist()])
 
@@ -301,7 +301,7 @@ class Engine(Diagnostics):
         yield full
         parameter.grad = full
 
-    def whole_weights(self) -> AbstractContextManager[Any]:
+    def full_weights(self) -> AbstractContextManager[Any]:
         """Returns a context in which the model has all weights, which it otherwise is without between windows
         (`shard_optimizer`, `shard_parameters`): it can be called and generates, and its parameters can be read. What is
         written to parameters that are spread is lost at the end. Every rank must enter it; what happens within it is
@@ -311,17 +311,17 @@ class Engine(Diagnostics):
             ValueError: this rank has slices of the model even then.
             RuntimeError: it is within such a context already.
         """
-        return whole_weights(self.model, self.runner.stage, self.mesh)
+        return full_weights(self.model, self.runner.stage, self.mesh)
 
     @plain_parameters()
-    def free_spread_parameters(self) -> None:
+    def reshard_parameters(self) -> None:
         """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
         copies what is on `cpu`."""
         for flat in self.runner.stage.flat_parameters:
             flat.reshard()
 
     @plain_parameters()
-    def step_parts(self, optimizer: Any) -> None:
+    def step_shards(self, optimizer: Any) -> None:
         """Lets an optimizer of the model's parameters step what this rank has of them. It has not stepped; the states
         that some optimizers start with stay (Adagrad)."""
         cut_states(optimizer, self.runner.stage, self.mesh)
@@ -347,7 +347,7 @@ class Engine(Diagnostics):
         meet("a batch is evaluated")
         self._check_unchanged()
         agree_on_window([batch], self.mesh.batch_group)
-        self.check_extents(batch)
+        self.check_value_bounds(batch)
         self.model.eval()
         make_window = functools.partial(self._make_window, scale=scale, step=step)
         return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits)

@@ -52,7 +52,7 @@ def evaluate_batch(
     if runner.precision.autocast_dtype is not None:
         logits = logits.float()  # as Accelerate hands out what was computed under autocast
     head, cut = base.get_output_embeddings().weight, SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
-    return loss.detach(), whole_logits(logits, runner, head, cut)[:, : batch["input_ids"].shape[1]]
+    return loss.detach(), full_logits(logits, runner, head, cut)[:, : batch["input_ids"].shape[1]]
 
 
 def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
@@ -81,7 +81,7 @@ def count_targets(batch: Mapping[str, Any]) -> Tensor:
     return (targets_of(batch) != IGNORED).sum()
 
 
-def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
+def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
     """Gathers the logits of every rank. Collective over the ranks that share the batch.
 
     Args:

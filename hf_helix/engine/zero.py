@@ -116,8 +116,8 @@ def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_gro
 
 
 @contextlib.contextmanager
-def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
-    """Returns the context of `Engine.whole_weights`.
+def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
+    """Returns the context of `Engine.full_weights`.
 
     Args:
         model: the cut model.
@@ -134,7 +134,7 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
     if has_slices(stage, mesh):
         sizes = [f"{name}={size}" for name, size in mesh.option_sizes.items() if size > 1]
         raise ValueError(
-            f"whole_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
+            f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
     with plain_parameters():
@@ -145,7 +145,7 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.cast_to is None
         }
         with watched():
-            meet("whole_weights() is entered")
+            meet("full_weights() is entered")
             for flat in stage.flat_parameters:
                 flat.unshard(flat.gather())
         try:

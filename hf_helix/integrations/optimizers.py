@@ -155,7 +155,7 @@ def watch_steps(engine: Engine) -> None:
         owner = alive()
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", type(optimizer), config)
-            owner.step_parts(optimizer)
+            owner.step_shards(optimizer)
             plain = plain_parameters()  # from the next step on, the optimizer enters the context itself
             plain.__enter__()
             leave: Any = optimizer.register_step_post_hook(

@@ -31,7 +31,7 @@ LEAST = 1e-7
 """Seconds of a sum of nothing; times are positive."""
 
 
-def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+def time_reductions(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
     """Returns the seconds of every sum of this rank, repeat by repeat, and the bytes that it sends. Collective.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_helix.measure.communication import time_gathers, time_sums, time_transfers
+from hf_helix.measure.communication import time_gathers, time_reductions, time_transfers
 from hf_helix.measure.machine import machine
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.measure.progress import Progress
@@ -301,7 +301,7 @@ def _measure(
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
     """Seconds of every operator that communicates, and the bytes that this rank sends in it."""
     seconds, sent = time_transfers(bench.runner, bench.batch, bench.length)
-    summing, summed = time_sums(bench.runner, bench.length)
+    summing, summed = time_reductions(bench.runner, bench.length)
     gathering, gathered = time_gathers(bench.runner, bench.length)
     seconds, sent = seconds | summing | gathering, sent | summed | gathered
     for timed in bench.moving:

@@ -15,7 +15,7 @@ from hf_helix.planning.plan.link_speeds import Predicted, link_of, predict_speed
 from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.candidates import Comparison
-from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.budget import BASELINE
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Speeds of links that are predicted, in parts of the one that was measured on."""
@@ -23,14 +23,14 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 def format_comparison(comparison: Comparison) -> str:
     """Returns a table of the plans, the one in use last, with the bound that no plan can beat."""
-    kept = comparison.overlaps[comparison.kept]
+    kept = comparison.overlaps[comparison.chosen]
     where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
     lines = [
         f"measured: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
         f"  {'plan':<12} {'window':>11} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
     ]
     base = comparison.overlaps.get(BASELINE)
-    for rule, overlap in sorted(comparison.overlaps.items(), key=lambda item: item[0] == comparison.kept):
+    for rule, overlap in sorted(comparison.overlaps.items(), key=lambda item: item[0] == comparison.chosen):
         gain = f"{base.step / overlap.step:.2f}x" if base is not None else ""
         lines.append(
             f"  {rule:<12} {overlap.step * 1e3:8,.1f} ms {gain:>7} {overlap.hidden_fraction:8.0%} "
@@ -45,13 +45,13 @@ def format_comparison(comparison: Comparison) -> str:
 
 def _without_link(comparison: Comparison) -> list[str]:
     """One line on the machine as it is."""
-    if BASELINE not in comparison.bare or comparison.kept == BASELINE:
+    if BASELINE not in comparison.bare or comparison.chosen == BASELINE:
         return []
-    one, two = comparison.bare[BASELINE], comparison.bare[comparison.kept]
+    one, two = comparison.bare[BASELINE], comparison.bare[comparison.chosen]
     gain = one / two
     verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
     return [
-        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {comparison.kept} {two * 1e3:,.1f} ms "
+        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {comparison.chosen} {two * 1e3:,.1f} ms "
         f"({gain:.2f}x, {verdict}): transfers between processes of one machine run on the cores that compute"
     ]
 
@@ -71,7 +71,7 @@ def predict_around(comparison: Comparison) -> list[Predicted]:
 
 def format_speeds(predicted: Sequence[Predicted], comparison: Comparison) -> str:
     """Returns a table with a row for every link; what was measured is marked."""
-    here, kept = link_of(comparison.profile), comparison.kept
+    here, kept = link_of(comparison.profile), comparison.chosen
     others = [rule for rule in comparison.overlaps if rule != kept]
     lines = [
         "predicted for slower and faster links, with plans for each, from the operators as they were measured here:",
@@ -97,7 +97,7 @@ def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[st
 def strips_of(comparison: Comparison) -> list[Strip]:
     """Returns the halves of the picture: without overlap, and under the plan in use."""
     return strips_of_plans(
-        comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.kept))]
+        comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.chosen))]
     )
 
 
@@ -113,7 +113,7 @@ def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
         ImportError: matplotlib is missing; the others are there then.
     """
     paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
-    comparison.plans[comparison.kept].save(paths[0])
+    comparison.plans[comparison.chosen].save(paths[0])
     save_profile(comparison.profile, Path(folder, "profile.json"))
     for path in paths[1:]:
         draw_strips(strips_of(comparison), path, note_of(comparison.profile))

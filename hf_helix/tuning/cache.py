@@ -66,7 +66,7 @@ def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) ->
         "format": FORMAT,
         "case": dict(cache_key),
         "measured": result.measured,
-        "kept": result.kept,
+        "kept": result.chosen,
         "bound": result.bound,
         "gradient_bytes": result.gradient_bytes,
         "ranks": result.ranks,

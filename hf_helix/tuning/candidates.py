@@ -24,7 +24,7 @@ from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.budget import BASELINE
 
 
 def plan_runners(

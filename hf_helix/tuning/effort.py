@@ -1,7 +1,7 @@
 """How much measuring and searching a run is worth.
 
 In:   how long a step takes, how many steps are left, and the share of that time that tuning may take.
-Out:  the most thorough of the `EFFORTS` that fits, or none.
+Out:  the most thorough of the `TIERS` that fits, or none.
 Must hold: a run of a few steps is never tuned, unless the share is 1. The estimates need no measurement but the time of
 a window; they are rough (a factor of two), which is good enough to keep tuning in proportion.
 """
@@ -51,7 +51,7 @@ class Effort:
 QUICK = Effort("quick", (BASELINE, "greedy", "search"), timed=1, repeats=1, searching=0.1)
 SHORT = Effort("short", tuple(rule for rule in CANDIDATES if rule != "dhelix"), timed=2, repeats=1, searching=0.3)
 FULL = Effort("full", CANDIDATES, timed=3, repeats=2, searching=1.0)
-EFFORTS = (QUICK, SHORT, FULL)
+TIERS = (QUICK, SHORT, FULL)
 
 
 def tuning_budget(steps_left: int, seconds_per_step: float, share: float) -> float:
@@ -73,8 +73,8 @@ def affordable(budget: float, cost: Callable[[Effort], float], done: str = "") -
         cost: returns an estimate of the seconds that an effort takes.
         done: the name of the effort that was made already; empty if none was.
     """
-    names = [effort.name for effort in EFFORTS]
-    better = EFFORTS[names.index(done) + 1 :] if done in names else EFFORTS
+    names = [effort.name for effort in TIERS]
+    better = TIERS[names.index(done) + 1 :] if done in names else TIERS
     return next((effort for effort in reversed(better) if cost(effort) <= budget), None)
 
 

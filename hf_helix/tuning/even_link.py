@@ -17,7 +17,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.candidates import baseline_runner
 
 
-def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
+def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
     """Gives the link of a runner's mesh its rate. Collective; call it when there are no gradients.
 
     Args:

@@ -36,7 +36,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.tuning import cache
 from hf_helix.tuning.cache import file_digest
 from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
-from hf_helix.tuning.effort import (
+from hf_helix.tuning.budget import (
     BASELINE,
     CANDIDATES,
     FULL,

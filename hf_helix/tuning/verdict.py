@@ -15,7 +15,7 @@ from hf_helix.config import AUTO
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.tuning.effort import BASELINE, FULL
+from hf_helix.tuning.budget import BASELINE, FULL
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TuningResult:
         gradient_bytes: bytes of the gradients of the whole model, which data parallelism would sum in every step.
         ranks: the number of ranks that share the layers, the experts or the sequences of one pipeline rank.
         schedule: the name of the schedule that is in use.
-        effort: the name of the effort that was made, see `hf_helix.tuning.effort`.
+        effort: the name of the effort that was made, see `hf_helix.tuning.budget`.
         verdict: the choice and its reason, in one sentence.
         report: all figures, in one paragraph.
     """
@@ -79,16 +79,16 @@ def format_verdict(result: TuningResult, contention: str = "") -> str:
         result: what was measured.
         contention: who shares the cores with communication; empty where devices have their own.
     """
-    kept, baseline = result.overlaps[result.kept], _baseline(result)
-    plan = f"plan {_named(result.kept)}"
+    kept, baseline = result.overlaps[result.chosen], _baseline(result)
+    plan = f"plan {_named(result.chosen)}"
     where = f" on an emulated link of {kept.link}" if kept.link else ""
     if baseline is None:
         return f"{plan}, as asked for{where}: {_worth(kept)}"
     reason = _reason(kept, contention)
-    if result.kept == baseline:
+    if result.chosen == baseline:
         return f"{plan}: overlap gains nothing here{where}, because {reason}"
     without = "without overlap"
-    if result.kept.split(" on ")[0] == BASELINE:
+    if result.chosen.split(" on ")[0] == BASELINE:
         without = f"with {_named(baseline)}"
     gain = result.overlaps[baseline].step / kept.step
     small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
@@ -133,16 +133,16 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     Args:
         share_of_step: the part of an optimizer step's micro-batches that was timed.
     """
-    kept = result.overlaps[result.kept]
+    kept = result.overlaps[result.chosen]
     others = ", ".join(_timed(rule, result) for rule in result.overlaps)
     baseline = _baseline(result)
     gain = ""
-    if baseline is not None and result.kept != baseline:
+    if baseline is not None and result.chosen != baseline:
         gain = f", {result.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
     when = f" (measured {result.measured})" if result.measured else ""
     when += f" on an emulated link of {kept.link}" if kept.link else ""
     sentences = [
-        f"Plan {result.kept} is kept{gain}{when}.",
+        f"Plan {result.chosen} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {in_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
         _hidden(kept),
         *_why_small(result),
@@ -196,11 +196,11 @@ def _by_kind(overlap: Overlap) -> str:
 
 def _why_small(result: TuningResult) -> list[str]:
     """The reason, where there is little or no gain."""
-    kept, baseline = result.overlaps[result.kept], _baseline(result)
+    kept, baseline = result.overlaps[result.chosen], _baseline(result)
     if baseline is None or not kept.communication or result.overlaps[baseline].step >= SMALL * kept.step:
         return []
     start = f"The gain over {baseline} is small"
-    if result.kept.split(" on ")[0] == BASELINE:
+    if result.chosen.split(" on ")[0] == BASELINE:
         start = "No plan that overlaps is faster here"
     share = kept.communication / (kept.computation + kept.communication)
     if share < 0.1:
@@ -212,7 +212,7 @@ def _why_small(result: TuningResult) -> list[str]:
 
 def _alternative(result: TuningResult, share_of_step: float) -> list[str]:
     """Where another layout would be faster, say so."""
-    kept = result.overlaps[result.kept]
+    kept = result.overlaps[result.chosen]
     step = kept.step / share_of_step
     other = kept.computation / share_of_step + result.gradient_seconds
     if result.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more

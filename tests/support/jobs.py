@@ -62,7 +62,7 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
     trainer.save_model(folder)
     if helix is not None and trainer.tuning is not None:
         steps = {rule: overlap.step for rule, overlap in trainer.tuning.overlaps.items()}
-        result |= {"kept": trainer.tuning.kept, "steps_by_rule": steps, "plan": trainer.plan.to_json()}
+        result |= {"kept": trainer.tuning.chosen, "steps_by_rule": steps, "plan": trainer.plan.to_json()}
         result |= {"predicted": dict(trainer.tuning.predicted), "measured": trainer.tuning.measured}
     result["logs"] = logs
     return result

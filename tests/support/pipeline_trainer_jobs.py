@@ -277,7 +277,7 @@ def tune(
         "measured": len(measured),
         "said": said,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "kept": None if results is None else results.kept,
+        "kept": None if results is None else results.chosen,
         "report": results and results.report,
         "steps": {} if results is None else {name: overlap.step for name, overlap in results.overlaps.items()},
         "predicted": {} if results is None else dict(results.predicted),

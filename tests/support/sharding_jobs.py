@@ -282,13 +282,13 @@ def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
             use()
         except RuntimeError as error:
             refused.append(str(error))
-    with trainer.helix.whole_weights() as whole:
+    with trainer.helix.full_weights() as whole:
         assert whole is model
         model.eval()
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
         assert model.state_dict().keys()
-        for use in (trainer.evaluate, lambda: trainer.save_model(folder), trainer.helix.whole_weights().__enter__):
+        for use in (trainer.evaluate, lambda: trainer.save_model(folder), trainer.helix.full_weights().__enter__):
             try:
                 use()
             except RuntimeError as error:
@@ -305,5 +305,5 @@ def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
 
 def whole_weights_of_a_part(folder: str, helix: dict[str, Any]) -> None:
     """Asks for all weights where every rank has slices."""
-    with jobs.make_trainer(folder, helix).helix.whole_weights():  # type: ignore[attr-defined]
+    with jobs.make_trainer(folder, helix).helix.full_weights():  # type: ignore[attr-defined]
         pass

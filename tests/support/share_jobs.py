@@ -22,7 +22,7 @@ from hf_helix import HelixConfig, HelixPlugin
 from hf_helix.engine.engine import Engine
 from hf_helix.tuning import effort
 from hf_helix.tuning import tuner as tuning
-from hf_helix.tuning.effort import FULL, QUICK, SHORT, Effort
+from hf_helix.tuning.budget import FULL, QUICK, SHORT, Effort
 
 MODEL = {"attention_dropout": 0.1}
 

@@ -163,7 +163,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "tuning": None
         if result is None
         else {
-            "kept": result.kept,
+            "kept": result.chosen,
             "measured": result.measured,
             "steps": {rule: overlap.step for rule, overlap in result.overlaps.items()},
             "predicted": dict(result.predicted),

@@ -285,7 +285,7 @@ class _Copy:
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
         losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
-        gradients = self._whole_gradients(runner)
+        gradients = self._full_gradients(runner)
         self.model.zero_grad()
         _, logits = evaluate_batch(runner, family_of(self.model), self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
@@ -294,7 +294,7 @@ class _Copy:
         cases = [case for case in all_gather_object(mine) if case is not None]
         return max(cases, key=lambda case: len(case.wrong))
 
-    def _whole_gradients(self, runner: Runner) -> dict[str, Tensor]:
+    def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
         placements, owners = runner.stage.all_placements, runner.stage.owners
         gradients = {}

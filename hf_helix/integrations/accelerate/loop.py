@@ -93,7 +93,7 @@ def prepare(
     model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
     for given in objects:
         if model is not None and isinstance(given, torch.optim.Optimizer):
-            model.engine.step_parts(given)
+            model.engine.step_shards(given)
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }
@@ -137,7 +137,7 @@ def _cut(
     )
     with plain_parameters():
         model.to(accelerator.device)
-    engine.free_spread_parameters()
+    engine.reshard_parameters()
     watch_steps(engine)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     cut = HelixModel(engine, accelerator)

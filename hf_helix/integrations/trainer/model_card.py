@@ -30,7 +30,7 @@ from hf_helix import __version__
 from hf_helix.config import HelixConfig
 from hf_helix.measure.overlap import Overlap
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.tuning.verdict import TuningResult, in_ms
 
@@ -130,7 +130,7 @@ def _run_of(trainer: Any) -> RunFacts:
     args, engine = trainer.args, trainer.helix
     tuning = engine.tuning
     cuda = args.device.type == "cuda"
-    tuned = tuning.overlaps[tuning.kept] if tuning is not None else None
+    tuned = tuning.overlaps[tuning.chosen] if tuning is not None else None
     return RunFacts(
         config=trainer.helix_config,
         sizes={"ep": 1, **engine.mesh.sizes},
@@ -183,8 +183,8 @@ def _timed(run: RunFacts) -> list[str]:
     for name, step in sorted(steps.items(), key=lambda item: item[1]):
         predicted = in_ms(tuning.predicted[name]) if name in tuning.predicted else ""
         gain = f"{baseline / step:.2f}x" if baseline is not None else ""
-        lines.append(f"| {f'**{name}**' if name == tuning.kept else name} | {in_ms(step)} | {predicted} | {gain} |")
-    kept = tuning.overlaps[tuning.kept]
+        lines.append(f"| {f'**{name}**' if name == tuning.chosen else name} | {in_ms(step)} | {predicted} | {gain} |")
+    kept = tuning.overlaps[tuning.chosen]
     if tuning.ranks > 1 and not kept.bubble_fraction:
         share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
         alone = in_ms(kept.computation + share * tuning.gradient_seconds)

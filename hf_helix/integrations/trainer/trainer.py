@@ -51,7 +51,7 @@ from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.runtime.failures.values import Health
 from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
-from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.verdict import TuningResult
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ logger = get_logger(__name__)
 USE_INSTEAD = Instead(
     "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
     "trainer.prediction_step(model, inputs, prediction_loss_only=True); where ranks share nothing but batches, call it "
-    "within trainer.helix.whole_weights()",
+    "within trainer.helix.full_weights()",
     "trainer.save_model(folder)",
 )
 
@@ -185,7 +185,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory."""
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
-        self.helix.free_spread_parameters()
+        self.helix.reshard_parameters()
 
     @overrides("Trainer", "every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
@@ -241,7 +241,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         this rank's shards.
         """
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self.helix.step_parts(optimizer)
+        self.helix.step_shards(optimizer)
         return optimizer
 
     @overrides("Trainer", "the log would count tokens several times")

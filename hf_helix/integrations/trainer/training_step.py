@@ -146,7 +146,7 @@ class WindowHooks(TrainerAttributes):
         window = self._window
         if window is None:
             meet("trainer.training_step() is called")
-            self.helix.check_extents(inputs)
+            self.helix.check_value_bounds(inputs)
             window = self._window = FetchedWindow([inputs])
             scale = self._scale_of_one(inputs, num_items_in_batch)
             try:
@@ -156,7 +156,7 @@ class WindowHooks(TrainerAttributes):
                 self._window = None
         if len(window.batches) == 1:
             if not window.holds(inputs):
-                self.helix.check_extents(inputs)
+                self.helix.check_value_bounds(inputs)
                 window = self._window = FetchedWindow([inputs])
         elif not window.holds(inputs):
             raise RuntimeError(

@@ -161,7 +161,7 @@ class FlatParameter:
         """Raises an error where the parameters are unsharded already: their user would lose them."""
         if self.unsharded is not None:
             raise RuntimeError(
-                "the model has all weights at present: leave whole_weights() before you train, evaluate, save or load"
+                "the model has all weights at present: leave full_weights() before you train, evaluate, save or load"
             )
 
     def begin_window(self) -> None:

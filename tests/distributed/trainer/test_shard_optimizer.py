@@ -149,8 +149,8 @@ def test_the_model_can_be_used_with_all_weights_in_it(
     text = saved.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
     for result in ranks:
         assert len(result["refused"]) == 4
-        assert "within trainer.helix.whole_weights()" in result["refused"][0]
-        assert all("leave whole_weights() before" in message for message in result["refused"][1:])
+        assert "within trainer.helix.full_weights()" in result["refused"][0]
+        assert all("leave full_weights() before" in message for message in result["refused"][1:])
         assert result["eval"] == ranks[0]["eval"]
         assert result["text"] == text
         for name, value in saved.named_parameters():

@@ -12,7 +12,7 @@ from support import pipeline_trainer_jobs as jobs
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.effort import CANDIDATES, FULL
+from hf_helix.tuning.budget import CANDIDATES, FULL
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.tuning import cache
-from hf_helix.tuning.effort import CANDIDATES, FULL
+from hf_helix.tuning.budget import CANDIDATES, FULL
 
 TUNE = "support.tuning_jobs:tune"
 SMALL = {

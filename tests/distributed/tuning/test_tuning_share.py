@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_helix.tuning.effort import FULL, SHORT
+from hf_helix.tuning.budget import FULL, SHORT
 
 SEARCH = "hf_helix.planning.plan.search"
 

@@ -16,7 +16,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 from hf_helix.engine import checks
-from hf_helix.engine.checks import check_sizes, say_what_surprises
+from hf_helix.engine.checks import check_sizes, warn_bf16_weights
 from hf_helix.integrations.accelerate import launcher
 
 
@@ -62,9 +62,9 @@ def test_sizes_that_work_count_heads_and_processes(
 def test_what_may_not_be_meant(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny(num_hidden_layers=1)
     with caplog.at_level(logging.WARNING):
-        say_what_surprises(model)
+        warn_bf16_weights(model)
         assert not caplog.messages
-        say_what_surprises(tiny(num_hidden_layers=1, dtype="bfloat16"))
+        warn_bf16_weights(tiny(num_hidden_layers=1, dtype="bfloat16"))
         (said,) = caplog.messages
         assert "torch.bfloat16" in said
         assert "dtype=torch.float32" in said

@@ -154,7 +154,7 @@ def test_what_is_lent_is_not_taken_away() -> None:
     for kind in (FlatParameter, Zero1FlatParameter):
         ((_, flat), _) = ranks_of(kind, cast_to=None)
         flat.unshard(flat.gather())
-        with pytest.raises(RuntimeError, match="leave whole_weights\\(\\) before you train"):
+        with pytest.raises(RuntimeError, match="leave full_weights\\(\\) before you train"):
             flat.begin_window()
         flat.reshard()
         flat.begin_window()

@@ -8,7 +8,7 @@ import pytest
 from support.graphs import layers_only, llama_layer
 
 from hf_helix.planning.graph.backward import GraphPair
-from hf_helix.tuning.effort import EFFORTS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
+from hf_helix.tuning.budget import TIERS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
 
 
 def test_the_budget_is_a_share_of_what_is_left() -> None:
@@ -39,7 +39,7 @@ def test_the_most_thorough_effort_that_fits(budget: float, done: str, effort: Ef
 
 
 def test_the_estimate_grows_with_effort_window_and_choices() -> None:
-    costs = [tuning_cost(effort, LAYOUT, 0.1, 400) for effort in EFFORTS]
+    costs = [tuning_cost(effort, LAYOUT, 0.1, 400) for effort in TIERS]
     assert costs == sorted(costs)
     assert costs[2] > 3 * costs[0]
     assert tuning_cost(FULL, LAYOUT, 0.2, 400) > costs[2]
