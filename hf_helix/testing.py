@@ -1,10 +1,10 @@
-"""Tests of model families: is a cut model equal to the unsplit one?
+"""Tests of model families: a cut model is compared with the unsplit model.
 
 In:   a model, a configuration or the name of a class, and layouts.
-Out:  a `Proof` for each layout; an AssertionError that says what differs.
-Must hold: the calling process needs no launcher, nor does it change: ranks are processes of their own, on the CPU with
-gloo, which end with the call. Inside a process group that is there already, its ranks and devices are used instead.
-What fails on a rank ends the other ranks and is said.
+Out:  a `Proof` for each layout; an AssertionError that names the differences.
+Must hold: the calling process needs no launcher and does not change: ranks are processes of their own, on the CPU with
+gloo, which end with the call. Within a process group, its ranks and devices are used instead. A failure of a rank ends
+the other ranks and is reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""
 
 TIMEOUT = 1800.0
-"""The seconds after which ranks that have not answered are ended, where nothing else is said."""
+"""The default seconds after which silent ranks are ended."""
 
 
 def check_family(
@@ -49,24 +49,24 @@ def check_family(
     as_is: bool = False,
     imports: Sequence[str] = (),
 ) -> list[Proof]:
-    """Asserts that a model, cut in several ways, computes what it computes unsplit.
+    """Asserts that a model, cut in several ways, equals the unsplit model.
 
-    Compared are losses, every gradient by name and the logits that `predict()` gives, on random weights that are large
-    enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not divide.
+    Losses, every gradient by name and the logits of `predict()` are compared, on random weights large enough for caps,
+    norms and windows to matter, with rows that are padded, packed, and of lengths that do not divide.
 
     Args:
         model: a model, a configuration, or the name of a causal-LM class. Weights are random and scaled, and a
             configuration is made small first.
-        layouts: options of `HelixConfig`, one mapping for each layout; None for tensor parallelism, pipeline and both,
+        layouts: options of `HelixConfig`, a mapping for each layout; None for tensor parallelism, pipeline and both,
             context and, with experts, expert parallelism, each over two ranks.
-        as_is: whether a configuration is taken as it is.
-        imports: modules that register families. Those of families that are registered when this is called are known.
+        as_is: whether a configuration keeps its sizes.
+        imports: modules that register families; modules of families registered before the call are known.
 
     Returns:
-        A proof for each layout. Of the default layouts, those that the family refuses are among them.
+        A proof for each layout, refused default layouts among them.
 
     Raises:
-        AssertionError: something differs or fails, a layout that was asked for is refused, or all are.
+        AssertionError: a value differs, a rank fails, a given layout is refused, or all default layouts are.
     """
     proofs = list(prove_layouts(Subject.of(model, as_is), layouts, imports))
     bad = [proof for proof in proofs if proof.verdict in ("different", "failed")]
@@ -83,14 +83,14 @@ def prove_layouts(
     say: Callable[[str], None] = lambda layout: None,
     timeout: float = TIMEOUT,
 ) -> Iterator[Proof]:
-    """Yields the proof of every layout as it is found; see `check_family`.
+    """Yields the proof of every layout at once when it is found; see `check_family`.
 
     Args:
-        subject: what is proven.
+        subject: the model.
         layouts: see `check_family`.
         imports: see `check_family`.
-        say: called with every layout before it is proven.
-        timeout: the seconds after which ranks that have not answered are ended.
+        say: called with every layout before its proof.
+        timeout: the seconds after which silent ranks are ended.
     """
     configs = configs_for(subject, layouts)
     if world_size() > 1:
@@ -107,7 +107,7 @@ def prove_layouts(
 
 
 def configs_for(subject: Subject, layouts: Sequence[LayoutOptions] | None) -> list[HelixConfig]:
-    """Returns the layouts that are proven: those that are asked for, or the default ones that the processes allow."""
+    """Returns the given layouts, or the default layouts that the processes allow."""
     if layouts is not None:
         return [HelixConfig(**options) for options in layouts]
     configs = [HelixConfig(**options) for options in default_layouts(subject.build())]
@@ -121,7 +121,7 @@ def num_ranks(config: HelixConfig) -> int:
 
 
 def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
-    """A proof on the ranks of the process group that is there. Collective."""
+    """A proof on the ranks of the present process group. Collective."""
     try:
         mesh = on_all_ranks(lambda: mesh_of(replace(config, link=None), _device()))
         model = on_all_ranks(lambda: subject.build(config))
@@ -131,20 +131,20 @@ def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
 
 
 def _failed(subject: Subject, config: HelixConfig, error: Exception) -> Proof:
-    """The proof of a layout that ranks could not be given. Collective."""
-    trace = "" if isinstance(error, ValueError) else traceback.format_exc()  # a ValueError says all that users need
+    """The proof of a layout without a mesh or a model. Collective."""
+    trace = "" if isinstance(error, ValueError) else traceback.format_exc()  # a ValueError tells users enough
     traces = all_gather_object("" if remote_description(error) else trace)
     return Proof(subject.name, _layout(config), failure=shared_reason(error), trace=next(filter(None, traces), ""))
 
 
 def _device() -> torch.device:
-    """Where the tensors of this rank lie in the process group that is there."""
+    """The device of this rank in the present process group."""
     is_nccl = "nccl" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _layout(config: HelixConfig) -> str:
-    """The layout of a configuration as proofs name it."""
+    """The layout of a configuration, as text."""
     return describe({axis: getattr(config, f"{axis}_size") for axis in SIZES})
 
 
@@ -163,11 +163,11 @@ class _Failure(NamedTuple):
 
 
 class _Ranks:
-    """Processes that are ranks of one layout after the other, made when they are needed.
+    """Processes, made when needed, that are ranks of a layout after another.
 
     Args:
-        imports: the modules that each of them imports first.
-        timeout: the seconds after which those that have not answered are ended.
+        imports: the modules that each process imports first.
+        timeout: the seconds after which silent ranks are ended.
     """
 
     def __init__(self, imports: Sequence[str], timeout: float) -> None:
@@ -190,7 +190,7 @@ class _Ranks:
         self._folder.cleanup()
 
     def prove(self, subject: Subject, config: HelixConfig) -> Proof:
-        """Returns the proof of a layout. Where a rank fails, all are ended and new ones serve the next layout."""
+        """Returns the proof of a layout. After a failure all ranks are ended, and new ranks serve the next layout."""
         world = num_ranks(config)
         self._number += 1
         meeting = str(Path(self._folder.name, f"store{self._number}"))
@@ -215,7 +215,7 @@ class _Ranks:
         return self._workers[:count]
 
     def _answers(self, workers: Sequence[tuple[Any, Connection]]) -> list[Any]:
-        """What the ranks answer; ends with the first failure, since the others may wait for that rank for ever."""
+        """The answers of the ranks, up to the first failure: other ranks may wait for the failed rank for ever."""
         answers: list[Any] = []
         pending = {pipe: process for process, pipe in workers}
         while pending:
@@ -243,7 +243,7 @@ class _Ranks:
 
 
 def _serve(pipe: Connection, imports: Sequence[str]) -> None:
-    """A rank: proves what it is sent until the pipe is closed."""
+    """The loop of a rank: proves the received subjects until the pipe is closed."""
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)  # of a launcher that started the calling process alone
@@ -260,16 +260,7 @@ def _serve(pipe: Connection, imports: Sequence[str]) -> None:
 def _prove_as_rank(
     imports: Sequence[str], subject: Subject, config: HelixConfig, meeting: str, rank: int, world: int
 ) -> Proof:
-    """One proof in a process group of its own.
-
-    Args:
-        imports: the modules to import first.
-        subject: what is proven.
-        config: the layout.
-        meeting: the file by which the ranks find each other.
-        rank: this rank.
-        world: the number of ranks.
-    """
+    """A proof in a process group of its own; ranks find each other by the file `meeting`."""
     for module in imports:
         importlib.import_module(module)
     if world == 1:

@@ -1,15 +1,15 @@
 """The cut model on a rank.
 
-engine            trains windows, evaluates, clips, saves: what the Trainer and the loop call
-build             cuts a whole model and makes its runner
-diagnostics       what can be measured of it: the figures of the logs, overlap, comparisons, memory, traces
-microbatches      from batches to what a runner takes
-checks            what cannot be run, refused by name
-recompute         which layers are recomputed
-evaluate          what evaluation does before and after the runner
-snapshot          what a script may not change once the model is cut
+engine            trains windows, evaluates, clips, saves: the engine of the Trainer and of a loop
+build             cuts a model and makes its runner
+diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
+microbatches      from batches to the micro-batches of a runner
+checks            refusals of models, declarations and batches, by name
+recompute         the recomputed layers
+evaluate          evaluation before and after the runner
+snapshot          the parts of a cut model that a script may not change
 zero              ZeRO: an optimizer that steps shards, and full weights in the model for a while
-advice            what the doctor found, for a run to say at its start
+advice            the findings of the doctor, for the start of a run
 synthetic         a model with random weights and tokens, for measuring without training
 proof/            a cut model compared with the unsplit one, before anyone trains with it
 """

@@ -1,9 +1,9 @@
-"""Builds a runner: cuts a whole model in place, gives this rank its part, and makes it runnable under a first plan.
+"""Runners: a full model is cut in place, and this rank's part of it runs under a first plan.
 
-In:   an ordinary whole model, the options of `HelixConfig` and of the run, and a mesh.
+In:   a full model, the options of `HelixConfig` and of the run, and a mesh.
 Out:  a runner, with this rank's part of the weights in the parameters of the model.
 Must hold: a model that cannot be cut is refused before any of its weights change; training and measuring build their
-runners here, so that what is measured is what is trained.
+runners here, so that measurements are of the trained model.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.zero import layout_with_gathers
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
-"""Returns the plan that a run starts with, and what makes its schedules, for a layout of units over ranks."""
+"""Returns the first plan of a run and its scheduler, for a layout of units over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run asks for beside its `HelixConfig`.
+    """Options of a run apart from its `HelixConfig`.
 
     Attributes:
-        seed: the seed that the randomness of the run derives from.
+        seed: the seed of all randomness of the run.
         num_microbatches: the micro-batches of a usual window, whose schedule the ranks compare.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
-        loss_tweaks: what the run adds to the mathematics of the model.
-        checkpointing: options of activation checkpointing, if the run asks for it in the words of Transformers.
-        weights: a checkpoint folder for a model on the meta device; without one, such a model starts at random.
+        loss_tweaks: the changes of the loss by training arguments.
+        checkpointing: options of activation checkpointing, if the training arguments ask for it.
+        weights: a checkpoint folder for a model on the meta device; without a folder, the model starts at random.
     """
 
     seed: int = 0
@@ -68,11 +68,11 @@ class RunOptions:
 
 
 class Built(NamedTuple):
-    """A model that was cut.
+    """A cut model.
 
     Attributes:
         runner: runs windows through this rank's part.
-        called: the modules of the whole model whose forwards run as operators or before them, see `check_forwards`.
+        called: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
     runner: Runner
@@ -80,10 +80,10 @@ class Built(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """A model that can be cut.
+    """The cut of a model.
 
     Attributes:
-        stage: the units of the whole model, with this rank's part of them.
+        stage: the units of the model, with this rank's part of them.
         called: see `Built`.
     """
 
@@ -102,12 +102,12 @@ def build_runner(
     """Cuts a model and returns its runner. Collective.
 
     Args:
-        model: a whole model, perhaps a `PeftModel`, with weights or on the meta device.
-        config: the sizes of the mesh, and how the model is cut.
-        mesh: which ranks share what.
+        model: a full model, perhaps a `PeftModel`, with weights or on the meta device.
+        config: the options of the cut.
+        mesh: the mesh of ranks, of the sizes in `config`.
         modes: the recompute mode of every layer, see `hf_helix.engine.recompute`.
-        options: what the run asks for; None for the defaults.
-        choose_plan: returns the plan to start with, the same on every rank; None for `sequential`.
+        options: the options of the run; None for the defaults.
+        choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
 
     Raises:
         ValueError: the model cannot be cut like this.
@@ -126,15 +126,15 @@ def declare(
     places: Collection[int] | None = None,
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
-    """Returns how a model is cut, on this rank alone. Nothing is communicated, and the model is not changed.
+    """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
 
     Args:
         model: see `build_runner`.
         config: see `build_runner`.
         mesh: see `build_runner`.
-        modes: the recompute mode of every layer that is declared.
-        loss_tweaks: what the run adds to the mathematics of the model.
-        places: of the layers that are declared, on paper; None for all. What is left out is not checked either.
+        modes: the recompute mode of every declared layer.
+        loss_tweaks: the changes of the loss by training arguments.
+        places: the indices of the declared layers; None for all. Other layers are not checked either.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
     Raises:
@@ -163,16 +163,7 @@ def start_runner(
     options: RunOptions,
     choose_plan: ChoosePlan | None = None,
 ) -> Built:
-    """Cuts a model as it was declared and returns its runner. Collective.
-
-    Args:
-        model: see `build_runner`.
-        declared: how the model is cut.
-        config: see `build_runner`.
-        mesh: see `build_runner`.
-        options: see `build_runner`.
-        choose_plan: see `build_runner`.
-    """
+    """Cuts a model as declared and returns its runner. Collective; for arguments see `build_runner`."""
     stage, called = declared
     with watched():
         plan, scheduler = (choose_plan or _sequential(base_of(model), config))(stage.layout)
@@ -190,7 +181,7 @@ def _declare_units(
     places: Collection[int] | None,
     autocast_dtype: torch.dtype | None,
 ) -> tuple[list[Unit], list[nn.Module]]:
-    """The units of the model, and the modules whose forwards they replace or call."""
+    """The units of the model, and the modules whose forwards are replaced or called by operators."""
     base = base_of(model)
     family = family_of(base)
     ways = config.cp_method, config.expert_capacity_factor
@@ -208,7 +199,7 @@ def _declare_units(
 
 
 def _sequential(base: Any, config: HelixConfig) -> ChoosePlan:
-    """Chooses one strand at a time, which every rank makes alike and without a measurement."""
+    """Chooses `sequential`, which is equal on every rank and needs no measurement."""
 
     def choose(layout: Layout) -> tuple[Plan, Scheduler]:
         plan = baseline_plan(layout, model=type(base).__name__, mesh=config.option_sizes)
@@ -218,7 +209,7 @@ def _sequential(base: Any, config: HelixConfig) -> ChoosePlan:
 
 
 def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
-    """Leaves this rank its part of the weights, reads it from a folder, or draws it at random. Collective."""
+    """Cuts this rank's part out of the weights, reads the part from a folder, or draws it at random. Collective."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         cut_parameters(stage, mesh)
     elif options.weights is not None:

@@ -1,11 +1,11 @@
-"""Refuses models, declarations and batches that cannot be run, by name.
+"""Refusals of models, declarations and batches, by name.
 
 In:   a model, the placements of a family's declaration, a batch.
-Out:  nothing, or an error that says what was given and what works.
-Must hold: nothing is changed before it is refused.
+Out:  nothing, or an error with the given value and the values that work.
+Must hold: nothing is changed before a refusal.
 
-A refusal belongs here if it is about the model, the weights or a batch, under the Trainer and in a loop alike. Other
-places: `hf_helix.config` for the value of an option, `integrations/trainer/checks.py` for arguments of a Trainer,
+Here are refusals of a model, its weights or a batch, under the Trainer and in a loop. Other places:
+`hf_helix.config` for the value of an option, `integrations/trainer/checks.py` for arguments of a Trainer,
 `integrations/accelerate/checks.py` for an `Accelerator`, `models/model_code.py` for changed methods of a model, and a
 family's `check` for its sizes.
 """
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None = None) -> None:
-    """Refuses models that are not whole, plain and in fp32 or bf16, or that loss or weights do not suit.
+    """Refuses models that are cut already, of other types than fp32 and bf16, or at odds with loss or weights.
 
     Args:
-        model: the model as it was given.
-        loss_tweaks: what the run adds to the mathematics of the model.
-        weights: the folder that its weights are read from, if one was given.
+        model: the model as given.
+        loss_tweaks: the changes of the loss by training arguments.
+        weights: the folder of its weights, if given.
 
     Raises:
         ValueError: says what the model is and how to load it.
@@ -76,11 +76,9 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
 
 
 def check_sizes(model: Any, config: HelixConfig) -> None:
-    """Refuses a `tp_size` that does not divide the processes or the model's heads, and says which values do.
+    """Refuses a `tp_size` that does not divide the processes or the heads of the model.
 
-    Args:
-        model: the model that will be cut; one of an unknown family, or none, is refused later.
-        config: the options of the run.
+    A model of an unknown family, and None, are refused later.
 
     Raises:
         ValueError: names the values that work.
@@ -108,7 +106,7 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
 
 
 def limits_of(base: Any) -> Limits:
-    """Returns how far ids, labels and positions may reach: the rows of the tables of a whole model."""
+    """Returns the bounds of ids, labels and positions: the rows of the tables of a full model."""
     rope = getattr(base.config, "rope_parameters", None) or {}
     is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
     return Limits(
@@ -120,7 +118,7 @@ def limits_of(base: Any) -> Limits:
 
 
 def warn_bf16_weights(model: Any) -> None:
-    """Warns on rank 0 of what is right and may not be meant."""
+    """Warns on rank 0 of weights trained in bf16, which may not be intended."""
     if rank() != 0:
         return
     if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
@@ -131,12 +129,9 @@ def warn_bf16_weights(model: Any) -> None:
 
 
 def warn_random_start(model: Any, weights: str | Path | None, seed: int) -> None:
-    """Warns on rank 0 of a model that starts at random, because nobody has said where its weights are.
+    """Warns on rank 0 of a model on the meta device without a folder of weights, which starts at random.
 
-    Args:
-        model: the model that will be cut.
-        weights: the folder that its weights are read from; None if there is none.
-        seed: the seed of random weights.
+    `seed` is the seed of its weights.
     """
     if rank() == 0 and weights is None and any(parameter.is_meta for parameter in model.parameters()):
         logger.warning(f"the model is on the meta device, without weights: it starts at random, seed={seed}")
@@ -164,14 +159,10 @@ def _check_device(model: Any, weights: str | Path | None) -> None:
 
 
 def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
-    """Refuses a family's declaration that leaves parameters out: they would be neither trained nor saved.
-
-    Args:
-        model: the whole model.
-        placements: the parameters that operators of the declaration hold.
+    """Refuses a declaration without operators for some parameters, which would be neither trained nor saved.
 
     Raises:
-        ValueError: names them.
+        ValueError: names the parameters.
     """
     stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
     if stray:
@@ -182,15 +173,15 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
 
 
 def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
-    """Refuses to train nothing, or what was frozen when the model was cut: its gradient is not in the plan.
+    """Refuses to train nothing, or weights that were frozen at the cut: their gradients are not in the plan.
 
     Args:
         model: the cut model.
-        stage: the part of it that this rank holds.
-        was_trained: whether any weight was trained when the model was cut, on any rank.
+        stage: this rank's part of the model.
+        was_trained: whether any weight was trained at the cut, on any rank.
 
     Raises:
-        ValueError: names the first such weight, and what to do.
+        ValueError: names the first weight, and the remedy.
     """
     if not was_trained:
         raise ValueError(
@@ -216,10 +207,10 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
-    """Refuses batches that cannot be trained on.
+    """Refuses batches without ids or labels.
 
     Raises:
-        ValueError: says what the batch holds and what makes the missing part.
+        ValueError: names the content of the batch, and a collator that makes the missing part.
     """
     missing = [name for name in ("input_ids", "labels") if name not in batch]
     if "labels" in missing and "shift_labels" in batch:

@@ -1,9 +1,9 @@
-"""What can be measured and seen of a cut model: figures for the logs, overlap, comparisons of plans, memory, traces.
+"""Diagnostics of a cut model: figures for the logs, overlap, comparisons of plans, memory, traces.
 
-In:   the runner in use, and the last window that was trained.
+In:   the runner in use, and the last trained window.
 Out:  figures, the same on every rank; files with pictures and traces.
-Must hold: measuring leaves training as it was found; a window of training is slowed by nothing but its own trace, once
-between two logs.
+Must hold: measuring leaves training as it was; nothing slows a window of training but its own trace, once between two
+logs.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage
-from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.budget import BASELINE
+from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.tuner import Tuner
 from hf_helix.tuning.verdict import TuningResult
 
 
 class Diagnostics:
-    """The measurements of an `Engine`, which is its only subclass.
+    """The measurements of an `Engine`, the only subclass.
 
     Args:
-        model: a whole Transformers model, before it is cut.
+        model: a Transformers model, before it is cut.
         config: the options of the run.
-        mesh: which ranks share what.
+        mesh: the mesh of ranks.
 
     Attributes:
-        overlap: what `measure_overlap` or `compare_plans` measured last; None as long as neither was called.
-        last_window: the micro-batches of the last window that was trained.
+        overlap: the last result of `measure_overlap` or `compare_plans`; None before.
+        last_window: the micro-batches of the last trained window.
         figures: all figures of the last `log_entries`.
     """
 
-    # What the engine provides.
+    # Attributes of the engine.
     model: Any
     runner: Runner
     tuner: Tuner
@@ -72,11 +72,11 @@ class Diagnostics:
 
     @property
     def tuning(self) -> TuningResult | None:
-        """What was measured to choose the plan; None as long as nothing was."""
+        """The measurement by which the plan was chosen; None without a measurement."""
         return self.tuner.result
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
-        """Measures how much communication the plan hides, on the last window that was trained. Collective.
+        """Measures the communication that the plan hides, on the last trained window. Collective.
 
         Raises:
             ValueError: nothing has been trained yet.
@@ -87,11 +87,11 @@ class Diagnostics:
         return self.overlap
 
     def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
-        """Measures the plan in use beside those of other rules, on the last window that was trained. Collective.
+        """Measures the plan in use and the plans of other rules, on the last trained window. Collective.
 
         Args:
             rules: the rules to compare with, see `HelixConfig.plan`.
-            repeats: how often each plan is timed; medians are taken.
+            repeats: the number of times of each plan, whose medians are taken.
 
         Raises:
             ValueError: nothing has been trained yet.
@@ -104,7 +104,7 @@ class Diagnostics:
         return comparison
 
     def measure_memory(self) -> list[int]:
-        """Returns the most bytes of activations and buffers alive in the last window, rank by rank. Collective.
+        """Returns the peak bytes of activations and buffers in the last window, rank by rank. Collective.
 
         Raises:
             ValueError: nothing has been trained yet.
@@ -137,11 +137,7 @@ class Diagnostics:
     # -- the logs ------------------------------------------------------------------------------------------------
 
     def log_entries(self, full: bool = False) -> dict[str, float]:
-        """Returns the figures of the windows since the last call. Collective.
-
-        Args:
-            full: return all figures, which `figures` keeps in any case; otherwise those that a log line has room for.
-        """
+        """Returns the figures since the last call: all if `full`, else the figures of a log line. Collective."""
         self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.chosen] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
@@ -166,25 +162,23 @@ class Diagnostics:
         return losses
 
 
-# -- router stats --------------------------------------------------------------------------------------------------
-# What routers did since the last log, over all ranks.
-#
-# In:   the meters of this rank's units.
-# Out:  figures for the logs; none where the model has no routers.
-# Must hold: every rank calls it; each token counts once.
+# -- routers --------------------------------------------------------------------------------------------------------
 
 
 def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
-    """Means over the layers, and forget. Collective.
+    """Returns the figures of routers since the last log, as means over layers; each token counts once. Collective.
 
     Args:
-        capped: whether experts drop what they have no room for.
+        stage: the units of this rank, whose meters are read and reset.
+        mesh: the mesh of ranks.
+        capped: whether experts drop tokens beyond their capacity.
 
     Returns:
+        Nothing where the model has no routers; else
         `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor),
         where the logits of every layer are known;
         `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
-        `helix/dropped_tokens`: the part of all choices that found no room.
+        `helix/dropped_tokens`: the share of dropped choices.
     """
     meters = {index: meter for index, unit in sorted(stage.model.items()) for meter in unit.meters}
     if not meters:

@@ -1,10 +1,10 @@
-"""The cut model on this rank: what the Trainer and the loop are built on.
+"""The engine: the cut model on this rank, under the Trainer and in a loop.
 
-In:   an ordinary whole model, a configuration, a mesh, and what a run adds to them; later, batches of a data collator.
+In:   a full model, a configuration, a mesh, and the options of a run; later, batches of a data collator.
 Out:  the model cut in place; windows that leave losses and complete gradients; evaluation, clipping, checkpoints, and
-      what can be measured (`diagnostics`).
+      measurements (`diagnostics`).
 Must hold: all ranks agree before anything is cut or communicated by a plan; no plan is measured or chosen while a
-window is trained; nothing here knows which of the two calls it.
+window is trained; nothing here depends on the caller.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_helix.engine.checks import (
     check_sizes,
     check_trained,
     limits_of,
-    warn_random_start,
     warn_bf16_weights,
+    warn_random_start,
 )
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
@@ -41,7 +41,7 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.zero import cut_states, step_shards, full_weights
+from hf_helix.engine.zero import cut_states, full_weights, step_shards
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
 from hf_helix.models.model_code import check_forwards
@@ -67,25 +67,25 @@ from hf_helix.tuning.verdict import TuningResult
 
 
 class Engine(Diagnostics):
-    """Keeps this rank's part of a model, in place, before anything moves to the device, and runs windows through it.
+    """The engine of a model, which is cut in place before anything moves to the device.
 
     Args:
-        model: a whole Transformers model, perhaps a `PeftModel`.
+        model: a full Transformers model, perhaps a `PeftModel`.
         config: the options of the run.
-        mesh: which ranks share what.
-        options: what the run asks for beside them.
-        instead: what the errors suggest where a user calls the cut model, or asks it for its weights.
+        mesh: the mesh of ranks.
+        options: the other options of the run.
+        instead: the suggestions of errors where a user calls the cut model, or asks for its weights.
 
     Attributes:
-        model: the model as it was given.
-        base: the Transformers model, which is inside of a `PeftModel`.
+        model: the model as given.
+        base: the Transformers model, inside of a `PeftModel`.
         runner: runs windows under the plan in use.
-        tuner: decides which plan is used.
-        limits: how far the ids, labels and positions of batches may reach.
+        tuner: chooses the plan.
+        limits: the bounds of the ids, labels and positions of batches.
         graphs: CUDA graphs of windows; None where windows run operator by operator.
 
     Raises:
-        ValueError: the model, or what other ranks bring, does not fit.
+        ValueError: the model does not fit the options, or ranks differ in model or options.
     """
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
@@ -109,15 +109,15 @@ class Engine(Diagnostics):
         self._advice = Advice(base, mesh, options.autocast_dtype)
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
-        self._trained_then: list[bool] = []  # which of them the last window trained
+        self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)
         self._snapshot = Snapshot(model, self._called)
-        self._hooks: list[int] = []  # how many the model had when they were checked last
+        self._hooks: list[int] = []  # the number of hooks of each module at the last check
         self.graphs = self._make_graphs()
         self._refuse_direct_use(instead)
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
-        """The plan to start with. Collective: layout, schedule and plan are those of every rank."""
+        """The first plan and its scheduler; layout, schedule and plan are equal on every rank. Collective."""
         plan = self.tuner.first_plan(layout)
         scheduler = self.tuner.scheduler
         schedule = scheduler(1 if scheduler.name == AUTO else self.tuner.num_microbatches)
@@ -135,16 +135,16 @@ class Engine(Diagnostics):
         return WindowGraphs(say) if reason is None else None
 
     def _refuse_direct_use(self, instead: Instead) -> None:
-        """Lets the model itself raise where it would now work on this rank's part alone."""
+        """Lets the model raise where a call would now work on this rank's part alone."""
         has_parts = is_cut(self.runner.stage, self.mesh)
-        for whole in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
-            whole._is_cut_by_helix = True
-            refuse_calls(whole, instead)
+        for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
+            model._is_cut_by_helix = True
+            refuse_calls(model, instead)
         if has_parts:
             refuse_saving(self.model, instead)
 
     def _check_unchanged(self) -> None:
-        """Refuses what a script has changed since the model was cut, and what would never run."""
+        """Refuses changes of the model since it was cut, and hooks that would never run."""
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
@@ -152,7 +152,7 @@ class Engine(Diagnostics):
             self._hooks = hooks
 
     def close(self) -> None:
-        """Ends the threads of this engine, so that another can take its place."""
+        """Ends the threads of this engine, so that another engine can take its place."""
         if self.graphs is not None:
             self.graphs.release()
         self.runner.executor.streams.close()
@@ -168,12 +168,12 @@ class Engine(Diagnostics):
 
         Args:
             batches: the batches of the next window, see `train_window`.
-            scale: what its losses are multiplied with.
+            scale: the factors of its losses.
             step: the number of the next optimizer step.
-            steps_left: how many steps the run has left; None where that is not known.
+            steps_left: the number of steps left; None if unknown.
 
         Returns:
-            What was measured, if that has just happened; otherwise None.
+            The result of a tuning that has just ended; otherwise None.
         """
         before = self.tuning
         self.settle_link(batches, scale, step)  # before any time is taken
@@ -184,14 +184,12 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> None:
-        """Says once how fast an emulated link is; measures first where it is to be even. Collective.
+        """Says once the rate of an emulated link; with `link="even"` measures the rate first. Collective.
 
-        `tune` does this, too. Call it before a window that no plan is chosen for.
+        `tune` calls this method, too; call it before a window without `tune`.
 
         Args:
-            batches: the batches of the next window, see `train_window`.
-            scale: what its losses are multiplied with.
-            step: the number of the next optimizer step.
+            batches, scale, step: see `tune`.
         """
         link = self.mesh.link
         if link is None or self._has_said_link:
@@ -205,11 +203,11 @@ class Engine(Diagnostics):
     # -- training ------------------------------------------------------------------------------------------------
 
     def value_bounds(self, batches: Sequence[Any]) -> Tensor:
-        """Returns how far the ids, labels and positions of a window reach, for `limits`; waits for nothing."""
+        """Returns the largest ids, labels and positions of a window, for `limits.raise_if_invalid`, on the device."""
         return value_bounds(batches, self.mesh.device)
 
     def check_value_bounds(self, batch: Any) -> None:
-        """Refuses a batch that was not announced in a window, as `limits.raise_if_invalid`. Waits for the device."""
+        """Refuses a batch outside of a window by `limits.raise_if_invalid`. Waits for the device."""
         self.limits.raise_if_invalid([self.value_bounds([batch]).tolist()])
 
     @plain_parameters()
@@ -217,9 +215,9 @@ class Engine(Diagnostics):
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
         Args:
-            batches: what the data collator made, on the device; the same on all ranks that share a batch.
-            scale: what the losses are multiplied with.
-            step: the number of the optimizer step, which randomness derives from.
+            batches: the batches of the data collator, on the device; the same on all ranks that share a batch.
+            scale: the factors of the losses.
+            step: the number of the optimizer step, a seed of randomness.
 
         Returns:
             The loss of every micro-batch, on every rank.
@@ -235,7 +233,7 @@ class Engine(Diagnostics):
             return self._count_traced(window, longest, functools.partial(self.runner.train_window, window))
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
-        """The micro-batches of a window that can be trained. Collective."""
+        """The checked micro-batches of a window. Collective."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained_then:
             check_trained(self.model, self.runner.stage, self._trains)
@@ -253,12 +251,10 @@ class Engine(Diagnostics):
         return self._maker.window(share_lengths(batches, self.mesh) if is_shared else batches, scale, step)
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns a batch as the runner takes it, see `WindowMaker.microbatch`.
+        """Returns the micro-batch of a batch.
 
         Args:
-            batch: what the model's forward takes, tensors [batch, sequence].
-            scale: what the losses are multiplied with.
-            key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
+            batch, scale, key: see `WindowMaker.microbatch`.
         """
         return self._maker.microbatch(batch, scale, key)
 
@@ -266,13 +262,13 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def gradient_norm(self) -> Tensor:
-        """Returns the 2-norm of the gradient of the whole model, on every rank. Collective."""
+        """Returns the 2-norm of the full gradient of the model, on every rank. Collective."""
         stage = self.runner.stage
         return gradient_norm(stage.placements, self.mesh, stage.flat_parameters)
 
     @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales the gradient down to a norm of `max_norm`; returns the norm it had. Collective."""
+        """Scales the gradient down to a norm of `max_norm`; returns the norm before. Collective."""
         norm = self.gradient_norm()
         parameters = [parameter for parameter in self.runner.stage.stepped if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -280,7 +276,7 @@ class Engine(Diagnostics):
 
     @contextlib.contextmanager
     def full_weight(self, name: str) -> Iterator[Tensor]:
-        """Yields a full weight by its name in the model; what is written to it is kept. Collective."""
+        """Yields a full weight by its name in the model; writes to the tensor are kept. Collective."""
         parameter = self.model.get_parameter(name)
         full = full_of(parameter).detach()
         yield full
@@ -288,8 +284,8 @@ class Engine(Diagnostics):
 
     @contextlib.contextmanager
     def full_gradient(self, name: str) -> Iterator[Tensor]:
-        """Yields a full gradient by its name in the model, between a window and the optimizer's step; what is written
-        to it is kept. Collective.
+        """Yields a full gradient by its name in the model, between a window and the optimizer's step; writes to the
+        tensor are kept. Collective.
 
         Raises:
             ValueError: there is no gradient.
@@ -302,28 +298,29 @@ class Engine(Diagnostics):
         parameter.grad = full
 
     def full_weights(self) -> AbstractContextManager[Any]:
-        """Returns a context in which the model has all weights, which it otherwise is without between windows
-        (`shard_optimizer`, `shard_parameters`): it can be called and generates, and its parameters can be read. What is
-        written to parameters that are spread is lost at the end. Every rank must enter it; what happens within it is
-        not collective. To train, to evaluate with the engine, to save and to load are errors within it.
+        """Returns a context in which a model sharded over replicas (`shard_optimizer`, `shard_parameters`) has full
+        weights on every rank: the model can be called and read, and generates.
+
+        Every rank must enter the context; within the context nothing is collective, and to train, to evaluate with the
+        engine, to save and to load are errors. Writes to sharded parameters are lost at the end.
 
         Raises:
             ValueError: this rank has slices of the model even then.
-            RuntimeError: it is within such a context already.
+            RuntimeError: the context is entered already.
         """
         return full_weights(self.model, self.runner.stage, self.mesh)
 
     @plain_parameters()
     def reshard_parameters(self) -> None:
-        """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
-        copies what is on `cpu`."""
+        """Makes sharded parameters placeholders again, after a script has given them memory: `model.to("cpu:0")` copies
+        tensors on `cpu`."""
         for flat in self.runner.stage.flat_parameters:
             flat.reshard()
 
     @plain_parameters()
     def step_shards(self, optimizer: Any) -> None:
-        """Lets an optimizer of the model's parameters step what this rank has of them. It has not stepped; the states
-        that some optimizers start with stay (Adagrad)."""
+        """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
+        optimizer stay (Adagrad)."""
         cut_states(optimizer, self.runner.stage, self.mesh)
         step_shards(optimizer, self.runner.stage)
 
@@ -337,9 +334,9 @@ class Engine(Diagnostics):
 
         Args:
             batch: see `train_window`.
-            scale: what the loss is multiplied with.
+            scale: the factors of the loss.
             step: see `train_window`.
-            keep_logits: whether the logits are returned, too.
+            keep_logits: whether logits are returned, too.
 
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
@@ -359,11 +356,11 @@ class Engine(Diagnostics):
         """Writes an ordinary Hugging Face checkpoint, each rank its part; of a PEFT model the adapters. Collective.
 
         Args:
-            folder: where the checkpoint is written.
-            max_shard_size: the size of a file, such as "5GB"; None for the default of Transformers. Adapters are one
-                file.
-            model: another model that the script has made of the cut one, such as by merging adapters; None for the cut
-                one. That, and a cut model whose modules were changed, is put together in the memory of rank 0's host.
+            folder: the folder of the checkpoint.
+            max_shard_size: the size of a file, such as "5GB"; None for the default of Transformers. Adapters are a
+                single file.
+            model: another model, made of the cut model by a script, such as by merging adapters; None for the cut
+                model. Another model, and a cut model with changed modules, is assembled in the memory of rank 0's host.
         """
         model = self.model if model is None else model
         is_as_cut = model is self.model and not self._snapshot.change_of_structure()
@@ -376,10 +373,10 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def load_weights(self, folder: str | Path) -> None:
-        """Reads what `save_pretrained` wrote, from any layout: each rank its slices. Collective.
+        """Reads a checkpoint of `save_pretrained`, from any layout: each rank its slices. Collective.
 
         Raises:
-            ValueError: on every rank, before anything is written: the folder does not fit.
+            ValueError: on every rank, before any weight is written: the folder does not fit.
         """
         load = load_adapters if is_peft(self.model) else load_parameters
         load(self.model, self.runner.stage, self.mesh, folder)

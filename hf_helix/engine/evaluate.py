@@ -1,7 +1,7 @@
-"""What evaluation does before and after the runner.
+"""Evaluation before and after the runner.
 
-In:   a batch; the logits that a rank has computed, of its tokens and its slice of the vocabulary.
-Out:  the batch in pieces that run beside each other; the logits of all tokens and of the whole vocabulary.
+In:   a batch; the logits of a rank, of its tokens and its slice of the vocabulary.
+Out:  the batch in several micro-batches that run concurrently; the logits of all tokens and of the full vocabulary.
 Must hold: every rank of a group that shares the batch gets the same.
 """
 
@@ -36,31 +36,29 @@ def evaluate_batch(
         runner: the runner of the cut model.
         family: the family of the model.
         base: the Transformers model.
-        batch: tensors with one row for each sequence.
-        make_window: returns the pieces of the batch as the runner takes them.
-        keep_logits: whether the logits are returned, too.
+        batch: tensors with a row for each sequence.
+        make_window: makes micro-batches of batches.
+        keep_logits: whether logits are returned, too.
 
     Returns:
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
     batch = {**batch, LOSS_ALONE: not keep_logits}
-    pieces = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
+    batches = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
     with torch.no_grad():
-        loss, logits = runner.evaluate(make_window(pieces), keep_logits)
+        loss, logits = runner.evaluate(make_window(batches), keep_logits)
     if logits is None:
         return loss.detach(), None
     if runner.precision.autocast_dtype is not None:
-        logits = logits.float()  # as Accelerate hands out what was computed under autocast
+        logits = logits.float()  # as Accelerate returns outputs of autocast
     head, cut = base.get_output_embeddings().weight, SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
     return loss.detach(), full_logits(logits, runner, head, cut)[:, : batch["input_ids"].shape[1]]
 
 
 def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
-    """Splits the rows of a batch into as many micro-batches as keep every rank of the pipeline and two strands busy.
+    """Splits the rows of a batch into enough micro-batches for every rank of the pipeline and two strands.
 
-    Args:
-        batch: tensors with one row for each sequence, and others, which every piece gets as they are.
-        runner: the runner that evaluates them.
+    Tensors without a row for each sequence belong to every micro-batch.
     """
     mesh, rows = runner.mesh, len(batch["input_ids"])
     most = min(rows, runner.scheduler.max_microbatches or rows)
@@ -77,21 +75,16 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Returns the number of tokens of a batch that count in its loss, as a scalar."""
+    """Returns the number of tokens in the loss of a batch, as a scalar."""
     return (targets_of(batch) != IGNORED).sum()
 
 
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
-    """Gathers the logits of every rank. Collective over the ranks that share the batch.
+    """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut. Collective.
 
     Args:
-        logits: those of this rank [tokens, batch, slice of the vocabulary].
-        runner: the runner that computed them.
-        head: the weight of the head.
-        cut: how the sequence is shared out.
-
-    Returns:
-        All logits [batch, sequence, vocabulary], the sequence padded as it was cut.
+        logits: the logits of this rank [tokens, batch, slice of the vocabulary].
+        runner, head, cut: the runner of the model, the weight of its head, and the cut of the sequence.
     """
     tp, cp = runner.mesh.tp, runner.mesh.cp
     if tp.size > 1:

@@ -1,9 +1,9 @@
-"""From the batches of a window to the micro-batches that a runner takes.
+"""Micro-batches of a window, from the batches of a data collator.
 
-In:   batches as a data collator makes them, on the device.
-Out:  `MicroBatch`es, which compute the side inputs of this rank's tokens when they are needed.
+In:   batches of a data collator, on the device.
+Out:  `MicroBatch`es, which compute the side inputs of this rank's tokens when needed.
 Must hold: training, evaluation and measuring make their micro-batches here; the host reads masks and positions before
-the window, and waits for nothing inside of it.
+the window, and waits for nothing within the window.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_helix.runtime.microbatch import MicroBatch
 
 
 class LossScale(NamedTuple):
-    """What losses are multiplied with, before gradients are averaged over the data-parallel ranks.
+    """The factors of losses, before gradients are averaged over the data-parallel ranks.
 
     Attributes:
-        tokens: the summed loss of the tokens of a micro-batch; a scalar.
-        batch: a loss of a micro-batch as a whole, such as that of routers.
+        tokens: the factor of the summed loss of the tokens of a micro-batch; a scalar.
+        batch: the factor of other losses of a micro-batch, such as losses of routers.
     """
 
     tokens: Tensor
@@ -36,11 +36,11 @@ class LossScale(NamedTuple):
 
 
 class WindowMaker:
-    """Makes the micro-batches of a model.
+    """The micro-batches of a model.
 
     Args:
         base: the Transformers model.
-        mesh: which ranks share a sequence.
+        mesh: the mesh of ranks.
     """
 
     def __init__(self, base: Any, mesh: Mesh) -> None:
@@ -49,11 +49,11 @@ class WindowMaker:
         self._cut = SequenceCut.of(mesh.tp, mesh.cp)
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns a batch as the runner takes it.
+        """Returns the micro-batch of a batch.
 
         Args:
-            batch: `input_ids` and `labels` [batch, sequence], and what else the data collator made.
-            scale: what the losses are multiplied with.
+            batch: `input_ids` and `labels` [batch, sequence], and other tensors of the data collator.
+            scale: the factors of the losses.
             key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
         """
         prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale)
@@ -61,12 +61,12 @@ class WindowMaker:
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
     def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
-        """Returns the batches of a window as the runner takes them.
+        """Returns the micro-batches of a window.
 
         Args:
             batches: see `microbatch`.
-            scale: what the losses are multiplied with.
-            step: the optimizer step, which randomness derives from.
+            scale: the factors of the losses.
+            step: the optimizer step, a seed of randomness.
         """
         with_forms = zip(batches, forms_of(batches), strict=True)
         return [
@@ -76,7 +76,7 @@ class WindowMaker:
 
 
 def share_lengths(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> Sequence[Mapping[str, Any]]:
-    """Returns the batches with the largest number of tokens that any rank brings. Collective over `mesh.experts`.
+    """Returns the batches with the largest number of tokens of any rank. Collective over `mesh.experts`.
 
     Experts with a capacity take the same number of rows from every rank, so the longest batch of all decides.
     """

@@ -1,8 +1,8 @@
-"""Which layers are recomputed: what a user says in the words of Transformers and of `HelixConfig`, together.
+"""The recomputed layers, by the options of Transformers and of `HelixConfig` together.
 
 In:   training arguments, the option `recompute`, and a model that may have checkpointing switched on.
 Out:  a mode for every layer, see `hf_helix.planning.graph.recompute`.
-Must hold: nothing that was asked for is dropped: what contradicts itself or is not built is refused by name.
+Must hold: no request is dropped: contradictions and options that are not built are refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_helix.planning.graph.recompute import FULL, NONE
 EVERY = "every_n_layers"
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name of the first
 
-# Of what `torch.utils.checkpoint` and Transformers take, what changes nothing here.
+# Options of `torch.utils.checkpoint` and Transformers that change nothing here.
 _WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "use_reentrant": (True, False),  # there is no checkpoint function: operators run again by themselves
     "preserve_rng_state": (True,),
@@ -30,7 +30,7 @@ _WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
 
 
 def asked_by(args: Any) -> dict[str, Any] | None:
-    """Returns the options of activation checkpointing if training arguments ask for it, under either of its names."""
+    """Returns the options of activation checkpointing, if training arguments ask for it under either of its names."""
     for name in _NAMES:
         if getattr(args, name, None):
             return dict(getattr(args, f"{name}_kwargs", None) or {})
@@ -38,7 +38,7 @@ def asked_by(args: Any) -> dict[str, Any] | None:
 
 
 def problems_of(args: Any, config: HelixConfig) -> list[str]:
-    """Returns why training arguments cannot be honoured, one text for each reason."""
+    """Returns the reasons against training arguments, a text each."""
     given = asked_by(args)
     if given is None:
         return []
@@ -56,12 +56,12 @@ def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, confi
     """Returns the recompute mode of every layer.
 
     Args:
-        layers: the decoder layers, on which `model.gradient_checkpointing_enable()` leaves its mark.
-        given: the options of activation checkpointing, see `asked_by`; None where they are not asked for.
+        layers: the decoder layers, marked by `model.gradient_checkpointing_enable()`.
+        given: the options of activation checkpointing, see `asked_by`; None without a request.
         config: the options of the run.
 
     Raises:
-        ValueError: what was switched on in the model contradicts the configuration, or is not built.
+        ValueError: checkpointing of the model contradicts the configuration, or is not built.
     """
     marked = [bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers]
     if given is not None:
@@ -75,14 +75,9 @@ def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, confi
 
 
 def recompute_units(units: Sequence[Unit], modes: Sequence[str]) -> list[Unit]:
-    """Returns the units with every layer recomputed by its mode.
+    """Returns the units of a model with every layer recomputed by its mode.
 
-    Where modes differ, the layers that are recomputed get a name of their own, since units of one name have equal
-    graphs.
-
-    Args:
-        units: the units of the whole model.
-        modes: the mode of every layer.
+    Where modes differ, recomputed layers get a name of their own, since units of the same name have equal graphs.
     """
     left = iter(modes)
     suffix = "_again" if len(set(modes)) > 1 else ""

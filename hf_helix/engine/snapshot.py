@@ -1,8 +1,8 @@
-"""The modules, tensors and numbers of a model when it was cut: operators have copied them.
+"""Copies of operators: the modules, tensors and numbers of a model at the cut.
 
-In:   a model, and the submodules that operators call as they are.
-Out:  nothing, or an error that names a change which the operators would not follow.
-Must hold: a submodule that operators call may change at any time; a comparison takes a fraction of a millisecond.
+In:   a model, and the submodules called by operators.
+Out:  nothing, or an error that names a change unknown to the operators.
+Must hold: submodules called by operators may change at any time; a comparison takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 Entry = tuple[str, dict[str, Any], str, Any]
-"""The name of the module, and a dictionary of it with a key and its value."""
+"""The name of a module, a dictionary of the module, and a key with its value."""
 
 
 class Snapshot:
-    """The state of a model that its operators have copied.
+    """The state of a cut model of which its operators have copies.
 
     Args:
-        model: the model, cut.
-        called: the submodules that operators call, which are not compared.
+        model: the model.
+        called: the submodules called by operators; they are not compared.
     """
 
     def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
@@ -48,14 +48,14 @@ class Snapshot:
         return (len(module._modules) + len(module._parameters) for _, module in self._modules)
 
     def count_hooks(self) -> list[int]:
-        """Returns how many hooks and forwards of its own every module has."""
+        """Returns the number of hooks and of replaced forwards of every module."""
         return [
             len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
             for _, module in self._modules
         ]
 
     def change_of_structure(self) -> str:
-        """Returns which module or tensor was replaced, removed or added; empty for none."""
+        """Returns a sentence about a replaced, removed or added module or tensor; empty without a change."""
         for name, values, key, value in self._structure:
             now = values.get(key)
             if now is value:
@@ -71,7 +71,7 @@ class Snapshot:
         return ""
 
     def check_trainable(self) -> None:
-        """Refuses to train adapters that are merged into the weights.
+        """Refuses to train merged adapters.
 
         Raises:
             ValueError: names the module.
@@ -81,13 +81,10 @@ class Snapshot:
                 raise ValueError(f"{name} has merged its adapters, which are not trained then; call unmerge_adapter()")
 
     def check(self, with_types: bool) -> None:
-        """Refuses a model that is not as it was.
-
-        Args:
-            with_types: whether other types of parameters are refused, too: buffers between ranks have the type.
+        """Refuses a changed model; with types also changed types of parameters, as buffers between ranks have the type.
 
         Raises:
-            ValueError: names the module and what was changed.
+            ValueError: names the module and its change.
         """
         change = self.change_of_structure()
         for name, parameter, dtype in self._types if with_types else ():
@@ -118,7 +115,7 @@ def _tensors_and_modules(model: nn.Module, runs: Collection[int]) -> Iterator[En
 
 
 def _form(parameter: nn.Parameter) -> Any:
-    """The shape of a parameter, or its division over the ranks, which it loses with its shape."""
+    """The shape of a parameter, or its division over the ranks; a new shape removes the division."""
     return vars(parameter).get("_division", parameter.shape)
 
 
@@ -129,5 +126,5 @@ def _numbers(name: str, values: dict[str, Any], kinds: tuple[type, ...]) -> Iter
 
 
 def _holds(module: nn.Module) -> bool:
-    """Whether a module holds parameters: others, such as activations, may be replaced where operators call them."""
+    """Whether a module holds parameters; modules without parameters, such as activations, may be replaced."""
     return any(True for _ in module.parameters())

@@ -1,4 +1,4 @@
-"""A model with random weights and random tokens: for measuring, where no training is at hand.
+"""Synthetic workloads: a model with random weights and random tokens, for measuring without training.
 
 In:   a Transformers configuration, a `HelixConfig`, and the sizes of a micro-batch.
 Out:  a runner whose weights are cut, and windows of micro-batches.
@@ -25,12 +25,7 @@ from hf_helix.tuning.cache import fingerprint
 
 
 def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns a model whose weights take no memory, in training mode.
-
-    Args:
-        model_config: the Transformers configuration of the model, or the path of one.
-        dtype: the type of its weights.
-    """
+    """Returns a model on the meta device in training mode, of a Transformers configuration or its path."""
     if isinstance(model_config, (str, PathLike)):
         model_config = AutoConfig.from_pretrained(model_config)
     with torch.device("meta"):
@@ -38,16 +33,16 @@ def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns a model with LoRA adapters in fp32 that takes no memory, in training mode.
+    """Returns a model with LoRA adapters in fp32, on the meta device in training mode.
 
     Args:
-        model_config: the Transformers configuration of the model, or the path of one.
-        rank: of the adapters.
-        target_modules: what gets adapters: "all-linear", or names of modules with commas between them.
+        model_config: the Transformers configuration of the model, or its path.
+        rank: the rank of the adapters.
+        target_modules: "all-linear", or names of modules with commas between them.
         dtype: the type of the frozen weights.
 
     Raises:
-        ValueError: PEFT is not installed, or the model has no such modules.
+        ValueError: PEFT is not installed, or the model has no modules of these names.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -64,17 +59,17 @@ class Workload:
     """A runner under the plan `sequential`, and windows for it.
 
     Args:
-        model_config: the Transformers configuration of the model, or the path of one.
-        config: the sizes of the mesh, and how the model is cut; its `plan` is not read.
+        model_config: the Transformers configuration of the model, or its path.
+        config: the options of the cut; its `plan` is not read.
         device: the device to run on.
-        mesh: a mesh of these sizes; None to build one.
+        mesh: a mesh of the sizes in `config`; None to build it.
         autocast_dtype: the type of matrix products under autocast; None for no autocast. Weights are fp32.
 
     Attributes:
         model: the Transformers model, cut.
-        mesh: which ranks share what.
+        mesh: the mesh of ranks.
         runner: runs windows on this rank.
-        about: what measurements are for, see `hf_helix.tuning.cache`.
+        about: the case of measurements, see `hf_helix.tuning.cache`.
     """
 
     def __init__(

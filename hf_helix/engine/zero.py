@@ -1,9 +1,9 @@
-"""An optimizer of the whole model's parameters, on a rank that has a part of them.
+"""ZeRO outside of windows: an optimizer over this rank's shards, and full weights for a while.
 
-In:   an optimizer that has not stepped, made before the model was cut or afterwards.
-Out:  the same optimizer, over what this rank steps.
-Must hold: groups, their options and the order of what is in them stay, and so do the states that some optimizers start
-with (Adagrad), cut and spread as their parameters are.
+In:   an optimizer that has not stepped, made before or after the model was cut; a cut model.
+Out:  the same optimizer over this rank's parameters and shards; the same model with full weights on every rank.
+Must hold: param groups, their options and their order stay, and so do initial states of optimizers (Adagrad), cut and
+sharded as their parameters are. After the context of full weights every sharded value is as before.
 """
 
 from __future__ import annotations
@@ -27,38 +27,29 @@ from hf_helix.runtime.stage import Stage
 
 
 def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
-    """Cuts states of whole parameters as the parameters were cut. Those that are cut already stay as they are.
-
-    Args:
-        optimizer: of the model's parameters.
-        stage: what this rank holds of the model, cut.
-        mesh: the layout of the ranks.
-    """
+    """Cuts optimizer states of full parameters as the parameters were cut; cut states stay."""
     owners = stage.owners
     for parameter, placement in stage.all_placements.items():
         axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
-        whole = placement.full_shape(parameter.shape) if owners[parameter] == stage.rank else None
+        full = placement.full_shape(parameter.shape) if owners[parameter] == stage.rank else None
         for key, state in states.items():
             if not isinstance(state, Tensor) or not state.dim():
                 continue
-            if whole is None:
+            if full is None:
                 states[key] = state.new_empty(0)  # as the parameter, which another pipeline rank holds
-            elif tuple(state.shape) == whole:
+            elif tuple(state.shape) == full:
                 states[key] = placement.cut(state, axis.size, axis.rank)
 
 
 def step_shards(optimizer: Any, stage: Stage) -> None:
-    """Lets an optimizer step what this rank holds of the parameters, and of those that are spread this rank's parts in
-    place of them; also of those that it is given later.
+    """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
-    Args:
-        optimizer: of the model's parameters, or of these parts already; also as Accelerate wraps it.
-        stage: what this rank holds of the model.
+    The optimizer may be wrapped by Accelerate, and may have the shards already.
     """
     shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
         return
-    for name in ("step", "train", "eval"):  # schedule-free optimizers have modes, between which they write to weights
+    for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
             function = plain_parameters()(getattr(method, "__func__", method))
@@ -83,18 +74,12 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
 
 
 def steps_shards(optimizer: Any) -> bool:
-    """Whether `step_shards` has been called for an optimizer."""
+    """Returns whether `step_shards` was called for an optimizer."""
     return getattr(optimizer.add_param_group, "func", None) is _add_shards
 
 
 def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_group: dict[str, Any]) -> None:
-    """Does what `add_param_group` of an optimizer does, with this rank's parts of the parameters that are spread.
-
-    Args:
-        add: the method itself.
-        shards: see `Stage.shards`.
-        param_group: as for the method: options and `params`, which may come with their names.
-    """
+    """Calls `add`, the `add_param_group` of an optimizer, with this rank's shards of sharded parameters."""
     given = param_group["params"]
     if not isinstance(given, set):  # the method refuses sets
         given = [given] if isinstance(given, Tensor) else given
@@ -105,32 +90,12 @@ def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_gro
     add({**param_group, "params": given})
 
 
-# -- whole weights -------------------------------------------------------------------------------------------------
-# All weights in the model for a while, where data-parallel ranks have spread them.
-#
-# In:   a cut model.
-# Out:  the same model as an ordinary one, whose parameters hold their values on every rank.
-# Must hold: afterwards everything that ranks have spread is as before; a rank that would have slices of the model
-# even
-# then gets an error.
+# -- full weights ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
-    """Returns the context of `Engine.full_weights`.
-
-    Args:
-        model: the cut model.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-
-    Yields:
-        The model.
-
-    Raises:
-        ValueError: this rank has slices of the model even then.
-        RuntimeError: it is within such a context already.
-    """
+    """Yields the model with full weights, see `Engine.full_weights`."""
     if has_slices(stage, mesh):
         sizes = [f"{name}={size}" for name, size in mesh.option_sizes.items() if size > 1]
         raise ValueError(
@@ -140,7 +105,7 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
     with plain_parameters():
         for flat in stage.flat_parameters:
             flat.check_resharded()
-        # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
+        # Some full buffers include the shard that ranks step, so writes to their parameters would stay.
         before = {
             flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.cast_to is None
         }
@@ -154,6 +119,6 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
         finally:
             for flat in stage.flat_parameters:
                 flat.reshard()
-            for flat, stretch in before.items():
-                flat.shard.copy_(stretch)
+            for flat, shard in before.items():
+                flat.shard.copy_(shard)
                 flat.mark_stale()

@@ -1,9 +1,8 @@
-"""This machine as a cluster file describes it, measured by the ranks that were started on it.
+"""The cluster file of this machine, measured.
 
-In:   the processes that a launcher started, or one; perhaps an emulated link.
-Out:  the mapping that a cluster file holds, the same on every rank.
-Must hold: which ranks share a node is read from the names of their hosts; every number says that it was measured, when
-and on what.
+In:   the ranks that a launcher started, or a single process; perhaps an emulated link.
+Out:  the content of a cluster file, the same on every rank.
+Must hold: ranks with the same host name share a node; the file says when and on which machine it was measured.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from hf_helix.simulation.cluster import load_cluster, shipped_clusters
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 BUDGET = {"cpu": 0.1, "cuda": 0.05}
-"""Seconds for the repeats of each piece of work."""
+"""Seconds for the repeats of each work."""
 
 FRAGMENTS = 1e9
-"""Bytes of a GPU that are left free, since its allocator leaves gaps."""
+"""Bytes of a GPU that stay free, since its allocator leaves gaps."""
 
 
 def measure_cluster(
     device: torch.device, link: str | None = None, progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Returns what a cluster file of this machine holds. Collective.
+    """Returns the content of a cluster file of this machine. Collective.
 
     Args:
-        device: of this rank.
-        link: the speed of an emulated link, as `HelixConfig(link=...)` takes it; None for the links as they are.
-        progress: called with what is being measured.
+        device: the device of this rank.
+        link: the speed of an emulated link, as in `HelixConfig(link=...)`; None for the links of the machine.
+        progress: called with the current measurement.
 
     Raises:
         ValueError: nodes have different numbers of ranks, or the ranks of a node do not follow each other.
@@ -87,13 +86,10 @@ def measure_cluster(
 
 
 def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of nodes, and of ranks on each.
-
-    Args:
-        hosts: the name of every rank's host, by rank.
+    """Returns the number of nodes, and of ranks on each, from the host name of every rank.
 
     Raises:
-        ValueError: nodes have unequal numbers of ranks, or ranks of one do not follow each other.
+        ValueError: nodes have unequal numbers of ranks, or the ranks of a node do not follow each other.
     """
     names = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(names)
@@ -107,15 +103,13 @@ def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 def measure_device(device: torch.device, per_node: int, show: StageProgress) -> dict[str, Any]:
-    """Returns what a cluster file holds of a device. Collective.
+    """Returns the section `device` of a cluster file. Collective.
 
-    Args:
-        device: of this rank.
-        per_node: ranks that share the memory of a node.
-        show: called with what is being measured.
+    `per_node` ranks share the memory of a node. `show` is called with the current measurement.
     """
     reserved = _reserved(device)
-    watch = Stopwatch(device, BUDGET[device.type])
+    streams = make_streams(device)
+    watch = Stopwatch(streams, device, BUDGET[device.type])
     show("calls", 0.0)
     calls = measure_calls(watch)
     show("memory", 0.05)
@@ -127,6 +121,7 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
         products[name] = measure_products(watch, dtype)
         show(f"attention in {name}", 0.35 + 0.3 * place)
         attention[name] = measure_attention(watch, dtype)
+    streams.close()
     name = device_in_clusters(device)
     peaks = _peaks(name, products)
     bandwidth = max(rate for _, rate in memory)
@@ -154,15 +149,12 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
 
 
 def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
-    """Adds the links of a mesh to what a cluster file holds, and what they and computation cost each other. Collective.
+    """Adds the links of a mesh, and the slowdowns of computation and communication, to a cluster file. Collective.
 
-    Args:
-        data: what the file holds so far.
-        mesh: with the ranks of a node on `tp`, and the nodes on `cp`.
-        show: called with what is being measured.
+    The mesh has the ranks of a node on `tp`, and the nodes on `cp`.
 
     Returns:
-        What was timed, as text.
+        The rates of the largest collectives, as text by link.
     """
     streams, device = make_streams(mesh.device), mesh.device
     axes: dict[Kind, Axis] = {}
@@ -187,7 +179,7 @@ def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict
 
 
 def _reserved(device: torch.device) -> float:
-    """Bytes that are taken before there is any tensor."""
+    """Bytes in use before the first tensor."""
     if device.type == "cpu":
         return float(psutil.Process().memory_info().rss)
     torch.ones(1, device=device)
@@ -196,7 +188,7 @@ def _reserved(device: torch.device) -> float:
 
 
 def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
-    """Operations a second by type: of the data sheet where the package has a file with it, else the best found."""
+    """Operations a second by type: of the data sheet in a cluster file of the package, else the best measured."""
     best = {key: max(rate for _, rate in points) for key, points in products.items()}
     known = (load_cluster(file).device for file in shipped_clusters())
     sheet = next((device.peaks for device in known if device.name == name), {})
@@ -204,18 +196,15 @@ def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
 
 
 def efficiency_curve(points: Points, best: float) -> list[list[float]]:
-    """Returns (size, rate) points as a cluster file has them: [size, share of the best rate]."""
+    """Returns the curve of a cluster file for (size, rate) points: [size, share of the best rate]."""
     return [[_short(size), _short(rate / best)] for size, rate in points]
 
 
 def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
-    """Returns the curve of fused attention of a cluster file: [keys, share of the peak].
+    """Returns the curve of a cluster file for fused attention: [keys, share of the peak].
 
-    Args:
-        points: (keys, seconds) of forward and backward.
-        peak: operations that the device does in a second.
-        block: keys at once; a causal mask spares whole blocks only.
-        exponentials: in a second; None where they take no time of their own.
+    `points` are (keys, seconds) of forward and backward. Rates are in a second; `exponentials` is None where
+    exponentials take no time of their own.
     """
     rates = []
     for keys, seconds in points:
@@ -235,12 +224,12 @@ def link_entry(link: Fit) -> dict[str, Any]:
 
 
 def waiting_entry(seconds: float) -> float:
-    """Returns the entry of a cluster file for what ranks wait behind a second of computation."""
+    """Returns the entry of a cluster file for the seconds that ranks wait after a second of computation."""
     return _short(seconds * 1e6 * math.sqrt(1e-3))
 
 
 def _rates(timed: Sequence[TimedCollective]) -> str:
-    """What the largest collective of each method sent."""
+    """The rate of the largest collective of each method, as text."""
     largest = {each.method: each for each in timed}
     return "measured; " + ", ".join(
         f"{name} {each.bytes / each.seconds / 1e9:.3g} GB/s" for name, each in largest.items()

@@ -1,11 +1,11 @@
-"""What a device computes and how fast its memory is, by size.
+"""Rates of a device, by size.
 
 In:   a stopwatch.
 Out:  operations a second of products and of attention, bytes a second of element-wise kernels, exponentials a second,
-      and what a kernel and an operator take that do nothing.
-Must hold: what is timed is what a decoder runs: products of all three parts of a linear, attention with its backward,
-element-wise kernels. What they read is not in the nearest cache, and what they write is memory of their own, which is
-kept for a while.
+      and the seconds of an empty kernel and of an empty operator.
+Must hold: the timed works are the kernels of a decoder: products of all three parts of a linear, attention with its
+backward, element-wise kernels. Their operands are not in the nearest cache, and their results are new memory, kept
+alive for a while.
 """
 
 from __future__ import annotations
@@ -36,56 +36,52 @@ Points = list[tuple[float, float]]
 """(size, rate), sizes growing."""
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""The lengths of products that are as long in all three dimensions."""
+"""Sides of products."""
 
 SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
-"""Rows, columns and depth of products, by a side."""
+"""Rows, columns and depth of products, in parts of a side."""
 
 KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_SIZE = 8, 64
 
 CPU_BLOCK, GPU_BLOCK = 512, 128
-"""Keys that the fused attention of torch goes through at once."""
+"""Keys in a block of the fused attention of torch."""
 
 ELEMENTS = tuple(2**power for power in range(12, 28))
-"""The elements of tensors that element-wise kernels read."""
+"""Elements of the operands of element-wise kernels."""
 
 OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""Bytes of the operands that kernels take in turn, since those of a step are not in the nearest cache."""
+"""Bytes of the operands that kernels take in turn, since the operands of a step are not in the nearest cache."""
 
 MOST_OPERANDS = 256
-"""How many operands there are at most."""
+"""The largest number of operands."""
 
-KEPT = {"cpu": 64 << 20, "cuda": 2 << 30}
+ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Bytes of results that stay alive for a while, as activations do."""
 
 LONGEST = 0.15
-"""Seconds of a piece of work after which no larger one is tried."""
+"""Seconds of a work after which no larger work is tried."""
 
 CHAIN, TINY_KERNELS = 16, 8
 
 
 class Activations:
-    """Results that stay alive until so many later ones are there.
-
-    Args:
-        device: that they lie on.
-    """
+    """The latest results of some work, `ALIVE` bytes of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._max_bytes, self._bytes = KEPT[device.type], 0
-        self._kept: deque[Tensor] = deque()
+        self._max_bytes, self._bytes = ALIVE[device.type], 0
+        self._alive: deque[Tensor] = deque()
 
     def keep(self, *results: Tensor) -> None:
-        """Keeps results alive."""
-        self._kept += results
+        """Adds results, and frees the oldest."""
+        self._alive += results
         self._bytes += sum(result.nbytes for result in results)
         while self._bytes > self._max_bytes:
-            self._bytes -= self._kept.popleft().nbytes
+            self._bytes -= self._alive.popleft().nbytes
 
 
 def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-    """Yields operands for ever, as many different ones as fill `OPERANDS`."""
+    """Yields operands for ever, `OPERANDS` bytes in turn."""
     first = make()
     count = OPERANDS[device.type] // sum(value.nbytes for value in first)
     return itertools.cycle([first, *(make() for _ in range(min(MOST_OPERANDS, count) - 1))])
@@ -93,10 +89,10 @@ def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> It
 
 @dataclass(frozen=True)
 class Calls:
-    """What calls take that compute nothing.
+    """Seconds of empty calls.
 
     Attributes:
-        kernel: seconds of a kernel, one after the other.
+        kernel: seconds of a kernel in a row of kernels.
         operator: seconds of an operator of a graph, issued by the executor.
     """
 
@@ -105,7 +101,7 @@ class Calls:
 
 
 def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
-    """Returns operations a second by the operations of a product."""
+    """Returns operations a second, by the operations of a product."""
     points = []
     for side in SIDES:
         shapes = [tuple(max(8, int(side * factor)) for factor in factors) for factors in SHAPES]
@@ -118,7 +114,7 @@ def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
 
 
 def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
-    """F, I and W of a linear with `m` tokens, `n` features out and `k` features in."""
+    """F, I and W of a linear: `m` tokens, `n` features out, `k` features in."""
 
     def operands() -> tuple[Tensor, ...]:
         value, gradient, weight = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (m, n), (n, k)))
@@ -143,7 +139,7 @@ def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) ->
 
 
 def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
-    """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
+    """Returns seconds of causal attention, forward and backward, by keys; see `attention_work`."""
     points = []
     for keys in KEYS:
         with torch.enable_grad():
@@ -174,9 +170,7 @@ def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
 def attention_work(keys: float, block: int) -> tuple[float, float]:
     """Returns the operations and the exponentials of causal attention, forward and backward, as a device computes them.
 
-    Args:
-        keys: of a sequence.
-        block: keys that it goes through at once; a causal mask spares whole blocks.
+    A causal mask spares full blocks of keys only.
     """
     blocks = -(-keys // block)
     pairs = HEADS * keys * keys * (1 + 1 / blocks) / 2
@@ -184,7 +178,7 @@ def attention_work(keys: float, block: int) -> tuple[float, float]:
 
 
 def measure_memory(watch: Stopwatch) -> Points:
-    """Returns bytes a second by the bytes that an element-wise kernel reads and writes."""
+    """Returns bytes a second, by the bytes that an element-wise kernel reads and writes."""
     empty = watch.seconds(_elementwise(watch.device, 8)) / 3
     points = []
     for elements in ELEMENTS:
@@ -212,12 +206,8 @@ def _elementwise(device: torch.device, elements: int) -> Work:
 
 
 def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
-    """Returns a few milliseconds of what a decoder layer computes: mostly products, and some element-wise kernels.
-
-    Args:
-        device: that the values are on.
-        factor: of the sides of products.
-    """
+    """Returns a work of a few milliseconds like a decoder layer: mostly products, whose sides have a factor, and some
+    element-wise kernels."""
     side = int(factor * (1024 if device.type == "cuda" else 256))
     products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
     small = _elementwise(device, side * side)
@@ -231,7 +221,7 @@ def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
 
 
 def measure_exponentials(watch: Stopwatch) -> float:
-    """Returns exponentials a second, those of activations and of softmax."""
+    """Returns exponentials a second, a mean over activations and softmax."""
     value = torch.randn(256, 256, device=watch.device)
     functions: list[Callable[[Tensor], Tensor]] = [torch.exp, torch.sigmoid, functional.silu, _softmax]
     seconds = [watch.seconds(lambda function=function: function(value)) for function in functions]  # type: ignore[misc]
@@ -243,7 +233,7 @@ def _softmax(value: Tensor) -> Tensor:
 
 
 def measure_calls(watch: Stopwatch) -> Calls:
-    """Returns what a kernel and an operator take that compute next to nothing."""
+    """Returns the seconds of empty calls."""
     operator = watch.seconds(_chain(watch.device, 0)) / (2 * CHAIN)
     if watch.device.type == "cuda":
         return Calls(watch.seconds(_elementwise(watch.device, 8)) / 3, operator)
@@ -252,7 +242,7 @@ def measure_calls(watch: Stopwatch) -> Calls:
 
 
 def _chain(device: torch.device, kernels: int) -> Work:
-    """Segments one after the other, forward and backward, each with so many kernels of a few elements."""
+    """`CHAIN` segments in a row, forward and backward, each of some kernels of a few elements."""
 
     def function(value: Tensor) -> Tensor:
         for _ in range(kernels):

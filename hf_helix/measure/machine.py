@@ -1,8 +1,8 @@
-"""What a machine is recognised by: the hardware, the versions and the settings that times depend on.
+"""The identity of a machine: the hardware, the versions and the settings that times depend on.
 
-In:   a runner, whose mesh says which device and which ranks there are.
+In:   a runner, whose mesh has the device and the ranks.
 Out:  names and values as text, those of rank 0 on every rank.
-Must hold: what changes times changes a value, so that what was measured on one machine is not used on another.
+Must hold: a change of times changes a value, so that times of a machine are not used on another machine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.environment import CONNECTIONS
 from hf_helix.runtime.runner import Runner
 
+CPU_PROCESS = "CPU process"
+"""The name of a process on any CPU, as a device of a cluster file."""
+
 
 def machine(runner: Runner) -> dict[str, str]:
-    """Returns the hardware, the versions and the settings that times depend on, those of rank 0. Collective."""
+    """Returns the identity of the machine that a runner runs on. Collective."""
     device = runner.mesh.device
     known = {
         "device": describe_device(device),
@@ -36,22 +39,18 @@ def machine(runner: Runner) -> dict[str, str]:
     return all_gather_object({key: value for key, value in known.items() if value})[0]
 
 
-CPU_PROCESS = "CPU process"
-"""What cluster files call a process on CPU as a device, whatever the CPU."""
-
-
 def device_in_clusters(device: torch.device) -> str:
-    """Returns what cluster files call a device, those that `hf-helix cluster` writes included."""
+    """Returns the name of a device in cluster files."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_PROCESS
 
 
 def describe_device(device: torch.device) -> str:
-    """Returns the name of a GPU, or model and number of cores of a CPU, as far as the system says."""
+    """Returns the name of a GPU, or the model and the number of cores of a CPU, as far as the system says."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def describe_gpus() -> dict[str, str]:
-    """How many GPUs are in this host, and how NCCL moves data between them."""
+    """Returns the number of GPUs of this host, and the settings of NCCL between them."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     quiet = {name: value for name, value in settings.items() if not name.startswith("NCCL_DEBUG")}
     return {
@@ -68,7 +67,5 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    return f"{model} CPU, {os.cpu_count()} cores"
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.machine())} CPU, {os.cpu_count()} cores"

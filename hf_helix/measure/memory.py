@@ -1,8 +1,8 @@
-"""Memory: the most bytes that a window has alive on a rank.
+"""Peak memory of a window on a rank.
 
 In:   a runner and a window of micro-batches.
-Out:  bytes of activations and buffers; parameters, gradients and the batch itself are left out.
-Must hold: counted, not estimated: by CUDA's own allocator, on CPU by a tally of every storage that an operator makes.
+Out:  bytes of activations and buffers, without parameters, gradients and the batch itself.
+Must hold: counted, not estimated: by CUDA's own allocator, on a CPU by a tally of every storage that an operator makes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_helix.runtime.runner import Runner
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator returns, from then until it is freed. Meta tensors have none.
+    """A tally of the bytes of every storage that an operator returns, until the storage is freed. Meta tensors have 0.
 
     Args:
         existing: tensors whose storages do not count.
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._upper_bound = 0  # bytes of these, also of those that have been freed since somebody looked
+        self._upper_bound = 0  # bytes of these, also of storages freed since the last look
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,14 +53,14 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Returns the bytes that are alive."""
+        """Returns the live bytes."""
         self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
         self._upper_bound = sum(size for _, size in self._live.values())
         return self._upper_bound
 
 
 def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
-    """Returns the most bytes alive on this rank in a window. Collective; call it when there are no gradients."""
+    """Returns the peak memory of a window on this rank. Collective; there must be no gradients."""
     sides = [batch.prepare() for batch in window]
     window = [replace(batch, prepare=partial(dict, side)) for batch, side in zip(window, sides, strict=True)]
     runner.train_window(window)  # makes the gradients
@@ -73,12 +73,12 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             runner.train_window(window)
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
-        held: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
+        existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
         for parameter in runner.stage.stepped:
-            held += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+            existing += [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for side in sides:
-            held += [value for value in side.values() if isinstance(value, Tensor)]
-        with LiveBytes(held) as tally:
+            existing += [value for value in side.values() if isinstance(value, Tensor)]
+        with LiveBytes(existing) as tally:
             runner.train_window(window)
         return tally.peak
     finally:

@@ -1,16 +1,18 @@
-"""Single operators and pairs of them, run again and again with the values that they have in a step.
+"""Times of the operators of a model, alone and concurrently: a `Profile`.
 
-In:   a runner and a micro-batch.
-Out:  seconds of an operator that runs several times in a row; seconds of each of two operators that run beside each
-      other.
-Must hold: operators are timed through the executor's own issue code, on the rank's own streams; two that start together
-do so on every rank that shares them.
+In:   a runner and a window of micro-batches.
+Out:  a `Profile`, the same on every rank.
+Must hold: operators are timed through the executor's own issue code, on the rank's own streams, with the values of a
+step: computations in a running window, communication several times in a row. Of a pair the shorter operator is repeated
+to fill the longer, so that launches cost as much as in a step; both start together on every rank that shares them. Of a
+computation the slowest rank counts, of a collective the fastest, since the other ranks only wait for the last to
+arrive. Gradients are left as between two optimizer steps.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +22,7 @@ from hf_helix.measure.communication import time_gathers, time_reductions, time_t
 from hf_helix.measure.machine import machine
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.measure.progress import Progress
-from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, apart, hold, meet, traced
+from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, Work, apart, meet, record, traced
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
@@ -35,14 +37,17 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.runtime.trace import Span
 
+TRAIN = 6  # repeats in a row; the first warms up
+SHORTEST = 0.02  # of the longest collective: shorter computations are not paired, their times would be noise
+
 
 @dataclass(frozen=True)
 class TimedOperator:
-    """An operator that is timed.
+    """An operator of the first unit of its name on this rank.
 
     Attributes:
         name: its name in a profile.
-        unit: the number of the first unit of this rank that has it.
+        unit: the number of the unit.
         op: the operator.
     """
 
@@ -52,12 +57,12 @@ class TimedOperator:
 
 
 class Bench:
-    """Runs one or two operators again and again, with the values that they have in a step.
+    """The operators of a runner, ready to run again and again with the values of a micro-batch.
 
     Args:
-        runner: whose operators and streams are used.
-        batch: the micro-batch whose values are used.
-        length: how often an operator runs in a row; the first run warms up.
+        runner: the runner.
+        batch: the micro-batch.
+        length: the number of repeats in a row; the first warms up.
     """
 
     def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
@@ -73,11 +78,11 @@ class Bench:
         self.moving = [timed for timed in every if timed.op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE)]
 
     def repeats(self, timed: TimedOperator) -> bool:
-        """Whether it belongs to a decoder layer."""
+        """Whether an operator belongs to a decoder layer."""
         return self.runner.layout.graphs[timed.name[0]].forward.repeats
 
-    def alike(self) -> dict[Name, Name]:
-        """Returns, for collectives that move tensors of the same shapes and types as an earlier one, its name."""
+    def equal_collectives(self) -> dict[Name, Name]:
+        """Returns, by the name of a collective, an earlier collective that moves equal shapes and types."""
         first: dict[object, Name] = {}
         others = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
@@ -91,46 +96,41 @@ class Bench:
         return others
 
     def time_repeats(self, timed: TimedOperator) -> list[float]:
-        """Returns the seconds of an operator that runs `length` times in a row, without the first. Collective."""
+        """Returns the seconds of a collective in a row of repeats, without the first. Collective."""
+        assert timed.op.kind.communicates
         program: list[Instruction] = []
         for repeat in range(self.length):
-            program += [*self._before(repeat, timed), BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
+            program += [BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
         label = self._label(timed)
         return [span.seconds for span in self._run(program) if span.label == label][1:]
 
     def bytes_sent(self, timed: TimedOperator) -> int:
-        """Returns the bytes that this rank sends in an operator. Collective."""
+        """Returns the bytes that this rank sends in a collective. Collective."""
         axes = self.runner.mesh.axes
         recorders = [Recorder(axis.transport) for axis in axes]
         with transports(axes, recorders):
             self._work(timed)()
         return sum(recorder.bytes_sent for recorder in recorders)
 
-    def together(
+    def time_pair(
         self, first: TimedOperator, second: TimedOperator, counts: tuple[int, int]
     ) -> list[tuple[float, float]]:
-        """Returns the seconds of two operators that start together on every rank, for each repeat. Collective.
-
-        Args:
-            first: an operator.
-            second: another, or the same.
-            counts: how often each of them runs in a row.
-        """
+        """Returns the seconds of two operators in every round; `counts` repeats of each start together. Collective."""
         if first.op.kind is second.op.kind:
-            # Two that draw random numbers at once would leave each other's state behind.
+            # Two operators that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 return self._on_two_streams(first, second)
-        # Each works on micro-batches of its own, or one that reads what the other makes would wait for it.
-        trains = [
+        # Each has its own micro-batches, or an operator that reads the result of the other would wait for it.
+        repeats = [
             (timed, place * self.length + repeat)
             for place, (timed, count) in enumerate(zip((first, second), counts, strict=True))
             for repeat in range(count)
         ]
         # Communication is issued first: a computation issued before it would hold it up.
-        trains.sort(key=lambda each: each[0].op.kind is Kind.COMPUTE)
-        program = [before for timed, repeat in trains for before in self._before(repeat, timed)]
-        issued = [self._instruction(repeat, timed) for timed, repeat in trains]
+        repeats.sort(key=lambda each: each[0].op.kind is Kind.COMPUTE)
+        program = [before for timed, repeat in repeats for before in self._before(repeat, timed)]
+        issued = [self._instruction(repeat, timed) for timed, repeat in repeats]
         program += [BARRIER_INSTRUCTION, *issued, BARRIER_INSTRUCTION]
         labels = [self._label(first), self._label(second)]
         rows = []
@@ -141,15 +141,15 @@ class Bench:
         return rows[1:]
 
     def _on_two_streams(self, first: TimedOperator, second: TimedOperator) -> list[tuple[float, float]]:
-        """Times two operators of one kind; the second runs on the stream of another kind."""
+        """The seconds of two operators of the same kind; the second runs on the stream of another kind."""
         streams = self.runner.executor.streams
         rows = []
         for _ in range(self.length):
             with explicit_gradients():
                 works = [self._work(timed) for timed in (first, second)]
             meet(self.runner)
-            hold(streams, 2 * ISSUING_SLOWEST)
-            with streams.tracing() as trace:
+
+            def issue(works: Sequence[Work] = works) -> None:
                 side = Kind.INTRA_NODE if first.op.kind is Kind.COMPUTE else Kind.INTER_NODE
                 event = streams.issue(side, works[1], (), "second")
                 if first.op.kind is Kind.COMPUTE:
@@ -157,11 +157,12 @@ class Bench:
                 else:
                     streams.wait(streams.issue(first.op.kind, works[0], (), "first"))
                 streams.wait(event)
-            by_label = {span.label: span.seconds for span in trace.spans}
+
+            by_label = {span.label: span.seconds for span in record(streams, issue, 2 * ISSUING_SLOWEST)}
             rows.append((by_label["first"], by_label["second"]))
         return rows[1:]
 
-    def _work(self, timed: TimedOperator) -> Callable[[], object]:
+    def _work(self, timed: TimedOperator) -> Work:
         step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
         call = self._call(timed)
@@ -173,7 +174,7 @@ class Bench:
         run = step.method(self.values)
 
         def compute() -> None:
-            with explicit_gradients():  # holds for one thread, and the work may run in that of a stream
+            with explicit_gradients():  # holds for a thread, and the work may run in the thread of a stream
                 run(call, *inputs)
 
         return compute
@@ -186,7 +187,7 @@ class Bench:
         return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.forward_name, unit)
 
     def _before(self, repeat: int, timed: TimedOperator) -> list[Instruction]:
-        """The forward operators that a backward operator needs, those of recompute where there are any."""
+        """The forward operators that a backward operator needs; of recompute where it is recomputed."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
@@ -211,7 +212,7 @@ class Bench:
 
 
 def _first_units(runner: Runner) -> dict[str, int]:
-    """The first unit of each name on this rank, without the units that send or receive."""
+    """The first unit of each name on this rank, without transfers."""
     first: dict[str, int] = {}
     for index, unit in runner.stage.units.items():
         if not runner.layout.transfers(index):
@@ -233,23 +234,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
     return {key: value for key, value in values.items() if key in keep}
 
 
-# -- profiler ------------------------------------------------------------------------------------------------------
-# The profiler: how long each operator takes on this machine, at these shapes, on this mesh, alone and beside another.
-#
-# In:   a runner and a window of micro-batches.
-# Out:  a `Profile`, the same on every rank.
-# Must hold: operators are timed through the executor's own issue code, on the rank's own streams. Computations are
-# timed
-# in a running step. Collectives are timed several in a row, since a single one can look faster than the link is. Of a
-# pair, the shorter one is repeated to fill the longer, so that launch overhead is amortised as in a real step. For a
-# computation the slowest rank counts; for a collective the fastest, since the others only wait for the last to
-# arrive.
-# A GPU is held until the host has issued what is timed, so that times are those of the device and not of launching
-# kernels. Gradients are left as between two optimizer steps.
-
-
-TRAIN = 6  # repeats in a row; the first warms up
-SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
+# -- the profile -----------------------------------------------------------------------------------------------------
 
 
 def measure_profile(
@@ -259,20 +244,20 @@ def measure_profile(
     pairs: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measures every operator and every pair that can run at the same time. Collective; call it without gradients.
+    """Returns the times of every operator and of every pair that can run concurrently. Collective.
 
     Args:
-        runner: a runner under `sequential`, so that computations run alone.
-        window: the micro-batches that are measured with.
-        about: what the caller knows of the case: model, mesh, shapes.
-        pairs: whether operators are measured beside each other, too.
-        progress: called while pairs are measured.
+        runner: a runner under `sequential`, so that computations run alone; it has no gradients.
+        window: the micro-batches.
+        about: the case as the caller knows it: model, mesh, shapes.
+        pairs: whether pairs of operators are timed.
+        progress: called while pairs are timed.
     """
-    with runner.precision.weights.kept():  # as in a window, in which they are cast once
+    with runner.precision.weights.kept():  # as in a window, in which weights are cast once
         profile = _measure(runner, window, about or {}, pairs, progress)
     forget_gradients(runner)
     for flat in runner.stage.flat_parameters:
-        flat.reshard()  # what operators read that ran by themselves
+        flat.reshard()  # gathered for operators that ran outside a window
     return profile
 
 
@@ -287,7 +272,7 @@ def _measure(
     names = list(kinds)
     # Ranks of a pipeline hold different units.
     ranks = all_gather_object(
-        (medians, {name: _spread(seconds) for name, seconds in mine.items()}, bench.alike(), sent)
+        (medians, {name: _spread(seconds) for name, seconds in mine.items()}, bench.equal_collectives(), sent)
     )
     times = {name: _agreed(kinds[name], [theirs[name] for theirs, *_ in ranks if name in theirs]) for name in names}
     spread = {name: max(theirs[name] for _, theirs, *_ in ranks if name in theirs) for name in names}
@@ -299,18 +284,23 @@ def _measure(
 
 
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
-    """Seconds of every operator that communicates, and the bytes that this rank sends in it."""
-    seconds, sent = time_transfers(bench.runner, bench.batch, bench.length)
-    summing, summed = time_reductions(bench.runner, bench.length)
-    gathering, gathered = time_gathers(bench.runner, bench.length)
-    seconds, sent = seconds | summing | gathering, sent | summed | gathered
+    """The seconds of every communication, and the bytes that this rank sends in it."""
+    seconds: dict[Name, list[float]] = {}
+    sent: dict[Name, int] = {}
+    for times, moved in (
+        time_transfers(bench.runner, bench.batch, bench.length),
+        time_reductions(bench.runner, bench.length),
+        time_gathers(bench.runner, bench.length),
+    ):
+        seconds |= times
+        sent |= moved
     for timed in bench.moving:
         seconds[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
     return seconds, sent
 
 
 def _without_link(bench: Bench) -> dict[Name, float]:
-    """What communication takes without the emulated link; nothing where there is none."""
+    """The times of communication without the emulated link; empty where there is no link."""
     link = bench.runner.mesh.link
     if link is None:
         return {}
@@ -321,7 +311,7 @@ def _without_link(bench: Bench) -> dict[Name, float]:
 
 
 def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
-    """Seconds of every computation in a running window."""
+    """The seconds of every computation in a running window."""
     program: Sequence[Instruction] = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
@@ -338,9 +328,9 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
 def _measure_pairs(
     bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
 ) -> dict[tuple[Name, Name], Pair]:
-    """Times of every computation of a layer beside every collective, and of two operators of one kind.
+    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind.
 
-    The latter show that it does not pay to run two computations, or two collectives of one link, at once.
+    Pairs of the same kind show that two computations, or two collectives of a link, do not gain by running at once.
     """
     moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
@@ -355,12 +345,12 @@ def _measure_pairs(
     pairs = {}
     for place, (a, b) in enumerate(couples):
         counts = _counts(a, b, times)
-        mine = [statistics.median(column) for column in zip(*bench.together(a, b, counts), strict=True)]
+        mine = [statistics.median(column) for column in zip(*bench.time_pair(a, b, counts), strict=True)]
         first, second = zip(*all_gather_object(mine), strict=True)
         alone = times[a.name], times[b.name]
-        trains = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
-        beside = _agreed(a.op.kind, first), _agreed(b.op.kind, second)
-        slow = slowdown_of(trains[0], *beside), slowdown_of(trains[1], *reversed(beside))
+        rows = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
+        paired = _agreed(a.op.kind, first), _agreed(b.op.kind, second)
+        slow = slowdown_of(rows[0], *paired), slowdown_of(rows[1], *reversed(paired))
         pairs[a.name, b.name] = Pair.of(*alone, *slow)
         if progress is not None:
             progress((place + 1) / len(couples))
@@ -368,7 +358,7 @@ def _measure_pairs(
 
 
 def _counts(a: TimedOperator, b: TimedOperator, times: Mapping[Name, float]) -> tuple[int, int]:
-    """How often each of two operators runs, so that the shorter one fills the longer."""
+    """The repeats of each of two operators, so that the shorter fills the longer."""
     if a.op.kind is b.op.kind:
         return 1, 1
     first, second = times[a.name], times[b.name]

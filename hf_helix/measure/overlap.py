@@ -1,9 +1,10 @@
-"""Measures what overlap is worth: windows as they run, their computation alone, their communication alone.
+"""The worth of overlap: windows under their plans, their computation alone, their communication alone.
 
-In:   runners that differ in their plan only, and a window of micro-batches.
-Out:  step times and what follows from them, the same on every rank.
-Must hold: everything is timed in turn in one run and medians are taken, each the maximum over ranks; parameters and
-gradients are left as they were found (no gradients). Times include what computation loses to traffic beside it.
+In:   runners that differ in their plan or schedule only, and a window of micro-batches.
+Out:  an `Overlap` for each runner, the same on every rank.
+Must hold: all works are timed in turn in a run, and medians are taken, each of the slowest rank; there are no gradients
+before and afterwards. Times include the time that computation loses to concurrent traffic. Bytes are counted as in
+docs/data_parallelism.md, with padding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,25 +38,25 @@ from hf_helix.runtime.trace import Trace, common, merge
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds for one window (optimizer step without the optimizer), and what follows from them.
+    """Seconds of a window (an optimizer step without the optimizer), and their consequences.
 
     Attributes:
         step: the window as it runs.
-        computation: the same without collectives; ranks of a pipeline still wait for each other.
-        communication: its collectives one after the other, without any computation.
-        busiest: the communication of the busiest link: what is between hosts and what is not may run side by side, with
-            the sums of gradients beside either; an emulated link carries everything.
-        overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
+        computation: the window without collectives; ranks of a pipeline still wait for each other.
+        communication: all collectives of the window in a row, without computation.
+        busiest: the communication of the busiest link. Links inside a host and between hosts may run concurrently, and
+            gradient reductions concurrently with either; an emulated link carries everything.
+        overlapped_fraction: communication time concurrent with computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
-        bytes_moved: what a rank sends in the window, the sums of gradients left out.
+        bytes_moved: bytes that a rank sends in the window, without gradient reductions.
         overlapped_by_kind: the overlapped fraction of each kind of communication.
-        bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
-        link: the emulated link that everything was measured on, as text; empty where bytes went as they are.
-        sums: seconds of the sums of gradients alone; they are part of `communication`.
-        sums_overlapped: the part of their time in which computation ran beside them, from a trace.
-        bytes_summed: what a rank sends in these sums, by formula.
-        bytes_gathered: what it sends in gathers of weights, which is part of `bytes_moved`.
-        bytes_spared: of weights and AdamW's states, what a rank keeps less of because they are spread, by formula.
+        bubble_fraction: the share of the computation alone in which ranks of a pipeline wait for each other (mean).
+        link: the emulated link of the measurement, as text; empty without one.
+        sums: seconds of the gradient reductions alone; part of `communication`.
+        sums_overlapped: the share of gradient reductions concurrent with computation, from a trace.
+        bytes_summed: bytes that a rank sends in gradient reductions, by formula.
+        bytes_gathered: bytes that a rank sends in weight gathers; part of `bytes_moved`.
+        bytes_spared: bytes of weights and AdamW's states that a rank saves by sharding, by formula.
     """
 
     step: float
@@ -81,17 +82,17 @@ class Overlap:
 
     @property
     def hidden_fraction(self) -> float:
-        """1 - exposed / communication alone: wall-clock saved. Negative where contention costs more than it saves."""
+        """1 - exposed / communication alone: wall-clock saved. Negative where contention costs more."""
         return 1 - self.exposed / self.communication if self.communication else 0.0
 
     @property
     def bound(self) -> float:
-        """No plan can be faster than the larger of the two alone."""
+        """Seconds that no plan can beat: the larger of computation and the busiest link alone."""
         return max(self.computation, self.communication if self.busiest is None else self.busiest)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Tokens a second, over all ranks."""
         return self.tokens / self.step
 
 
@@ -101,13 +102,13 @@ def measure_overlap(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> dict[str, Overlap]:
-    """Times a window under the plan of every runner. Collective; call it when there are no gradients.
+    """Returns the worth of overlap under the plan of every runner. Collective; there must be no gradients.
 
     Args:
         runners: by name, runners that differ in their plan or schedule only.
-        window: the micro-batches that are timed.
-        repeats: how often each runner is timed; medians are taken.
-        progress: called once in every round.
+        window: the micro-batches.
+        repeats: the number of times that count, whose medians are taken.
+        progress: called in every round.
 
     Raises:
         ValueError: fewer than one repeat.
@@ -115,69 +116,11 @@ def measure_overlap(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
-    recorded = record_moves(first, window)
+    mesh, recorded = first.mesh, record_moves(first, window)
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
     for runner in runners.values():
         schedules.setdefault(runner.scheduler.name, runner)
-    parts = _time_parts(runners, schedules, recorded, window, repeats, progress)
-
-    overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
-    spanning = bool(first.layout.reductions)  # if not, only tensor parallelism sums parts of a few gradients
-    beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
-    bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
-    mesh, sent = first.mesh, sum(transport.bytes_sent for transport in recorded)
-    over = {flat.gather_axis for flat in first.stage.flat_parameters}
-    gathered = sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over)
-    forget_gradients(first)
-    return {
-        name: Overlap(
-            step=step,
-            computation=parts.computations[runner.scheduler.name],
-            communication=sum(parts.moving) + parts.sums,
-            busiest=busiest_link(link_loads(mesh, parts.moving, parts.sums, sent)),
-            overlapped_fraction=overlapped[name].pop(""),
-            tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
-            bytes_moved=sent,
-            overlapped_by_kind=overlapped[name],
-            bubble_fraction=bubbles[runner.scheduler.name],
-            link=str(mesh.link or ""),
-            sums=parts.sums if spanning else 0.0,
-            sums_overlapped=beside_sums[name],
-            bytes_summed=bytes_summed(first),
-            bytes_gathered=gathered,
-            bytes_spared=sum(map(bytes_spared, first.stage.flat_parameters)),
-        )
-        for (name, runner), step in zip(runners.items(), parts.steps, strict=True)
-    }
-
-
-class _Parts(NamedTuple):
-    """Median seconds of a window and of what it is made of.
-
-    Attributes:
-        computations: without collectives, by schedule.
-        sums: of the sums of gradients alone.
-        moving: of the other collectives alone, by axis.
-        steps: of the whole window, by runner.
-    """
-
-    computations: dict[str, float]
-    sums: float
-    moving: list[float]
-    steps: list[float]
-
-
-def _time_parts(
-    runners: Mapping[str, Runner],
-    schedules: Mapping[str, Runner],
-    recorded: Sequence[Recorder],
-    window: Sequence[MicroBatch],
-    repeats: int,
-    progress: Progress | None,
-) -> _Parts:
-    first = next(iter(runners.values()))
-    mesh = first.mesh
 
     def compute(runner: Runner) -> None:
         with _silenced(mesh.axes):
@@ -186,23 +129,50 @@ def _time_parts(
     def reduce_gradients() -> None:
         reduce_all_gradients(first.stage.units, mesh, first.executor.streams)
 
-    moving = _collectives_alone(mesh, recorded)
     works: list[Callable[[], Any]] = [
         *(functools.partial(compute, runner) for runner in schedules.values()),
-        reduce_gradients,  # comes after a computation, so there are gradients to sum
-        *moving,
+        reduce_gradients,  # comes after a computation, so there are gradients to reduce
+        *_collectives_alone(mesh, recorded),
         *(functools.partial(runner.train_window, window) for runner in runners.values()),
     ]
     times = time_in_turn(works, first, repeats, keep_gradients=(reduce_gradients,), progress=progress)
-    medians = [statistics.median(of_work) for of_work in times]
-    computing, (summing, *rest) = medians[: len(schedules)], medians[len(schedules) :]
-    sums = summing if world_size() > mesh.pipe.size else 0.0
-    computations = dict(zip(schedules, computing, strict=True))
-    return _Parts(computations, sums, rest[: len(moving)], rest[len(moving) :])
+    medians = map(statistics.median, times)
+    computation = {name: next(medians) for name in schedules}
+    reduction = next(medians)
+    if world_size() == mesh.pipe.size:
+        reduction = 0.0  # no rank has a replica, and nothing was reduced
+    moving = [next(medians) for _ in mesh.axes]
+
+    reduces = bool(first.layout.reductions)  # if not, only tensor parallelism sums parts of a few gradients
+    bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
+    sent = sum(transport.bytes_sent for transport in recorded)
+    over = {flat.gather_axis for flat in first.stage.flat_parameters}
+    result = {}
+    for (name, runner), step in zip(runners.items(), medians, strict=True):
+        overlapped = _overlapped_fractions(runner, window)
+        result[name] = Overlap(
+            step=step,
+            computation=computation[runner.scheduler.name],
+            communication=sum(moving) + reduction,
+            busiest=busiest_link(link_loads(mesh, moving, reduction, sent)),
+            overlapped_fraction=overlapped.pop(""),
+            tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
+            bytes_moved=sent,
+            overlapped_by_kind=overlapped,
+            bubble_fraction=bubbles[runner.scheduler.name],
+            link=str(mesh.link or ""),
+            sums=reduction if reduces else 0.0,
+            sums_overlapped=_reduction_overlapped(runner, window) if reduces else 0.0,
+            bytes_summed=bytes_summed(first),
+            bytes_gathered=sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over),
+            bytes_spared=sum(map(bytes_spared, first.stage.flat_parameters)),
+        )
+    forget_gradients(first)
+    return result
 
 
 def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callable[[], None]]:
-    """For each axis, what moves as much as its collectives of a window did."""
+    """For each axis, a work that moves as much as its collectives in a window."""
     kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
     buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
     outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
@@ -217,15 +187,12 @@ def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callabl
 
 
 def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
-    """Times a window under the plan of every runner. Collective; call it without gradients.
+    """Returns the seconds of every repeat of a window, by runner. Collective; there must be no gradients.
 
     Args:
         runners: by name, runners that differ in their plan or schedule only.
-        window: the micro-batches that are timed.
-        repeats: how often each runner is timed.
-
-    Returns:
-        By name, the seconds of every repeat.
+        window: the micro-batches.
+        repeats: the number of times that count.
     """
     first = next(iter(runners.values()))
     works = [functools.partial(runner.train_window, window) for runner in runners.values()]
@@ -241,17 +208,16 @@ def time_in_turn(
     keep_gradients: Sequence[object] = (),
     progress: Progress | None = None,
 ) -> list[list[float]]:
-    """Times pieces of work in turn, round by round, so that what slows the machine for a while slows all. Collective.
+    """Returns the seconds of every work on the slowest rank, round by round, the same on every rank. Collective.
+
+    Works are timed in turn, so that a disturbance of the machine slows all of them.
 
     Args:
-        works: what is timed, all of them in every round; each may leave gradients.
-        first: any of the runners, whose gradients are forgotten before each piece of work.
-        repeats: how many rounds count; one more is run before, which warms up.
-        keep_gradients: the works that need the gradients of the one before.
-        progress: called once in every round.
-
-    Returns:
-        By piece of work, its seconds on the slowest rank in every round that counts; the same on every rank.
+        works: the works, which may leave gradients; all run in every round.
+        first: any of the runners, whose gradients are forgotten before each work.
+        repeats: the number of rounds that count; a round before warms up.
+        keep_gradients: the works that need the gradients of the work before.
+        progress: called in every round.
     """
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
@@ -265,9 +231,9 @@ def time_in_turn(
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
-    """Runs a window and returns what its collectives move, axis by axis. Collective; no gradients are left.
+    """Returns the moves of the collectives of a window, axis by axis. Collective; no gradients are left.
 
-    The window runs since routers decide how many tokens go to which rank.
+    The window runs, since routers decide how many tokens go to each rank.
     """
     axes = runner.mesh.axes
     recorders = [Recorder(axis.transport) for axis in axes]
@@ -279,14 +245,14 @@ def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]
 
 
 def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
-    """For a while, nothing moves on the axes."""
+    """Returns a context in which nothing moves on the axes."""
     silent = [SilentTransport(axis.size, axis.rank, axis.transport) for axis in axes]
     return transports(axes, silent)
 
 
 @contextlib.contextmanager
 def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
-    """For a while, the axes use other transports."""
+    """Lets the axes use other transports within the context."""
     real = [axis.transport for axis in axes]
     try:
         for axis, transport in zip(axes, others, strict=True):
@@ -298,12 +264,12 @@ def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[No
 
 
 def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = False) -> Trace:
-    """Returns what runs in a window, and when; no gradients are left. Collective.
+    """Returns the trace of a window; no gradients are left. Collective.
 
     Args:
-        runner: runs the window.
+        runner: the runner of the window.
         window: the micro-batches.
-        complete: whether gradients are summed over the ranks, too.
+        complete: whether gradients are reduced over the ranks, too.
     """
     streams = runner.executor.streams
     with streams.tracing() as trace:
@@ -326,16 +292,16 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
     }
 
 
-def _sums_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:
-    """The part of the time of sums of gradients in which computation ran beside them: a mean over the ranks."""
+def _reduction_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """The share of the time of gradient reductions in which computation ran, too: a mean over the ranks."""
     spans = trace_window(runner, window, complete=True).spans
-    stream = Kind.GRADIENTS.value  # which gathers of weights go over, too
-    sums = (span for span in spans if span.stream == stream and span.label.startswith(f"{stream}."))
-    summing = merge((span.start, span.end) for span in sums)
+    stream = Kind.GRADIENTS.value  # weight gathers run on this stream, too
+    reductions = (span for span in spans if span.stream == stream and span.label.startswith(f"{stream}."))
+    reducing = merge((span.start, span.end) for span in reductions)
     computing = merge((span.start, span.end) for span in spans if span.stream == Kind.COMPUTE.value)
-    busy = sum(end - start for start, end in summing)
-    beside = sum(end - start for start, end in common(summing, computing))
-    return statistics.fmean(all_gather_object(beside / busy if busy else 1.0))
+    busy = sum(end - start for start, end in reducing)
+    overlapped = sum(end - start for start, end in common(reducing, computing))
+    return statistics.fmean(all_gather_object(overlapped / busy if busy else 1.0))
 
 
 def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
@@ -348,8 +314,8 @@ def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
     mine = trace.busy(compute=True), min(start for start, _ in spans), max(end for _, end in spans)
     ranks = all_gather_object(mine)
     # Clocks of hosts differ; rank 0 of a pipeline computes first and last on the fold.
-    whole = max(end - start for _, start, end in ranks)
-    return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole)
+    length = max(end - start for _, start, end in ranks)
+    return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / length)
 
 
 def _timed(work: Callable[[], Any], runner: Runner) -> float:
@@ -373,14 +339,7 @@ def forget_gradients(runner: Runner) -> None:
         parameter.grad = None
 
 
-# -- shares --------------------------------------------------------------------------------------------------------
-# What a rank sends in a window: over which links, and in sums of gradients; what it saves by spreading parameters.
-#
-# In:   a runner, whose parameters may be spread over ranks, and times of its collectives.
-# Out:  seconds by link; bytes of this rank, by formula.
-# Must hold: what is counted is what docs/data_parallelism.md says of a window and of the time between windows;
-# padding is
-# counted.
+# -- bytes and links --------------------------------------------------------------------------------------------------
 
 
 AVERAGES = 8
@@ -388,7 +347,7 @@ AVERAGES = 8
 
 
 def bytes_summed(runner: Runner) -> int:
-    """Returns what this rank sends in the sums of a window's gradients over the ranks that see other tokens."""
+    """Returns the bytes that this rank sends in the gradient reductions of a window, over ranks with other tokens."""
     return sum(_sent(bucket, runner) for bucket in runner.buckets if bucket.spans_batches)
 
 
@@ -406,8 +365,8 @@ def _sent(bucket: Bucket, runner: Runner) -> int:
 
 
 def bytes_spared(flat: FlatParameter) -> int:
-    """Returns what this rank keeps less of between windows because the parameters of a flat are spread: of weights, and
-    of AdamW's states where they are trained."""
+    """Returns the bytes that this rank saves between windows by sharding a flat parameter: weights, and AdamW's states
+    where the weights are trained."""
     weight = flat.shard.element_size()
     states = AVERAGES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()
@@ -418,14 +377,13 @@ def bytes_spared(flat: FlatParameter) -> int:
 
 
 def link_loads(mesh: Mesh, moved: Sequence[float], summing: float, sent: int) -> Iterator[tuple[str, float]]:
-    """Yields what a window communicates, for `busiest_link`: by kinds, each on a link of its own, sums of gradients on
-    that of their ranks. All of it shares an emulated link, over which latencies may pass side by side.
+    """Yields the links of a window with their seconds, for `busiest_link`.
 
-    Args:
-        mesh: the axes.
-        moved: seconds of the collectives of each.
-        summing: seconds of the sums.
-        sent: bytes that a rank sends over the axes.
+    Each kind has a link of its own; gradient reductions use the link of their ranks. All of them share an emulated
+    link, over which latencies may pass concurrently.
+
+    `moved` are the seconds of the collectives of each axis, `summing` the seconds of the gradient reductions, and
+    `sent` the bytes that a rank sends over the axes.
     """
     if mesh.link:
         yield from ((f"axis {place}", seconds) for place, seconds in enumerate(moved))

@@ -1,7 +1,7 @@
-"""Progress: one bar on a terminal; where standard error is a file or a pipe, one line for each stage.
+"""Progress of long work: a bar on a terminal; where standard error is a file or a pipe, a line for each stage.
 
-In:   the name of the stage that is under way, and the share of it that is done.
-Out:  a bar that goes away when all is done, or a line when a stage begins.
+In:   the name of the current stage, and its finished share.
+Out:  a bar until all is done, or a line when a stage begins.
 Must hold: control characters go to terminals only, so that log files stay readable. Imports no torch.
 """
 
@@ -12,34 +12,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[float], object]
-"""Called with the share of the work that is done, from 0 to 1."""
+"""Called with the finished share of some work, from 0 to 1."""
 
 StageProgress = Callable[[str, float], object]
-"""Called with the name of the stage that is under way, and the share of it that is done, from 0 to 1."""
+"""Called with the name of the current stage and its finished share, from 0 to 1."""
 
 
 def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, num_parts: int = 1) -> Progress | None:
-    """Returns what to call with the progress of one part of a stage.
+    """Returns the progress callback of one part of a stage; None without a callback of the stage.
 
     Args:
-        progress: called with the progress of the stage; None where nobody wants to know.
+        progress: the callback of the stage.
         stage: the name of the stage.
-        part: the number of this part, counted from 0.
-        num_parts: how many parts of equal length the stage has.
+        part: the number of this part, from 0.
+        num_parts: the number of parts, of equal length.
     """
     return None if progress is None else lambda share: progress(stage, (part + share) / num_parts)
 
 
 @contextmanager
 def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
-    """Shows how far work of one or more stages has come.
+    """Yields a callback that shows the progress of one or more stages.
 
     Args:
-        is_shown: False on ranks that stay silent; usually `rank() == 0`.
-        prefix: what every bar and line begins with.
-
-    Yields:
-        A function to call with the name of the stage and the share of it that is done, from 0 to 1.
+        is_shown: False on silent ranks; usually `rank() == 0`.
+        prefix: the start of every bar and line.
     """
     if not is_shown:
         yield lambda stage, share: None
@@ -54,7 +51,7 @@ def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[St
 def _bar(prefix: str) -> Iterator[StageProgress]:
     from tqdm.auto import tqdm
 
-    # Stages differ in how fast they advance, so an estimate of the time that is left would mislead.
+    # Stages differ in speed, so an estimate of the time left would mislead.
     form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=100, leave=False, bar_format=form) as bar:
 

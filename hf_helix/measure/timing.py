@@ -1,16 +1,13 @@
-"""Traces of a program: what runs on the streams of a rank, and when.
+"""Timing on the streams of a rank.
 
-In:   a program and its micro-batches, or a piece of work.
-Out:  spans, in the order in which they start.
-Must hold: a GPU is held until the host has issued what is timed, so that times are those of the device and not of
-launching kernels.
+In:   works, programs, windows.
+Out:  spans in the order of their starts, or seconds of every repeat.
+Must hold: a GPU is held until the host has issued the timed work, so that times are times of the device and not of
+kernel launches. A single collective can look faster than its link, so several collectives run in a row.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,13 +20,78 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import CudaStreams, Streams, make_streams
+from hf_helix.runtime.streams import CudaStreams, Streams
 from hf_helix.runtime.trace import Span
 
 # Seconds for which a GPU is held for each operator, so that the host has issued it: in a window, where the host gets
-# further ahead with each, more than the mean (0.16 ms beside an H100); else more than the slowest (attention, 0.63 ms).
+# further ahead with each, more than the mean (0.16 ms with an H100); else more than the slowest (attention, 0.63 ms).
 ISSUING, ISSUING_SLOWEST = 3e-4, 1e-3
-CLOCK = 2.5e9  # cycles of a GPU in a second; one with a slower clock is held longer
+CLOCK = 2.5e9  # cycles of a GPU in a second; a GPU with a slower clock is held longer
+
+FEWEST, MOST = 5, 200
+"""Repeats of a timed work."""
+
+Work = Callable[[], object]
+
+
+def hold(streams: Streams, seconds: float) -> None:
+    """Keeps the compute stream of a GPU, and all streams that wait for it, from running.
+
+    Without the hold, the device would wait for the host, and an operator of a few small kernels would take the time of
+    their launches. An operator in which the host waits for the device still takes the time of that wait, as in a step.
+    """
+    if isinstance(streams, CudaStreams):
+        torch.cuda._sleep(int(seconds * CLOCK))
+
+
+def record(streams: Streams, issue: Work, issuing: float = 0.0) -> list[Span]:
+    """Returns the spans of some work in the order of their starts.
+
+    Args:
+        streams: the streams of the work.
+        issue: issues the work.
+        issuing: seconds of the host for the work, for which a GPU is held.
+    """
+    streams.synchronize()
+    with streams.tracing() as trace:
+        if issuing:
+            hold(streams, issuing)
+        issue()
+    return sorted(trace.spans, key=lambda span: span.start)
+
+
+def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: str = "") -> list[float]:
+    """Returns the seconds of every repeat of a communication, all repeats issued in a row.
+
+    Args:
+        streams: the streams of the communication.
+        kind: its stream.
+        work: this rank's part of the communication.
+        repeats: the number of repeats; the first warms up.
+        lane: the lane of the stream.
+    """
+
+    def issue() -> None:
+        for event in [streams.issue(kind, work, (), kind.value, lane) for _ in range(repeats)]:
+            streams.wait(event)
+
+    return [span.seconds for span in record(streams, issue, repeats * ISSUING_SLOWEST)]
+
+
+def time_gradient_stream(streams: Streams, work: Work, repeats: int, issuing: float) -> list[float]:
+    """Returns the seconds for which every repeat of a work keeps the stream of gradients busy, without the first.
+
+    `issuing` are the seconds of the host for a repeat.
+    """
+
+    def issue() -> None:
+        for _ in range(repeats):
+            work()
+
+    spans = record(streams, issue, repeats * issuing)
+    seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
+    parts = len(seconds) // repeats  # a reduction has a part for each type of gradients, and for those of experts
+    return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
 
 
 def traced(
@@ -39,30 +101,23 @@ def traced(
     values: Mapping[Key, Tensor],
     issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
-    """Runs a program and returns its spans in the order in which they start.
+    """Returns the spans of a program. A GPU is held at every barrier until the host is at the next barrier.
 
-    A GPU is held at every barrier until the host is at the next.
-
-    Args:
-        runner: whose executor and streams run the program.
-        program: the instructions; what is to be timed on a GPU stands behind a barrier.
-        batches: the micro-batches, by their number.
-        values: the values that every micro-batch starts with.
-        issuing: seconds that the host needs to issue an operator.
+    The timed instructions follow a barrier. `issuing` are the seconds of the host for an operator.
     """
-    streams = runner.executor.streams
-    counts = _counts_behind_barriers(program)
+    counts = _operators_after_barriers(program)
 
     def hold_next() -> None:
-        hold(streams, next(counts) * issuing)
+        hold(runner.executor.streams, next(counts) * issuing)
 
-    with streams.tracing() as trace:
+    def run() -> None:
         runner.executor.run(program, batches, values, training=True, at_barrier=hold_next)
-    return sorted(trace.spans, key=lambda span: span.start)
+
+    return record(runner.executor.streams, run)
 
 
 def apart(program: Iterable[Instruction]) -> list[Instruction]:
-    """Returns the program with a barrier before every computation, at which a GPU can be held."""
+    """Returns the program with a barrier, at which a GPU can be held, before every computation."""
     result: list[Instruction] = []
     for instruction in program:
         if instruction.operator is not None and not instruction.operator.kind.communicates:
@@ -71,8 +126,8 @@ def apart(program: Iterable[Instruction]) -> list[Instruction]:
     return result
 
 
-def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:
-    """For each barrier, how many operators are issued between it and the next."""
+def _operators_after_barriers(program: Iterable[Instruction]) -> Iterator[int]:
+    """The number of operators between each barrier and the next."""
     counts: list[int] = []
     for instruction in program:
         if instruction.operator is None:
@@ -82,98 +137,42 @@ def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:
     return iter(counts)
 
 
-def hold(streams: Streams, seconds: float) -> None:
-    """Keeps the compute stream of a GPU, which all other streams wait for, from running what is issued meanwhile.
-
-    Without it the device would wait for the host, and the time of an operator of a few small kernels would be that of
-    launching them. An operator in which the host waits for the device still takes as long as that wait, as in a step.
-    """
-    if isinstance(streams, CudaStreams):
-        torch.cuda._sleep(int(seconds * CLOCK))
-
-
-def time_repeats(streams: Streams, repeat: Callable[[], None], repeats: int, issuing: float) -> list[float]:
-    """Returns the seconds that the stream of gradients is busy with each repeat of some work, without the first.
-
-    Args:
-        streams: what the work runs on.
-        repeat: issues the work once, as windows issue it.
-        repeats: how often it runs in a row; the first run warms up.
-        issuing: seconds that the host needs to issue it once.
-    """
-    streams.synchronize()
-    with streams.tracing() as trace:
-        hold(streams, repeats * issuing)
-        for _ in range(repeats):
-            repeat()
-    spans = sorted(trace.spans, key=lambda span: span.start)
-    seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
-    parts = len(seconds) // repeats  # a sum has one for each type of gradients, and for those of experts
-    return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
-
-
 def meet(runner: Runner) -> None:
-    """Waits until the ranks that share every layer are all here, so that they start together. Collective."""
+    """Waits until all ranks of every axis are here, so that all start together. Collective."""
     runner.executor.streams.synchronize()
     for axis in runner.mesh.axes:
         if axis.group is not None:
             dist.barrier(group=axis.group)
 
 
-# -- stopwatch -----------------------------------------------------------------------------------------------------
-# What a piece of work takes on a device.
-#
-# In:   work, which calls torch.
-# Out:  seconds, the same on every rank.
-# Must hold: all ranks run the same work at the same time, since on a CPU they share memory and cores; a GPU is held
-# until
-# the host has issued what is timed.
-
-
-Work = Callable[[], object]
-
-LEAST, MOST = 5, 200
-"""Repeats of a piece of work."""
-
-
 class Stopwatch:
-    """Times work on a device.
+    """A stopwatch for computations, the same on every rank.
+
+    On a CPU ranks share memory and cores, so all ranks run the same work at the same time.
 
     Args:
-        device: that it runs on.
-        budget: seconds for the repeats of a piece of work.
+        streams: the streams of a device.
+        device: the device.
+        budget: seconds for the repeats of a work.
     """
 
-    def __init__(self, device: torch.device, budget: float) -> None:
+    def __init__(self, streams: Streams, device: torch.device, budget: float) -> None:
         self.device = device
+        self._streams = streams
         self._budget = budget
-        self._streams = make_streams(device)
 
     def seconds(self, work: Work) -> float:
-        """Returns the mean over repeats, that of the slowest rank: a window is a sum over many. Collective."""
+        """Returns the mean over repeats, of the slowest rank: a window is a sum over many operators. Collective."""
         work()
-        (once,) = self._repeat(work, 1)
-        once = max(all_gather_object(once), default=once)
-        repeats = min(MOST, max(LEAST, int(self._budget / max(once, 1e-9))))
+        once = max(all_gather_object(self._mean(work, 1)))
+        repeats = min(MOST, max(FEWEST, int(self._budget / max(once, 1e-9))))
         all_gather_object(None)  # so that all ranks start together
-        return max(all_gather_object(statistics.fmean(self._repeat(work, repeats))))
+        return max(all_gather_object(self._mean(work, repeats)))
 
-    def _repeat(self, work: Work, repeats: int) -> list[float]:
-        if self.device.type == "cuda":
-            return self._repeat_on_gpu(work, repeats)
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+    def _mean(self, work: Work, repeats: int) -> float:
+        def run() -> None:
+            for _ in range(repeats):
+                work()
 
-    def _repeat_on_gpu(self, work: Work, repeats: int) -> list[float]:
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        hold(self._streams, repeats * ISSUING_SLOWEST)
-        ends[0].record()
-        for end in ends[1:]:
-            work()
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(ends)]
+        (span,) = record(self._streams, lambda: self._streams.compute(run, "work"), repeats * ISSUING_SLOWEST)
+        return span.seconds / repeats

@@ -1,15 +1,18 @@
-"""What people look at, as text and as pictures.
+"""Reports for people, as text and as pictures.
 
-bars          one form for what ran and what is predicted, which the next two draw
-timeline      which stream runs what, and when
-strands       two layers under two plans, on one axis of time
-pipeline      what every rank of a schedule runs
-heatmap       which operators overlap well, and where time goes
-operators     what a rank runs, and how its parameters are cut, as text
-comparison    what a plan gains over others, here and on other links
-scorecard     what one plan hides
+bars          the timeline model: an operator on a stream, from a trace or from a prediction
+timeline      the streams of a window
+strands       two layers under several plans, on the same time axis
+pipeline      the ranks of a schedule
+heatmap       overlap efficiencies of pairs, and the time of a micro-batch by kind
+operators     the operators of a rank and the cuts of its parameters, as text
+comparison    the gain of a plan over others, here and on other links
+scorecard     the communication that a plan hides
 live          the figures of the logs
+flops         floating-point operations of a model, peaks of devices
+perfetto      traces for ui.perfetto.dev
+figures of the logs
 flops         work of a model, peaks of devices
 perfetto      traces for ui.perfetto.dev
-figures       how every picture is made and saved
+figures       files, colours, heads and legends of all pictures
 """

@@ -1,8 +1,8 @@
-"""Bars: one neutral form of what ran, or will run, for every picture.
+"""The timeline model: bars, from a prediction or from a trace.
 
-In:   a window that the cost function predicted, or the trace of one that ran.
-Out:  `Bar`s: an operator, its stream, its strand and micro-batch, its start and end.
-Must hold: prediction and measurement look the same from here on; nothing needs torch.
+In:   a predicted window, or the trace of a window.
+Out:  `Bar`s: an operator with its stream, strand and micro-batch, its start and end.
+Must hold: predictions and traces look the same from here on; nothing needs torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.timing.clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.window import STREAMS
 from hf_helix.runtime.trace import Trace, merge
 
 _LABEL = re.compile(r"^([FB])(\d+)\.([^.]+(?:\.\d+)?)\.(.+)$")
@@ -28,19 +29,19 @@ MEANING = {
     "r": "communication of forward again",
     "s": "gradient sums (data parallel)",
 }
-"""The letters of what a bar does."""
+"""The letters of bars."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One operator that runs.
+    """An operator that runs.
 
     Attributes:
         stream: "compute", "intra_node", "inter_node" or "gradients".
         strand: "F" or "B".
         label: as in a trace, such as "B2.layers.3.mlp.down.W".
         start: seconds, as `end`.
-        communicates: whether it moves data instead of computing.
+        communicates: whether the operator moves data.
     """
 
     stream: str
@@ -57,12 +58,12 @@ class Bar:
 
     @property
     def operator(self) -> str:
-        """Its name without the unit's."""
+        """The name of the operator, without its unit."""
         return parse_label(self.label)[3]
 
     @property
     def letter(self) -> str:
-        """What it does; see `MEANING`."""
+        """A key of `MEANING`."""
         if self.stream == Kind.GRADIENTS.value and self.strand == "B":
             return "s"
         part = part_of(self.strand, self.operator)
@@ -71,7 +72,7 @@ class Bar:
 
 
 def parse_label(label: str) -> tuple[str, int, str, str]:
-    """Strand letter, micro-batch, unit label and operator of a label such as "B2.layers.3.mlp.down.W"."""
+    """Returns the strand, micro-batch, unit and operator of a label such as "B2.layers.3.mlp.down.W"."""
     match = _LABEL.match(label)
     if match is None:
         raise ValueError(f"not the label of an operator: {label!r}; one looks like 'B2.layers.3.mlp.down.W'")
@@ -79,18 +80,18 @@ def parse_label(label: str) -> tuple[str, int, str, str]:
 
 
 def sums_gradients(label: str) -> bool:
-    """Whether it names no operator, but a sum of gradients over ranks."""
+    """Returns whether a label names a gradient reduction, which belongs to no unit."""
     return label.startswith(f"{Kind.GRADIENTS.value}.")
 
 
 def part_of(strand: str, operator: str) -> str:
-    """The part (see `Part`) that an operator of a strand is, by its name."""
+    """Returns the part (see `Part`) of an operator of a strand, by its name."""
     endings = {"I": Part.I, "W": Part.W, "again": Part.R}
     return (Part.F if strand == "F" else endings.get(operator.rpartition(".")[2], Part.B)).value
 
 
 def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list[Bar]:
-    """What the cost function predicts. The program is the one that `timeline.arrays` was made from, in its order."""
+    """Returns the bars of a predicted window; `timeline.arrays` was made from the program."""
     work = timeline.arrays
     if len(program) != len(work):
         raise ValueError(
@@ -109,21 +110,21 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
 
 
 def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int, str]:
-    """By index of a unit: its name, numbered where the rank holds several; like "layers.3" of a trace."""
+    """The labels of units by index: their names, numbered where the rank holds several, like "layers.3" of a trace."""
     entries = timeline.arrays.entries
     names = {
         i.unit: timeline.arrays.names[n][0]
         for i, n in zip(program, entries, strict=True)
         if i.operator is not None and not i.is_per_step
     }
-    alike: dict[str, list[int]] = {}
+    same: dict[str, list[int]] = {}
     for unit, name in sorted(names.items()):
-        alike.setdefault(name, []).append(unit)
-    return {u: f"{name}.{n}" if len(units) > 1 else name for name, units in alike.items() for n, u in enumerate(units)}
+        same.setdefault(name, []).append(unit)
+    return {u: f"{name}.{n}" if len(units) > 1 else name for name, units in same.items() for n, u in enumerate(units)}
 
 
 def bars_of_trace(trace: Trace) -> list[Bar]:
-    """What ran; times from the start of the first operator on. Sums of gradients are of the last micro-batch."""
+    """Returns the bars of a trace, from the first start on. Gradient reductions belong to the last micro-batch."""
     first = min((span.start for span in trace.spans), default=0.0)
     last = max((parse_label(s.label)[1] for s in trace.spans if not sums_gradients(s.label)), default=0)
     bars = []
@@ -136,13 +137,7 @@ def bars_of_trace(trace: Trace) -> list[Bar]:
 
 
 def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
-    """What runs in a stretch of time, in seconds; bars that reach beyond it are cut.
-
-    Args:
-        bars: of any streams.
-        start: of the stretch, in seconds.
-        end: of the stretch, in seconds.
-    """
+    """Returns the bars from `start` to `end`, in seconds; bars that reach beyond are cut."""
     return [
         replace(bar, start=max(bar.start, start), end=min(bar.end, end))
         for bar in bars
@@ -151,21 +146,34 @@ def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
 
 
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:
-    """The part of a stretch of time in which a stream runs something.
+    """Returns the share of the time from `start` to `end` in which a stream is busy.
 
     Args:
-        bars: of any streams.
+        bars: bars of any streams.
         stream: the name of the stream.
-        start: of the stretch, in seconds.
-        end: of the stretch, in seconds.
+        start: seconds.
+        end: seconds.
     """
-    pieces = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
-    return sum(b - a for a, b in pieces) / (end - start)
+    busy = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
+    return sum(b - a for a, b in busy) / (end - start)
 
 
 def extent(bars: Sequence[Bar]) -> tuple[float, float]:
-    """When the first starts and the last ends. Raises ValueError where nothing takes any time."""
+    """Returns the first start and the last end. Raises ValueError where no bar takes any time."""
     first, last = min((bar.start for bar in bars), default=0.0), max((bar.end for bar in bars), default=0.0)
     if last <= first:
         raise ValueError("there is nothing to draw: no operator took any time")
     return first, last
+
+
+def legend(bars: Iterable[Bar]) -> dict[str, str]:
+    """Returns the letters of bars with their meaning."""
+    used = {bar.letter for bar in bars}
+    return {letter: meaning for letter, meaning in MEANING.items() if letter in used}
+
+
+def streams_of(bars: Iterable[Bar]) -> list[str]:
+    """Returns the streams of bars, from the cores of a rank outward."""
+    streams = {bar.stream for bar in bars}
+    rows = [kind.value for kind in STREAMS]
+    return [*(stream for stream in rows if stream in streams), *sorted(streams - set(rows))]

@@ -1,8 +1,8 @@
-"""Comparisons of plans as text: what the plan in use gains, and what it would gain on other links.
+"""Comparisons of plans as text: the gain of the plan in use, here and on other links.
 
-In:   a `Comparison` that was measured, and predictions for links of other speeds.
-Out:  text, and the files that show them.
-Must hold: what was measured on an emulated link says so; what is predicted says so; a loss is printed as a loss.
+In:   a measured `Comparison`, and predictions for links of other speeds.
+Out:  text, and the files of its picture, plan and profile.
+Must hold: a measurement on an emulated link says so; a prediction says so; a loss is printed as a loss.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hf_helix.config import LinkSpeed
 from hf_helix.planning.plan.link_speeds import Predicted, link_of, predict_speeds
 from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
-from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.budget import BASELINE
+from hf_helix.tuning.candidates import Comparison
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of links that are predicted, in parts of the one that was measured on."""
+"""Speeds of predicted links, in parts of the speed of the measured link."""
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Returns a table of the plans, the one in use last, with the bound that no plan can beat."""
+    """Returns a table of the plans, the plan in use last, with the bound that no plan can beat."""
     kept = comparison.overlaps[comparison.chosen]
     where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
     lines = [
@@ -44,20 +44,19 @@ def format_comparison(comparison: Comparison) -> str:
 
 
 def _without_link(comparison: Comparison) -> list[str]:
-    """One line on the machine as it is."""
+    """A line without the emulated link."""
     if BASELINE not in comparison.bare or comparison.chosen == BASELINE:
         return []
     one, two = comparison.bare[BASELINE], comparison.bare[comparison.chosen]
     gain = one / two
     verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
-    return [
-        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {comparison.chosen} {two * 1e3:,.1f} ms "
-        f"({gain:.2f}x, {verdict}): transfers between processes of one machine run on the cores that compute"
-    ]
+    times = f"{BASELINE} {one * 1e3:,.1f} ms, {comparison.chosen} {two * 1e3:,.1f} ms ({gain:.2f}x, {verdict})"
+    why = "transfers between processes of one machine run on the cores that compute"
+    return [f"  without the emulated link, measured: {times}: {why}"]
 
 
 def speeds_around(comparison: Comparison) -> list[LinkSpeed]:
-    """Returns links slower and faster than the one that was measured on; none where it was not emulated."""
+    """Returns links slower and faster than the measured link; none without an emulated link."""
     here = link_of(comparison.profile)
     if here.rate is None:
         return []
@@ -65,12 +64,12 @@ def speeds_around(comparison: Comparison) -> list[LinkSpeed]:
 
 
 def predict_around(comparison: Comparison) -> list[Predicted]:
-    """Predicts the plans of the compared rules on slower and faster links."""
+    """Returns predictions of the compared rules on slower and faster links."""
     return predict_speeds(comparison.profile, comparison.schedule, speeds_around(comparison), comparison.plans)
 
 
 def format_speeds(predicted: Sequence[Predicted], comparison: Comparison) -> str:
-    """Returns a table with a row for every link; what was measured is marked."""
+    """Returns a table with a row for every link, and a row of the measurement."""
     here, kept = link_of(comparison.profile), comparison.chosen
     others = [rule for rule in comparison.overlaps if rule != kept]
     lines = [

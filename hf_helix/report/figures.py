@@ -1,16 +1,15 @@
-"""Figures: how every picture of this package is made and saved.
+"""Figures: files, colours, heads and legends of all pictures.
 
 In:   a path whose suffix names the format, and the size in inches.
 Out:  an empty matplotlib figure, saved when its `with` block ends.
-Must hold: matplotlib is imported only here, inside a function; no display, no global state; the same data make the
-same file.
+Must hold: matplotlib is imported inside functions only; no display, no global state; the same data make the same file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png", ".pdf")
 INK, FAINT, EMPTY = "#2b2f36", "#7b828c", "#f1f2f4"
 
-# One hue a strand, pale where data moves. The colours differ in lightness, too, so they survive colour blindness and
-# print in grey.
+# A hue for each strand, pale for communication. The colours differ in lightness, too, for colour blindness and for
+# prints in grey.
 COLOURS = {
     "F": "#2e6fae",
     "B": "#d1603d",
@@ -49,12 +48,12 @@ STYLE = {
 
 @contextlib.contextmanager
 def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, which becomes the file.
+    """Yields a figure, which is saved at the end of the context.
 
     Args:
-        path: of the file, .svg, .png or .pdf.
-        width: in inches.
-        height: in inches.
+        path: the file, .svg, .png or .pdf.
+        width: inches.
+        height: inches.
 
     Raises:
         ValueError: a suffix that is not in `SUFFIXES`.
@@ -80,7 +79,47 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figur
 
 @functools.lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
-    """Points that a text takes."""
+    """Returns the width of a text in points."""
     from matplotlib.textpath import TextPath
 
     return float(TextPath((0, 0), text, size=size).get_extents().width)
+
+
+def draw_head(figure: Figure, title: str, note: str, margins: tuple[float, float], size: float = 8.0) -> None:
+    """Draws the title and a note at the top.
+
+    Args:
+        figure: the figure.
+        title: the title, at the left margin.
+        note: the note, at the right margin.
+        margins: the left and the right margin in inches.
+        size: the font size of the note.
+    """
+    width, height = figure.get_size_inches()
+    left, right = margins
+    figure.text(left / width, 1 - 0.16 / height, title, fontsize=10.5, fontweight="bold", va="center")
+    figure.text(1 - right / width, 1 - 0.16 / height, note, ha="right", va="center", color=FAINT, fontsize=size)
+
+
+def draw_legend(figure: Figure, colours: Mapping[str, str], left: float, **style: Any) -> None:
+    """Draws a legend at the bottom.
+
+    Args:
+        figure: the figure.
+        colours: the colours by label.
+        left: the left margin in inches.
+        style: other options of `Figure.legend`.
+    """
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(
+        handles=patches,
+        loc="lower left",
+        bbox_to_anchor=(left / figure.get_size_inches()[0], 0),
+        ncols=len(patches),
+        frameon=False,
+        handlelength=1.2,
+        handletextpad=0.5,
+        **{"borderaxespad": 0.2, **style},
+    )

@@ -1,8 +1,8 @@
-"""Heat maps and breakdowns: what a profile says, as text and as figures.
+"""Heat maps and breakdowns of a profile, as text and as figures.
 
 In:   a `Profile`.
-Out:  how well pairs of operators overlap (the paper's figure 4), and where the time of a micro-batch goes.
-Must hold: what was not measured stays empty; what is too short to tell is marked; nothing is clipped silently.
+Out:  the overlap efficiency of pairs of operators (the paper's figure 4), and the time of a micro-batch by kind.
+Must hold: cells without a measurement stay empty; cells of too short operators are marked; nothing is clipped silently.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TOO_SHORT = 0.01  # of the longer one's time: below, the noise of the longer is larger than the shorter
+TOO_SHORT = 0.01  # of the longer operator's time, whose noise is larger than a shorter operator
 KINDS = ("GEMM", "attention", "other computation", "intra-node communication", "inter-node communication")
 KIND_COLOURS = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d")
 CELL, LINE = 0.5, 0.26  # width and height of a cell of a heat map, in inches
 
 
 def pair_table(profile: Profile) -> tuple[list[Name], list[Name], dict[tuple[Name, Name], float]]:
-    """Operators that were started first, operators beside them, and the efficiencies; either order finds a pair."""
+    """Returns the first operators of pairs, the second operators, and the efficiencies; either order finds a pair."""
     order = [name for name, _ in named_operators(profile.layout)]
     rows = sorted({a for a, _ in profile.pairs}, key=order.index)
     columns = sorted({b for _, b in profile.pairs}, key=lambda b: (not profile.kind(b).communicates, order.index(b)))
@@ -39,19 +39,13 @@ def pair_table(profile: Profile) -> tuple[list[Name], list[Name], dict[tuple[Nam
 
 
 def tells(profile: Profile, a: Name, b: Name) -> bool:
-    """Whether the shorter of two operators is long enough for their efficiency to mean anything.
-
-    Args:
-        profile: the times of the operators.
-        a: one of two operators.
-        b: the other one.
-    """
+    """Returns whether the shorter of two operators is long enough for their efficiency to mean anything."""
     short, long = sorted((profile.times[a], profile.times[b]))
     return short >= TOO_SHORT * long
 
 
 def _short_names(names: Sequence[Name]) -> dict[Name, str]:
-    """Without the unit where all are of one."""
+    """Names without the unit, where all have the same unit."""
     several = len({unit for unit, _ in names}) > 1
     return {name: "/".join(name) if several else name[1] for name in names}
 
@@ -62,23 +56,23 @@ def _number(value: float, means: bool) -> str:
 
 
 def _notes(profile: Profile, names: dict[Name, str]) -> list[str]:
-    """What a reader must know of the cells."""
+    """Notes for the reader of the cells."""
     notes = ["1: the shorter is hidden; 0: as one after the other; below 0: a loss"]
     if not all(tells(profile, a, b) for a, b in profile.pairs):
         notes.append(f"(in brackets): one takes less than {TOO_SHORT:.0%} of the other's time, too little to tell")
-    alike: dict[Name, list[Name]] = {}
+    represented: dict[Name, list[Name]] = {}
     for name, other in profile.like.items():
         if other in names:
-            alike.setdefault(other, []).append(name)
+            represented.setdefault(other, []).append(name)
     units = {unit for unit, _ in names}
-    for other, names_alike in alike.items():
-        same = [name[1] if {name[0]} == units else "/".join(name) for name in names_alike]
+    for other, others in represented.items():
+        same = [name[1] if {name[0]} == units else "/".join(name) for name in others]
         notes.append(f"{names[other]} stands for {', '.join(same)}, too")
     return notes
 
 
 def text_heatmap(profile: Profile) -> str:
-    """The overlap efficiency of every pair that was measured, as a table."""
+    """Returns the overlap efficiency of every measured pair, as a table."""
     if not profile.pairs:
         return "no pairs of operators were measured"
     rows, columns, cells = pair_table(profile)
@@ -95,13 +89,7 @@ def text_heatmap(profile: Profile) -> str:
 
 
 def draw_heatmap(profile: Profile, path: str | Path, title: str = "Overlap efficiency (OEF)") -> None:
-    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured.
-
-    Args:
-        profile: with pairs of operators.
-        path: of the file.
-        title: above the figure.
-    """
+    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError without measured pairs."""
     if not profile.pairs:
         raise ValueError("there is nothing to draw: the profile holds no pairs")
     rows, columns, cells = pair_table(profile)
@@ -129,13 +117,13 @@ def draw_heatmap(profile: Profile, path: str | Path, title: str = "Overlap effic
 def _draw_cells(
     axes: Axes, profile: Profile, rows: list[Name], columns: list[Name], cells: dict[tuple[Name, Name], float]
 ) -> Any:
-    """Red for a loss, blue for a gain; numbers in the cells; cells that tell nothing without a colour."""
+    """Red for a loss, blue for a gain; numbers in the cells; cells of too short operators have no colour."""
     from matplotlib.colors import LinearSegmentedColormap
 
     empty = float("nan")
-    told = [[cells[a, b] if (a, b) in cells and tells(profile, a, b) else empty for b in columns] for a in rows]
+    values = [[cells[a, b] if (a, b) in cells and tells(profile, a, b) else empty for b in columns] for a in rows]
     colours = LinearSegmentedColormap.from_list("gain", [COLOURS["B"], "white", COLOURS["F"]])
-    image = axes.imshow(told, cmap=colours, vmin=-1, vmax=1, aspect="auto")
+    image = axes.imshow(values, cmap=colours, vmin=-1, vmax=1, aspect="auto")
     axes.set_facecolor(EMPTY)
     for i, a in enumerate(rows):
         for j, b in enumerate(columns):
@@ -152,7 +140,7 @@ def _draw_cells(
 
 
 def kind_of(op: Operator) -> str:
-    """Which of `KINDS` an operator is."""
+    """Returns the member of `KINDS` of an operator."""
     if op.kind.communicates:
         return f"{op.kind.value.replace('_', '-')} communication"
     if op.splits_dgrad_wgrad:
@@ -161,10 +149,9 @@ def kind_of(op: Operator) -> str:
 
 
 def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """By kind, the seconds of a micro-batch's operators forward and backward, each alone; kinds that occur only.
+    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone.
 
-    Args:
-        num_layers: how many repeating units to count; None for those of the profile's layout.
+    `num_layers` repeating units are counted; None for the units of the profile's layout.
     """
     units, graphs = profile.layout.units, profile.layout.graphs
     layers = sum(graphs[unit].forward.repeats for unit in units)
@@ -179,14 +166,14 @@ def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tupl
 
 
 def text_breakdown(profile: Profile, num_layers: int | None = None) -> str:
-    """Where the time of a micro-batch goes, as a table."""
+    """Returns the time of a micro-batch by kind, as a table."""
     by_kind = breakdown(profile, num_layers)
     totals = [sum(column) for column in zip(*by_kind.values(), strict=True)]
-    whole = sum(totals)
+    total = sum(totals)
     lines = [f"{'':<20}{'forward':>20}{'backward':>20}{'both':>20}"]
     for kind, seconds in [*by_kind.items(), ("together", totals)]:
-        cells = [f"{value * 1e3:,.1f} ms {value / whole:6.1%}" for value in (*seconds, sum(seconds))]
-        bar = "" if kind == "together" else "█" * round(25 * sum(seconds) / whole)
+        cells = [f"{value * 1e3:,.1f} ms {value / total:6.1%}" for value in (*seconds, sum(seconds))]
+        bar = "" if kind == "together" else "█" * round(25 * sum(seconds) / total)
         lines.append(f"{kind:<20}{cells[0]:>20}{cells[1]:>20}{cells[2]:>20}  {bar}".rstrip())
     return "\n".join([*lines, "of one micro-batch, every operator alone, one after the other"])
 
@@ -197,27 +184,20 @@ def draw_breakdown(
     num_layers: int | None = None,
     title: str = "Where the time of a micro-batch goes",
 ) -> None:
-    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both.
-
-    Args:
-        profile: the times of the operators.
-        path: of the file.
-        num_layers: how many repeating units to count; None for those of the profile's layout.
-        title: above the figure.
-    """
+    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both."""
     by_kind = breakdown(profile, num_layers)
-    whole = sum(map(sum, by_kind.values()))
+    total = sum(map(sum, by_kind.values()))
     with figure_file(path, 7.2, 2.5) as figure:
         axes = figure.add_axes((0.11, 0.27, 0.86, 0.58))
         for place in range(3):
             left = 0.0
             for kind, (forward, backward) in by_kind.items():
                 value = (forward, backward, forward + backward)[place]
-                _draw_share(axes, place, left, value, whole, kind)
+                _draw_share(axes, place, left, value, total, kind)
                 left += value
-            axes.text((left + 0.006 * whole) * 1e3, place, f"{left / whole:.0%}", va="center", color=FAINT)
+            axes.text((left + 0.006 * total) * 1e3, place, f"{left / total:.0%}", va="center", color=FAINT)
         axes.set_yticks(range(3), ["forward", "backward", "both"])
-        axes.set_xlim(0, whole * 1e3 * 1.06)
+        axes.set_xlim(0, total * 1e3 * 1.06)
         axes.set_ylim(2.55, -0.55)
         axes.xaxis.set_major_formatter("{x:,.10g} ms")
         axes.tick_params(axis="y", length=0)
@@ -226,12 +206,12 @@ def draw_breakdown(
         figure.legend(loc="lower left", bbox_to_anchor=(0.1, 0), ncols=len(by_kind), frameon=False, handlelength=1.2)
 
 
-def _draw_share(axes: Axes, place: int, left: float, value: float, whole: float, kind: str) -> None:
-    """A piece of a stacked bar, with its part of everything where there is room."""
+def _draw_share(axes: Axes, place: int, left: float, value: float, total: float, kind: str) -> None:
+    """A segment of a stacked bar, with its share of the total where there is room."""
     style: dict[str, Any] = {"color": KIND_COLOURS[KINDS.index(kind)], "edgecolor": "white", "linewidth": 0.8}
     patch = axes.barh(place, value * 1e3, 0.72, left * 1e3, label=kind if place == 0 else None, **style)
     patch[0].set_gid(f"{('forward', 'backward', 'both')[place]}:{kind}")
-    if value > 0.045 * whole:
+    if value > 0.045 * total:
         ink = INK if kind == "intra-node communication" else "white"
         middle = (left + value / 2) * 1e3
-        axes.text(middle, place, f"{value / whole:.0%}", ha="center", va="center", color=ink, fontsize=7)
+        axes.text(middle, place, f"{value / total:.0%}", ha="center", va="center", color=ink, fontsize=7)

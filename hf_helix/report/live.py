@@ -1,9 +1,9 @@
 """The scorecard while training: figures for the logs, so that every tracker shows them.
 
-In:   windows as they are trained, one of them traced between two logs, and what was measured alone.
+In:   trained windows, a traced window between two logs, and the measurement of computation and communication alone.
 Out:  `helix/...` entries of a log.
-Must hold: every figure comes from windows since the last log; what is not known, and what noise makes of a little
-communication, is left out, never guessed.
+Must hold: every figure comes from windows since the last log; unknown figures, and noise of a little communication, are
+left out, never guessed.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from hf_helix.measure.overlap import Overlap
 from hf_helix.report.flops import TokenFlops
 from hf_helix.runtime.trace import Trace
 
-# What a log line shows: what this library adds to a run. The speed is there already, in the progress bar.
+# The figures of a log line. The speed is there already, in the progress bar.
 SHORT = ("helix/overlapped_fraction", "helix/hidden_fraction")
 LEAST_COMMUNICATION = 0.05  # in parts of a window's time, which varies by about as much
 
 
 def short_entries(figures: Mapping[str, float]) -> dict[str, float]:
-    """Returns those of the figures that a log line shows: two at most."""
+    """Returns the figures of a log line: two at most."""
     return {name: figures[name] for name in SHORT if name in figures}
 
 
 @dataclass
 class _Since:
-    """What was counted since the last log.
+    """The counts since the last log.
 
     Attributes:
-        started: when the first window began, by `time.perf_counter`; 0 before that.
+        started: the start of the first window, by `time.perf_counter`; 0 before.
         tokens: tokens of all windows, over the data-parallel ranks.
         length: tokens of the longest sequence.
-        trace: the trace of the window that was traced.
-        traced_tokens: tokens of that window, over the data-parallel ranks.
-        traced_seconds: seconds that it took.
+        trace: the trace of the traced window.
+        traced_tokens: tokens of the traced window, over the data-parallel ranks.
+        traced_seconds: seconds of the traced window.
     """
 
     started: float = 0.0
@@ -49,13 +49,13 @@ class _Since:
 
 
 class LiveScore:
-    """Collects windows between two logs.
+    """The windows between two logs.
 
     Args:
-        flops: the work of a token; None where it cannot be counted.
+        flops: the floating-point operations of a token; None where they cannot be counted.
         ranks: the number of processes that share the work.
         batches: the number of data-parallel ranks, each with windows of its own.
-        peak: the dense peak of a device in TFLOP/s; None where it is not known.
+        peak: the dense peak of a device in TFLOP/s; None where it is unknown.
     """
 
     def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:
@@ -67,16 +67,13 @@ class LiveScore:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next window should be traced, which is the first after each log."""
+        """Whether the next window should be traced: the first after each log."""
         return self._since.trace is None
 
     def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
-        """Trains a window and counts it; returns what `train` returns.
+        """Returns the result of `train`, which trains a window, and counts the window.
 
-        Args:
-            tokens: tokens of the window on this rank.
-            length: tokens of its longest sequence.
-            train: trains it.
+        `tokens` are the tokens of the window on this rank, `length` those of its longest sequence.
         """
         since = self._since
         since.started = since.started or time.perf_counter()
@@ -86,21 +83,14 @@ class LiveScore:
         return result
 
     def add_trace(self, trace: Trace, tokens: int, seconds: float) -> None:
-        """Keeps what a traced window showed.
-
-        Args:
-            trace: the spans of its operators.
-            tokens: tokens of the window on this rank.
-            seconds: seconds that it took.
-        """
+        """Keeps the trace of a window of `tokens` tokens on this rank."""
         since = self._since
         since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
 
     def entries(self, alone: Overlap | None) -> dict[str, float]:
-        """Returns the figures since the last log, and forgets them.
+        """Returns the figures since the last log, and begins anew.
 
-        Args:
-            alone: computation and communication alone, measured at the start; None where nothing was.
+        `alone` has computation and communication alone, measured earlier; None without a measurement.
         """
         since, self._since = self._since, _Since()
         if not since.tokens:
@@ -128,7 +118,7 @@ def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
     exposed = busy - trace.overlapped()
     figures = {"helix/overlapped_fraction": trace.overlapped() / busy}
     if alone is not None and alone.communication:
-        share = since.traced_tokens / alone.tokens  # windows differ in length, what was measured had its own
+        share = since.traced_tokens / alone.tokens  # windows differ in length, and so did the measured window
         communication = share * alone.communication
         exposed = max(0.0, since.traced_seconds - share * alone.computation)
         if communication >= LEAST_COMMUNICATION * since.traced_seconds:

@@ -1,8 +1,8 @@
-"""The operators of a model as text: what a rank runs, and how its parameters are cut.
+"""The operators of a rank and the cuts of its parameters, as text.
 
-In:   a model and its units, as a family declares them for a rank.
+In:   a model and its units on a rank.
 Out:  for every kind of unit the operators of its forward pass in order, and its parameters.
-Must hold: it is what training runs; the backward pass is derived from it, and a plan orders both.
+Must hold: training runs these operators; the backward pass is derived from them, and a plan orders both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_helix.operators.unit import Unit
 
 
 def text_of_units(model: Any, units: Sequence[Unit]) -> str:
-    """Returns the operators of every kind of unit, and how its parameters lie on the ranks."""
+    """Returns the operators of every kind of unit, and the cuts of its parameters."""
     kinds: dict[str, list[Unit]] = {}
     for unit in units:
         kinds.setdefault(unit.graphs.forward.name, []).append(unit)

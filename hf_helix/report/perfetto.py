@@ -1,9 +1,9 @@
-"""Traces for Perfetto: what every rank ran, to look at with ui.perfetto.dev or chrome://tracing.
+"""Traces for Perfetto: the operators of every rank, for ui.perfetto.dev or chrome://tracing.
 
 In:   the spans of every rank.
 Out:  JSON in the Chrome trace event format: a process for every rank, a track for every stream.
-Must hold: no operator is lost or renamed beyond its unit, which moves into the arguments. Ranks have clocks of their
-own, so every rank's time starts at its first operator; nothing is claimed about which rank was earlier.
+Must hold: no operator is lost, and only its unit leaves its name, for the arguments. Ranks have clocks of their own, so
+the time of every rank starts at its first operator; the order of ranks in time is unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 
 def perfetto_json(traces: Sequence[Sequence[Span]]) -> str:
-    """The text of a trace file; the spans of rank r are `traces[r]`."""
+    """Returns the text of a trace file; the spans of rank r are `traces[r]`."""
     events = [event for rank, spans in enumerate(traces) for event in _events_of_rank(rank, spans)]
     lines = ",\n".join(json.dumps(event) for event in events)  # an event a line, for diff and grep
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
@@ -34,8 +34,8 @@ def write_perfetto(path: str | Path, traces: Sequence[Sequence[Span]]) -> None:
 
 
 def _events_of_rank(rank: int, spans: Sequence[Span]) -> Iterator[Event]:
-    # Viewers take process 0 and thread 0 for the idle ones of an operating system, and want threads with numbers that
-    # are unique over all processes.
+    # Viewers take process 0 and thread 0 for the idle process of an operating system, and want thread numbers that are
+    # unique over all processes.
     process = rank + 1
     tracks = [*TRACKS, *sorted({span.stream for span in spans} - set(TRACKS))]
     threads = {stream: process * 100 + place for place, stream in enumerate(tracks)}
@@ -48,10 +48,10 @@ def _events_of_rank(rank: int, spans: Sequence[Span]) -> Iterator[Event]:
         yield _event(span, first, {"pid": process, "tid": threads[span.stream]})
 
 
-def _names(what: str, name: str, place: int, ids: Event) -> Iterator[Event]:
-    """What a process or a thread is called, and where it stands."""
-    yield {"ph": "M", "name": f"{what}_name", **ids, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{what}_sort_index", **ids, "args": {"sort_index": place}}
+def _names(kind: str, name: str, place: int, ids: Event) -> Iterator[Event]:
+    """The name of a process or a thread, and its place."""
+    yield {"ph": "M", "name": f"{kind}_name", **ids, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{kind}_sort_index", **ids, "args": {"sort_index": place}}
 
 
 def _event(span: Span, first: float, ids: Event) -> Event:

@@ -1,4 +1,4 @@
-"""Pipelines: what every rank runs when, as text and as figures.
+"""Pipelines: the ranks of a schedule, as text and as figures.
 
 In:   simulated schedules.
 Out:  a row for every rank, to scale, with bubbles, fused slots and peak memory; tables; SVG, PNG and PDF files.
@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.schedule.clock import Simulated
 from hf_helix.planning.schedule.placement import stages_of_rank
-from hf_helix.report.figures import COLOURS, FAINT, INK, figure_file, text_width
+from hf_helix.report.figures import COLOURS, FAINT, INK, draw_head, draw_legend, figure_file, text_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PALE = {"F": "#8db8df", "B": "#eda98f"}  # of the second chunk
 MEANING = {"F": "forward", "B": "backward or input gradient", "W": "weight gradient"}
@@ -31,12 +30,12 @@ SIZE = 6.5  # of micro-batch numbers
 
 
 def chunk_of(simulated: Simulated, action: Action) -> int:
-    """Which chunk of its rank an action is of: 0 or 1."""
+    """Returns the chunk of an action on its rank: 0 or 1."""
     return stages_of_rank(simulated.ranks[action.stage], simulated.ranks).index(action.stage)
 
 
 def text_ranks(simulated: Simulated) -> str:
-    """A line for every rank: bubble, fused slots, activations."""
+    """Returns a line for every rank: bubble, fused slots, activations."""
     lines = [f"{'':<8}{'bubble':>8}{'fused':>7}{'live activations':>18}{'in stage-shares':>17}"]
     for rank, bubble in enumerate(simulated.bubbles):
         numbers = f"{bubble:>8.1%}{simulated.fused[rank]:>7}{simulated.live[rank]:>18}{simulated.shares[rank]:>17.2f}"
@@ -45,7 +44,7 @@ def text_ranks(simulated: Simulated) -> str:
 
 
 def text_comparison(simulations: Mapping[str, Simulated]) -> str:
-    """A line for every schedule; the numbers of ranks are those of the worst rank."""
+    """Returns a line for every schedule, with the numbers of its worst rank."""
     lines = [f"{'schedule':<24}{'time':>10}{'bubble':>8}{'fused':>7}{'live activations':>18}{'in stage-shares':>17}"]
     for name, simulated in simulations.items():
         numbers = f"{simulated.seconds:>10,.2f}{simulated.bubble:>8.1%}{max(simulated.fused):>7}"
@@ -57,7 +56,7 @@ def text_comparison(simulations: Mapping[str, Simulated]) -> str:
 
 
 def text_pipeline(simulated: Simulated, width: int = 100) -> str:
-    """A row for every rank; every column is the same stretch of time. Where there is room, micro-batch numbers."""
+    """Returns a row for every rank, micro-batch numbers where there is room; all columns are equally long."""
     names = [f"rank {rank}  " for rank in range(len(simulated.schedule))]
     margins = [f"  {bubble:4.0%} idle" for bubble in simulated.bubbles]
     columns = max(10, width - len(names[-1]) - len(margins[0]))
@@ -69,7 +68,7 @@ def text_pipeline(simulated: Simulated, width: int = 100) -> str:
 
 
 def _cells(simulated: Simulated, rank: int, columns: int) -> Iterator[str]:
-    """The texts of what a rank does, one after the other; a column shows what runs at its middle."""
+    """The texts of the slots of a rank in order; a column shows the slot at its middle."""
     step = simulated.seconds / columns
     starts, ends = simulated.starts[rank], simulated.ends[rank]
 
@@ -84,7 +83,7 @@ def _cells(simulated: Simulated, rank: int, columns: int) -> Iterator[str]:
 
 
 def _cell(simulated: Simulated, slot: Slot, size: int) -> str:
-    """The longest name of a slot that fits, drawn out."""
+    """The longest name of a slot that fits, filled up with dashes."""
     letters = [a.computation_type.lower() if chunk_of(simulated, a) else a.computation_type for a in slot.actions]
     full = "".join(f"{letter}{a.microbatch}" for letter, a in zip(letters, slot.actions, strict=True))
     short = "X" if slot.fused else letters[0]
@@ -97,11 +96,7 @@ def _cell(simulated: Simulated, slot: Slot, size: int) -> str:
 def draw_pipeline(simulated: Simulated, path: str | Path, title: str = "", unit: str = "") -> None:
     """Saves a figure: a row for every rank, to scale, with micro-batch numbers where there is room.
 
-    Args:
-        simulated: what is drawn.
-        path: its suffix names the format: .svg, .png or .pdf.
-        title: above it.
-        unit: of the costs, for the axis.
+    `unit` is the unit of the costs, for the axis.
 
     Raises:
         ValueError: another suffix.
@@ -119,7 +114,9 @@ def draw_pipeline(simulated: Simulated, path: str | Path, title: str = "", unit:
                     tall = BAR / len(slot.actions)
                     _draw_action(axes, simulated, action, (start, rank - BAR / 2 + number * tall, end, tall), points)
         _draw_margins(axes, simulated, unit)
-        _head_and_legend(figure, simulated, title, height)
+        note = f"{simulated.bubble:.1%} bubble;  shares: activations of a micro-batch on an average rank"
+        draw_head(figure, title, note, (LEFT, 0.15), size=7)
+        draw_legend(figure, _colours(simulated), LEFT)
 
 
 def _draw_action(
@@ -129,7 +126,7 @@ def _draw_action(
     from matplotlib.patches import Rectangle
 
     start, top, end, tall = box
-    edge = min(0.6, 0.12 * points * (end - start))  # a fixed one would hide what is short
+    edge = min(0.6, 0.12 * points * (end - start))  # a fixed width would hide short actions
     colour, ink = _colour(action.computation_type, chunk_of(simulated, action))
     name = f"rank{simulated.ranks[action.stage]}:{action}"
     patch = Rectangle((start, top), end - start, tall, facecolor=colour, edgecolor="white", linewidth=edge, gid=name)
@@ -140,7 +137,7 @@ def _draw_action(
 
 
 def _colour(direction: str, chunk: int) -> tuple[str, str]:
-    """The colour of a box, and of what is written in it."""
+    """The colour of a box, and of its text."""
     if direction == "W":
         return COLOURS["W"], INK
     strand = "F" if direction == "F" else "B"
@@ -162,20 +159,13 @@ def _draw_margins(axes: Axes, simulated: Simulated, unit: str) -> None:
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), **style)
 
 
-def _head_and_legend(figure: Figure, simulated: Simulated, title: str, height: float) -> None:
-    from matplotlib.patches import Patch
-
-    figure.text(LEFT / WIDTH, 1 - 0.16 / height, title, fontsize=10.5, fontweight="bold", va="center")
-    right = f"{simulated.bubble:.1%} bubble;  shares: activations of a micro-batch on an average rank"
-    figure.text(1 - 0.15 / WIDTH, 1 - 0.16 / height, right, ha="right", va="center", color=FAINT, fontsize=7)
+def _colours(simulated: Simulated) -> dict[str, str]:
+    """The colours of the legend, by label."""
     actions = [action for slots in simulated.schedule for slot in slots for action in slot.actions]
     used = {(action.computation_type.replace("I", "B"), chunk_of(simulated, action)) for action in actions}
-    labels = {
+    return {
         MEANING[letter] + ("" if letter == "W" else f", chunk {chunk}"): _colour(letter, chunk)[0]
         for letter in MEANING
         for chunk in (0, 1)
         if (letter, chunk) in used
     }
-    patches = [Patch(color=colour, label=label) for label, colour in labels.items()]
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (LEFT / WIDTH, 0), "ncols": len(patches)}
-    figure.legend(handles=patches, frameon=False, handlelength=1.2, handletextpad=0.5, borderaxespad=0.2, **place)

@@ -1,7 +1,7 @@
-"""The scorecard: what overlap is worth under one plan, in a few lines.
+"""The scorecard: the worth of overlap under a plan, in a few lines.
 
-In:   an `Overlap` and the rule of the plan it was measured with.
-Out:  text. What `plan="auto"` has found is put into words in `hf_helix.tuning.verdict`.
+In:   an `Overlap` and the rule of its plan.
+Out:  text. The words of `plan="auto"` are in `hf_helix.tuning.verdict`.
 Must hold: overlapped and hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
 
@@ -12,12 +12,7 @@ from hf_helix.tuning.verdict import in_ms
 
 
 def format_scorecard(overlap: Overlap, rule: str) -> str:
-    """Returns a short report of one window.
-
-    Args:
-        overlap: the measurement.
-        rule: the rule of the plan that it was measured with.
-    """
+    """Returns a short report of a window, and of the rule of its plan."""
     lines = [
         f"plan {rule}: {overlap.tokens_per_second:,.0f} tokens/s, {in_ms(overlap.step)} a window of "
         f"{overlap.tokens:,} tokens (optimizer not counted)",
@@ -47,26 +42,26 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
 
 
 def _sums(overlap: Overlap) -> list[str]:
-    """The line of the sums of gradients, where there are any."""
+    """The line of the gradient reductions, where there are any."""
     if not overlap.sums:
         return []
-    beside = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
-    return [f"                       {in_ms(overlap.sums):>12}   {beside}"]
+    note = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
+    return [f"                       {in_ms(overlap.sums):>12}   {note}"]
 
 
 def _bytes(overlap: Overlap) -> list[str]:
-    """The lines of what data-parallel ranks send, and save by spreading what they keep."""
-    said = {
+    """The lines of the bytes that data-parallel ranks send, and save by sharding."""
+    texts = {
         "bytes_summed": "sent by a rank in gradient sums, by formula",
         "bytes_gathered": "sent by a rank in gathers of weights",
         "bytes_spared": "of weights and AdamW's states fewer on a rank, since they are spread; by formula",
     }
-    lines = ((getattr(overlap, name) / 1e6, words) for name, words in said.items())
+    lines = ((getattr(overlap, name) / 1e6, words) for name, words in texts.items())
     return [f"                       {megabytes:9,.1f} MB   {words}" for megabytes, words in lines if megabytes]
 
 
 def _overlapped(overlap: Overlap) -> list[str]:
-    """The line of the overlapped fraction, or one that says that only gradients are summed, which no plan orders."""
+    """The line of the overlapped fraction, or a line about gradient reductions alone, which no plan orders."""
     if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
         return ["                                    (only the sums of gradients)"]
     return [f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation"]

@@ -1,10 +1,10 @@
-"""The picture of what overlap does: two layers with one strand and with two, on one time axis.
+"""Strips: two layers under several plans, on the same time axis.
 
-In:   a profile, and plans of which the first is the one to compare with.
-Out:  `Strip`s: under each plan, the forward of one micro-batch and the backward of another through the same layers;
+In:   a profile, and plans; gains are against the first.
+Out:  `Strip`s: under each plan, the forward of a micro-batch and the backward of another through the same layers;
       rows of letters for terminals; SVG, PNG and PDF files.
-Must hold: every strip does the same work, at the same scale, computation above communication, so that gaps are seen to
-close; times are the cost function's, from the operators that were measured.
+Must hold: every strip does the same work at the same scale, computation above communication, so that readers see gaps
+close; times are predicted from the measured operators.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.plan.search import chains
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, busy_fraction, extent
-from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
-from hf_helix.report.timeline import ROW, draw_bar, letters, streams_of, text_axis, tick_step, wrapped
+from hf_helix.report.bars import Bar, bars_of_timeline, busy_fraction, extent, streams_of
+from hf_helix.report.figures import FAINT, INK, draw_legend, figure_file
+from hf_helix.report.timeline import ROW, colours_of, draw_rows, letters, text_axis, text_legend, tick_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,8 +44,8 @@ class Strip:
     """The layers under one plan.
 
     Attributes:
-        title: of the plan, for people.
-        bars: what runs, from second 0 on.
+        title: the title of the plan.
+        bars: the operators, from second 0 on.
     """
 
     title: str
@@ -57,17 +57,17 @@ class Strip:
 
     @property
     def busy(self) -> float:
-        """The part of the time in which the rank computes."""
+        """The share of the time in which the rank computes."""
         return busy_fraction(self.bars, Kind.COMPUTE.value, 0.0, self.seconds)
 
 
 def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
-    """The most frequent kind of layer under each plan, so many of them in a row.
+    """Returns a strip for each plan: `layers` layers of the most frequent kind in a row.
 
     Args:
         profile: the times of the operators.
-        plans: one for each strip.
-        layers: in a row.
+        plans: the plans.
+        layers: the number of layers.
 
     Raises:
         ValueError: there is no layer.
@@ -80,29 +80,19 @@ def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYER
     result = []
     for plan in plans:
         predicted = predict(plan, replace(profile, layout=chain), schedule, timeline=True)
-        program, timeline = predicted.instructions, predicted.timeline
-        result.append(Strip(title_of(plan), bars_of_timeline(timeline, program)))
+        strands = "one strand" if runs_one_strand(plan.rule) else "two strands"
+        result.append(Strip(f"{strands} ({plan.rule})", bars_of_timeline(predicted.timeline, predicted.instructions)))
     return result
 
 
 def note_of(profile: Profile) -> str:
-    """Where the times come from."""
+    """Returns the origin of the times, in words."""
     link = link_of(profile)
     return f"emulated link of {link}, predicted from measured operators" if link.rate else "predicted"
 
 
-def title_of(plan: Plan) -> str:
-    """How many strands, and the rule."""
-    return f"{'one strand' if runs_one_strand(plan.rule) else 'two strands'} ({plan.rule})"
-
-
-def gain_of(strip: Strip, first: Strip) -> str:
-    """How much faster the layers are, for people."""
-    return f"{first.seconds / strip.seconds:.2f}x as fast"
-
-
 def _streams(strips: Sequence[Strip]) -> dict[str, str]:
-    """Every stream that runs something, with what it is called."""
+    """The streams of strips, with their labels."""
     streams = streams_of([bar for strip in strips for bar in strip.bars])
     both = {Kind.INTRA_NODE.value, Kind.INTER_NODE.value} <= set(streams)
     names = {**NAMES, Kind.INTRA_NODE.value: "inside a host" if both else NAMES[Kind.INTRA_NODE.value]}
@@ -112,32 +102,31 @@ def _streams(strips: Sequence[Strip]) -> dict[str, str]:
 
 
 def text_strips(strips: Sequence[Strip], width: int = 100) -> str:
-    """Rows of letters, one block below the other; every column of all strips is the same stretch of time."""
+    """Returns a block of rows of letters for each strip; all columns are equally long."""
     streams = _streams(strips)
     end = max(strip.seconds for strip in strips)
     indent = max(map(len, streams.values())) + 6
     columns = max(10, width - indent)
     lines = []
     for strip in strips:
-        gain = "" if strip is strips[0] else f", {gain_of(strip, strips[0])}"
+        gain = "" if strip is strips[0] else f", {strips[0].seconds / strip.seconds:.2f}x as fast"
         lines.append(f"  {strip.title}: {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it{gain}")
         taken = round(strip.seconds / end * columns)
         for stream, name in streams.items():
             mine = [bar for bar in strip.bars if bar.stream == stream]
             lines.append(f"    {name:<{indent - 4}}{letters(mine, 0.0, end / columns, columns)[:taken]}")
     lines += [" " * indent + line for line in text_axis(0.0, end, columns)]
-    used = {bar.letter for strip in strips for bar in strip.bars}
-    legend = [f"{letter} {meaning}" for letter, meaning in MEANING.items() if letter in used]
-    return "\n".join([*lines, *wrapped([*legend, "· idle"], indent, width)])
+    return "\n".join([*lines, *text_legend([bar for strip in strips for bar in strip.bars], indent, width)])
 
 
 def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title: str = HEADING) -> None:
-    """Saves the picture: a block for every strip, the gain in the time that it leaves free.
+    """Saves the picture: a block for every strip, the gain in the time that the strip leaves free.
 
     Args:
+        strips: the strips.
         path: its suffix names the format: .svg, .png or .pdf.
-        note: in small letters at its upper right, see `note_of`.
-        title: above it.
+        note: a note at its upper right, see `note_of`.
+        title: the title.
 
     Raises:
         ValueError: another suffix.
@@ -158,38 +147,29 @@ def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title
             _draw_title(figure, strip, 1 - (top - 0.15) / height)
             if strip is not strips[0]:
                 _draw_gain(axes, strip, strips[0], end)
-        _draw_legend(figure, strips)
+        bars = [bar for strip in strips for bar in strip.bars]
+        draw_legend(figure, colours_of(bars), 0.1, fontsize=8.5, columnspacing=1.5, borderaxespad=0.3)
 
 
 def _draw_strip(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float, name: str, last: bool) -> None:
-    points = (WIDTH - LEFT - RIGHT) * 72 / end  # per second
-    for place, stream in enumerate(streams):
-        axes.barh(place, strip.seconds * 1e3, 0.86, 0.0, color=EMPTY, linewidth=0)
-        for bar in strip.bars:
-            if bar.stream == stream:
-                draw_bar(axes, bar, place, bar.seconds * points, f"{name}:{bar.label}")
+    draw_rows(axes, strip.bars, streams, (0.0, end), strip.seconds, WIDTH - LEFT - RIGHT, name)
     axes.set_yticks(range(len(streams)), list(streams.values()), fontsize=9.5)
-    axes.set_xlim(0, end * 1e3)
-    axes.set_ylim(len(streams) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
     step = tick_step(end * 1e3, 10)
     axes.set_xticks([tick * step for tick in range(int(end * 1e3 / step) + 1)])
-    axes.xaxis.set_major_formatter("{x:,.10g} ms")
     axes.tick_params(axis="x", length=3 if last else 0, width=0.6, pad=2, labelsize=8.5, labelbottom=last)
-    axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_visible(last)
 
 
 def _draw_title(figure: Figure, strip: Strip, height: float) -> None:
     words, _, rule = strip.title.partition(" (")
     text = figure.text(LEFT / WIDTH, height, words[:1].upper() + words[1:], fontsize=10.5, fontweight="bold")
-    said = f"plan {rule.rstrip(')')}:  {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it"
+    note = f"plan {rule.rstrip(')')}:  {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it"
     place = text.get_window_extent().x1 / (WIDTH * figure.dpi) + 0.012
-    figure.text(place, height, said, fontsize=9.5, color=FAINT)
+    figure.text(place, height, note, fontsize=9.5, color=FAINT)
 
 
 def _draw_gain(axes: Axes, strip: Strip, first: Strip, end: float) -> None:
-    """In the time that is saved, beside the shorter strip."""
+    """The gain, in the saved time of the shorter strip."""
     saved = first.seconds - strip.seconds
     if saved <= 0.04 * end:
         return
@@ -203,22 +183,3 @@ def _draw_gain(axes: Axes, strip: Strip, first: Strip, end: float) -> None:
     axes.text(middle, line - 0.14, gain, va="bottom", **big)
     if roomy:
         axes.text(middle, line + 0.16, "as fast", ha="center", va="top", fontsize=10, color=INK)
-
-
-def _draw_legend(figure: Figure, strips: Sequence[Strip]) -> None:
-    from matplotlib.patches import Patch
-
-    used = {bar.letter for strip in strips for bar in strip.bars}
-    patches = [Patch(color=COLOURS[letter], label=text) for letter, text in MEANING.items() if letter in used]
-    patches.append(Patch(color=EMPTY, label="idle"))
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.1 / WIDTH, 0), "ncols": len(patches)}
-    figure.legend(
-        handles=patches,
-        frameon=False,
-        fontsize=8.5,
-        handlelength=1.2,
-        handletextpad=0.5,
-        columnspacing=1.5,
-        borderaxespad=0.3,
-        **place,
-    )

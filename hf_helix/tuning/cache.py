@@ -1,11 +1,11 @@
-"""What was measured once, kept on disk, so that the next run of the same case starts at once.
+"""The cache of results, so that the next run of the same case starts at once.
 
 In:   a cache key (hardware, versions, model, mesh, shapes, options), and a `TuningResult` with its plan.
-Out:  the same, read back.
-Must hold: a result is found by its own key only; a file is whole or not there; what cannot be read, such as a file of
-an older format, is measured anew.
+Out:  the same, read back; the fingerprint of a case, and digests of models and files.
+Must hold: a result is found by its own key only; a change of graphs or operator times changes the key; a file is
+complete or not there; an unreadable file, such as a file of an older format, is measured anew.
 
-There is one folder for each key under `$HELIX_CACHE` (by default `hf_helix` in Hugging Face's cache), with
+There is a folder for each key under `$HELIX_CACHE` (by default `hf_helix` in Hugging Face's cache), with
 `profile.json`, `plan.json` and `tuning.json`. People can read them, and `HelixConfig(profile=..., plan=...)` takes the
 first two.
 """
@@ -39,39 +39,30 @@ from hf_helix.tuning.verdict import TuningResult
 
 CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/1"
+FIGURES = ("measured", "bound", "gradient_bytes", "ranks", "schedule")
 
 
 def cache_root() -> Path:
-    """Returns the folder that holds all results."""
+    """Returns the folder of all results."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix"))
 
 
 def result_folder(cache_key: Mapping[str, str]) -> Path:
-    """Returns the folder of the result of a key, whether it is there or not."""
+    """Returns the folder of the result of a key; it may be absent."""
     digest = hashlib.sha256(json.dumps(dict(cache_key), sort_keys=True).encode()).hexdigest()
     return cache_root() / digest[:20]
 
 
 def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) -> Path:
-    """Writes a result and its plan; returns the folder.
-
-    Args:
-        cache_key: what the result is found by.
-        result: what was measured.
-        plan_text: the plan that is kept, as JSON.
-    """
+    """Writes a result and its chosen plan, as JSON; returns the folder."""
     folder = result_folder(cache_key)
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "format": FORMAT,
         "case": dict(cache_key),
-        "measured": result.measured,
         "kept": result.chosen,
-        "bound": result.bound,
-        "gradient_bytes": result.gradient_bytes,
-        "ranks": result.ranks,
-        "schedule": result.schedule,
-        "effort": result.effort,
+        "effort": result.tier,
+        **{name: getattr(result, name) for name in FIGURES},
         "predicted": dict(result.predicted),
         "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in result.overlaps.items()},
     }
@@ -83,10 +74,7 @@ def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) ->
 def export(folder: Path, result: TuningResult, plan_text: str) -> None:
     """Writes a result for people: `tuning.txt`, with `plan.json` and `profile.json` for `hf-helix show`.
 
-    Args:
-        folder: where the files are written; it is made if it is not there.
-        result: what was measured.
-        plan_text: the plan that is kept, as JSON.
+    The folder is made if it is absent; `plan_text` is the chosen plan, as JSON.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_files(folder, result, plan_text)
@@ -94,7 +82,7 @@ def export(folder: Path, result: TuningResult, plan_text: str) -> None:
 
 
 def load(cache_key: Mapping[str, str]) -> tuple[TuningResult, str] | None:
-    """Returns the result of a key and its plan as JSON; None where there is none that can be read."""
+    """Returns the result of a key and its plan as JSON; None without a readable result."""
     folder = result_folder(cache_key)
     try:
         data = json.loads((folder / "tuning.json").read_text())
@@ -115,9 +103,10 @@ def _parse_result(data: Mapping[str, Any], profile: Profile | None) -> TuningRes
     overlaps = {rule: _parse_overlap(figures) for rule, figures in data["overlaps"].items()}
     if data["kept"] not in overlaps:
         raise ValueError(f"no figures of the plan that was kept, {data['kept']!r}")
-    keys = ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks", "schedule", "effort")
-    figures = {key: data[key] for key in keys}
-    return TuningResult(overlaps=overlaps, profile=profile, **figures)
+    figures = {name: data[name] for name in FIGURES}
+    return TuningResult(
+        data["kept"], overlaps, predicted=data["predicted"], profile=profile, tier=data["effort"], **figures
+    )
 
 
 def _parse_overlap(figures: Mapping[str, Any]) -> Overlap:
@@ -134,28 +123,23 @@ def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file that is whole or not there, also where several processes write it."""
+    """Writes a file that is complete or not there, also where several processes write it."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     scratch.write_text(text)
     os.replace(scratch, path)
 
 
-# -- fingerprint ---------------------------------------------------------------------------------------------------
-# Fingerprints: texts by which a model, its options and its files are recognised.
-#
-# In:   a whole model and its mesh; a `HelixConfig`; a file.
-# Out:  names and values as text: what a measurement is for, what ranks must have in common, what a file holds.
-# Must hold: what changes the graphs or the times of operators changes a value.
+# -- the fingerprint of a case ---------------------------------------------------------------------------------------
 
 
 def fingerprint(
     model: Any, mesh: Mesh, autocast_dtype: torch.dtype | None = None, recompute: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Returns what measurements of a model are for. Call it before the model is cut.
+    """Returns the case of measurements of a model, as names and values.
 
     Args:
-        model: a whole Transformers model.
-        mesh: which ranks share what.
+        model: a Transformers model, before it is cut.
+        mesh: the mesh of ranks.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """
@@ -166,7 +150,7 @@ def fingerprint(
         "model": f"{type(model).__name__} {model_digest(model)}"
         + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
-        **_spread(mesh),
+        **_sharding(mesh),
         "attention": str(model.config._attn_implementation),
         **again,
         "transformers": version("transformers"),
@@ -174,8 +158,8 @@ def fingerprint(
     }
 
 
-def _spread(mesh: Mesh) -> dict[str, str]:
-    """What ranks with copies spread over each other; nothing where every rank keeps and steps all of it."""
+def _sharding(mesh: Mesh) -> dict[str, str]:
+    """The sharding of weights over replicas; empty where every rank keeps and steps all of them."""
     if mesh.replica_axes is None:
         return {}
     once = mesh.replica_axes.gather is mesh.replica_axes.reduce
@@ -183,12 +167,7 @@ def _spread(mesh: Mesh) -> dict[str, str]:
 
 
 def model_digest(model: Any, with_types: bool = True) -> str:
-    """Returns a digest of a whole model's parameters: their names and shapes, and which of them are frozen.
-
-    Args:
-        model: a whole Transformers model.
-        with_types: whether the types that the parameters are kept in count, too.
-    """
+    """Returns a digest of the names and shapes of a model's parameters, of frozen ones as such; of types if asked."""
     weights = [
         (
             name,
@@ -202,15 +181,15 @@ def model_digest(model: Any, with_types: bool = True) -> str:
 
 
 def file_digest(path: str | None) -> str:
-    """Returns a digest of what a file holds; an empty text without a path."""
+    """Returns a digest of the content of a file; an empty text without a path."""
     return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
 def shared_options(config: HelixConfig) -> str:
-    """Returns the options that all ranks must have in common, one on each line.
+    """Returns the options that all ranks must have in common, an option on each line.
 
-    The plan is left out: it is compared once it is made. Files may have other paths on another host, so that
-    their contents are compared.
+    The plan is left out: plans are compared once they are made. Files may have other paths on another host, so their
+    contents are compared.
     """
     values = dataclasses.asdict(config)
     del values["plan"]

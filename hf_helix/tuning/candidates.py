@@ -1,8 +1,10 @@
-"""Candidate plans: rank 0 makes them from a profile, and every rank gets a runner for each.
+"""Candidates: runners with the plans of several rules.
 
-In:   a runner, the names of rules, and a profile.
-Out:  runners that share parameters and streams and differ in their plan; what the cost function predicts for one.
-Must hold: every rank has the same plans; if rank 0 cannot make one, every rank raises.
+In:   a runner, a window, the names of rules, and a profile.
+Out:  runners that share parameters and streams and differ in their plan; a `Comparison` of plans; the rate of an
+      emulated link.
+Must hold: rank 0 makes plans, and every rank has the same plans; if rank 0 cannot make a plan, every rank raises.
+Measuring leaves training as it was.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.overlap import Overlap, forget_gradients, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.plan.files import parse_plan
@@ -21,10 +23,12 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile
-from hf_helix.runtime.distributed.agreement import decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.budget import BASELINE
+
+PAPER = "dhelix"
 
 
 def plan_runners(
@@ -35,13 +39,13 @@ def plan_runners(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Runner]:
-    """Returns, by rule, a runner with the plan that the rule makes. Collective.
+    """Returns, by rule, a runner with the plan of the rule. Collective.
 
     Args:
         runner: the runner whose parameters, streams and schedule are used.
         rules: names of `hf_helix.planning.plan.registry`.
-        profile: the operator times to plan with.
-        num_microbatches: the number of micro-batches of the window to plan for.
+        profile: the operator times.
+        num_microbatches: the number of micro-batches of the window.
         progress: called while plans are made.
         searching: the length of a search, see `make_plan`.
     """
@@ -72,29 +76,29 @@ def make_plans(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule: rank 0 makes them, and every rank receives them. Collective.
+    """Returns the plan of each rule: rank 0 makes it, and every rank receives it. Collective.
 
     Args:
         rules: names of `hf_helix.planning.plan.registry`.
-        profile: the operator times to plan with.
+        profile: the operator times.
         model: the name of the model's class, for plan files.
         mesh: the sizes of the mesh by the names of the options, for plan files.
-        schedule: the schedule of the window that searched plans are made for.
+        schedule: the schedule of the window, for searched plans.
         progress: called while plans are made.
         searching: the length of a search, see `make_plan`.
 
     Raises:
-        ValueError, RuntimeError: on every rank, if rank 0 could not make one; see `decide_on_rank_0`.
+        ValueError, RuntimeError: on every rank, if rank 0 could not make a plan; see `decide_on_rank_0`.
     """
 
     def make() -> dict[str, str]:
         texts = {}
         for place, rule in enumerate(rules):
-            told = stage_progress(progress, "making plans", place, len(rules))
-            if told is not None:
-                told(0.0)
+            tell = stage_progress(progress, "making plans", place, len(rules))
+            if tell is not None:
+                tell(0.0)
             plan = make_plan(
-                rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
+                rule, profile, model=model, mesh=mesh, schedule=schedule, progress=tell, searching=searching
             )
             texts[rule] = plan.to_json()
         return texts
@@ -105,34 +109,19 @@ def make_plans(
 
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
-    """Returns the seconds that the cost function predicts for a window, with its sums of gradients.
-
-    Args:
-        runner: with the plan and the schedule.
-        profile: the times of the operators.
-        num_microbatches: of the window.
-    """
+    """Returns the predicted seconds of a runner's window, with its gradient reductions."""
     return predict(runner.plan, profile, runner.scheduler(num_microbatches)).seconds
 
 
-# -- compare -------------------------------------------------------------------------------------------------------
-# Compares plans on the window that a run trains: what the plan in use gains over others.
-#
-# In:   a runner, the window, the names of rules, and the times of the operators if they are known.
-# Out:  a `Comparison`, the same on every rank.
-# Must hold: all plans are timed in alternation in one run and medians are taken (`measure.overlap`); on an
-# emulated link they are timed without it, too; training is left as it was found.
-
-
-PAPER = "dhelix"
+# -- a comparison of the plan in use with others -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured of several plans on one window.
+    """Several plans on the same window.
 
     Attributes:
-        kept: the rule of the plan in use.
+        chosen: the rule of the plan in use.
         overlaps: by rule, the measurement of a window under its plan.
         plans: the plans by rule.
         profile: the operator times that the plans were made with.
@@ -140,7 +129,7 @@ class Comparison:
         bare: by rule, the seconds of a window without the emulated link; empty where there is none.
     """
 
-    kept: str
+    chosen: str
     overlaps: Mapping[str, Overlap]
     plans: Mapping[str, Plan]
     profile: Profile
@@ -148,8 +137,8 @@ class Comparison:
     bare: Mapping[str, float] = field(default_factory=dict)
 
     def gain(self, rule: str = BASELINE) -> float:
-        """Returns how many times as fast the plan in use is as that of another rule."""
-        return self.overlaps[rule].step / self.overlaps[self.kept].step
+        """Returns the speed of the plan in use, in parts of the speed of another rule's plan."""
+        return self.overlaps[rule].step / self.overlaps[self.chosen].step
 
 
 def compare(
@@ -160,25 +149,58 @@ def compare(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Times a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
+    """Times a window under the plan of every rule and under the runner's own, in turn. Collective.
+
+    On an emulated link, plans are timed without the link, too.
 
     Args:
-        runner: a runner under the plan in use.
-        window: the micro-batches that are timed.
+        runner: a runner under the plan in use, without gradients.
+        window: the micro-batches.
         rules: the rules to compare with, see `hf_helix.planning.plan.registry`.
-        profile: the operator times to plan with; None to measure them.
-        repeats: how often each plan is timed.
+        profile: the operator times; None to measure them.
+        repeats: the number of times of each plan that count.
         progress: called while plans are timed.
     """
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
-    kept = runner.plan.rule
-    others = [rule for rule in dict.fromkeys(rules) if rule != kept]
-    runners = {**plan_runners(runner, others, profile, len(window)), kept: runner}
+    chosen = runner.plan.rule
+    others = [rule for rule in dict.fromkeys(rules) if rule != chosen]
+    runners = {**plan_runners(runner, others, profile, len(window)), chosen: runner}
     overlaps = measure_overlap(runners, window, repeats, progress)
     without: dict[str, float] = {}
     if runner.mesh.link is not None:
         with bare(runner.mesh.link):
             without = {rule: statistics.median(times) for rule, times in time_steps(runners, window, repeats).items()}
     plans = {rule: its_runner.plan for rule, its_runner in runners.items()}
-    return Comparison(kept, overlaps, plans, profile, runner.scheduler(len(window)), without)
+    return Comparison(chosen, overlaps, plans, profile, runner.scheduler(len(window)), without)
+
+
+# -- the rate of an emulated link ------------------------------------------------------------------------------------
+
+
+def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
+    """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation. Collective.
+
+    The rate has three digits, so that the printed rate is the emulated rate.
+
+    Args:
+        runner: a runner whose mesh has a link without a rate; it has no gradients.
+        window: the micro-batches.
+        repeats: the number of times of computation that count.
+
+    Raises:
+        ValueError: on every rank, if nothing goes over the link.
+    """
+    link = runner.mesh.link
+    assert link is not None
+    # Computation is that of one strand at a time, which comparisons of plans go by, too.
+    alone = baseline_runner(runner, len(window))
+    with bare(link):
+        before = link.out.bytes
+        alone.train_window(window)
+        forget_gradients(alone)
+        sent = max(all_gather_object(link.out.bytes - before))
+        if not sent:
+            raise ValueError("link='even' needs something to carry, and a window sends nothing; use link=None")
+        computation = measure_overlap({"": alone}, window, repeats)[""].computation
+    link.rate = float(f"{8 * sent / computation:.3g}")

@@ -1,9 +1,18 @@
-"""One tuning: measures operators, makes plans from the measurement, and keeps the one that is fastest in real windows.
+"""Tuning: the plan of a run, and the time at which it is chosen.
 
-In:   a runner, a window of micro-batches, the names of the rules to choose from, and on a pipeline the schedules.
-Out:  the runner with the chosen plan and schedule, and a `TuningResult`.
-Must hold: `sequential` is always among the candidates of `auto`, so overlap is never slower than none beyond noise;
-every rank has the same plans, which rank 0 makes; training is left as it was found.
+In:   the options of a run, its case, the first window, and the number of steps left.
+Out:  a plan that needs no measurement before anything runs; once the run is worth it, the plan that is measured to be
+      the fastest, with its schedule and a `TuningResult`.
+Must hold: every rank decides the same, and has the plans that rank 0 makes. `sequential` is always among the candidates
+of `auto`, so overlap is never slower than none beyond noise. Ranks exchange something before the first window of two
+micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most `tuning_share` of the run,
+say beforehand how long they take, and leave training as it was; results are kept on disk.
+
+The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
+
+    first window of two or more:  result of an earlier run in the cache?  -> its plan
+    after 2, 4, 8, ... steps:     rank 0: tuning_share x time left >= cost of a tier?  -> tune
+    tune:                         time operators -> make plans -> predict -> time the most promising -> the fastest
 """
 
 from __future__ import annotations
@@ -34,28 +43,26 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning import cache
+from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL, QUICK, StepTimer, Tier, affordable, tuning_cost
 from hf_helix.tuning.cache import file_digest
 from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
-from hf_helix.tuning.budget import (
-    BASELINE,
-    CANDIDATES,
-    FULL,
-    QUICK,
-    Effort,
-    Pace,
-    affordable,
-    tuning_budget,
-    tuning_cost,
-)
 from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
 
 CLOSE = 1.05  # times that differ by less than this may have changed places
+MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
+"""The rules of plans that wait for a measurement."""
+
+UNMEASURED = "greedy"
+"""The rule until then."""
+
+TUNED_MICROBATCHES = 4
+"""The timed micro-batches for each rank of the pipeline: enough to see the steady state."""
 
 
 def tune(
     runner: Runner,
     window: Sequence[MicroBatch],
-    effort: Effort = FULL,
+    tier: Tier = FULL,
     *,
     about: Mapping[str, str] | None = None,
     profile: Profile | None = None,
@@ -63,14 +70,14 @@ def tune(
     num_microbatches: int | None = None,
     progress: StageProgress | None = None,
 ) -> tuple[Runner, TuningResult]:
-    """Returns the runner of the fastest plan, and what was measured. Collective; call it when there are no gradients.
+    """Returns the runner of the fastest plan, and the measurement. Collective; there must be no gradients.
 
     Args:
-        runner: the runner whose parameters and streams are measured with.
-        window: the micro-batches that are measured with.
-        effort: the rules to choose from, and how thoroughly they are compared.
-        about: what the measurement is for, see `Profile`.
-        profile: the operator times to plan with; None to measure them.
+        runner: the runner in use.
+        window: the timed micro-batches.
+        tier: the rules to choose from, and the thoroughness of the comparison.
+        about: the case of the measurement, see `Profile`.
+        profile: the operator times; None to measure them.
         schedules: returns the schedules to choose from, given the profile; None for the runner's own.
         num_microbatches: the number of micro-batches of the windows to plan for; None for that of `window`.
         progress: called while operators are measured, plans are made and plans are timed.
@@ -79,7 +86,7 @@ def tune(
         base = baseline_runner(runner, len(window))
         profile = measure_profile(base, window, about, progress=stage_progress(progress, "measuring operators"))
     schedulers = schedules(profile) if schedules else [runner.scheduler]
-    by_rule = plan_runners(runner, effort.rules, profile, num_microbatches or len(window), progress, effort.searching)
+    by_rule = plan_runners(runner, tier.rules, profile, num_microbatches or len(window), progress, tier.search_share)
     runners = {
         _label(rule, scheduler, schedulers): planned.with_plan(planned.plan, scheduler)
         for scheduler in schedulers
@@ -87,29 +94,29 @@ def tune(
     }
     predicted = {name: predict_window(candidate, profile, len(window)) for name, candidate in runners.items()}
     baseline = _label(BASELINE, schedulers[0], schedulers)
-    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: effort.timed + 1]
+    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: tier.timed + 1]
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
-    overlaps = measure_overlap(timed, window, effort.repeats, stage_progress(progress, "timing plans"))
-    overlaps = _time_close_ones_again(overlaps, timed, window, effort.repeats)
-    kept = min(overlaps, key=lambda name: overlaps[name].step)
+    overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"))
+    overlaps = _time_close_again(overlaps, timed, window, tier.repeats)
+    chosen = min(overlaps, key=lambda name: overlaps[name].step)
     result = TuningResult(
-        kept,
+        chosen,
         overlaps,
         predicted,
         min(lower_bound(profile, scheduler(len(window))) for scheduler in schedulers),
         profile,
         gradient_bytes=_gradient_bytes(runner),
         ranks=runner.mesh.experts.size * runner.mesh.cp.size,
-        schedule=runners[kept].scheduler.name,
-        effort=effort.name,
+        schedule=runners[chosen].scheduler.name,
+        tier=tier.name,
     )
-    return runners[kept], result
+    return runners[chosen], result
 
 
-def _time_close_ones_again(
+def _time_close_again(
     overlaps: Mapping[str, Overlap], runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int
 ) -> dict[str, Overlap]:
-    """The measurements, with the candidates whose steps are too close to call timed again, longer."""
+    """The measurements; candidates whose steps are too close to call are timed again, longer."""
     best = min(overlap.step for overlap in overlaps.values())
     close = {name: runners[name] for name, overlap in overlaps.items() if overlap.step <= CLOSE * best}
     if len(close) == 1:
@@ -119,7 +126,7 @@ def _time_close_ones_again(
 
 
 def _gradient_bytes(runner: Runner) -> int:
-    """Bytes of the gradients of the uncut parameters that this rank holds a part of."""
+    """The bytes of the full gradients of the parameters that this rank has a part of."""
     return sum(
         parameter.nbytes
         if placement.dim is None
@@ -133,29 +140,7 @@ def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
     return rule if len(among) == 1 else f"{rule} on {scheduler.name}"
 
 
-# -- tuner ---------------------------------------------------------------------------------------------------------
-# Which plan a run uses, and when that is decided. How plans are measured and compared is in `autotune`.
-#
-# In:   the configuration, what the run is for, the first window, and how many steps are left.
-# Out:  a plan before anything runs; once the run is worth it, the one that was measured to be the fastest.
-# Must hold: every rank decides the same; ranks exchange something before the first window of two micro-batches or
-# more
-# and after 2, 4, 8, ... steps only; measuring and searching take at most `tuning_share` of the run, and say
-# beforehand
-# how long they take; what was measured is kept on disk.
-#
-# The integrations call `Engine.tune`, and so `Tuner.update`, with the micro-batches of the next step, before it runs:
-# operators are timed with the shapes that the run has. The result of an earlier run of the same case is taken from
-# the
-# cache with the first window of two micro-batches or more. Otherwise the clock of rank 0 decides after 2, 4, 8, ...
-# steps
-# how thorough a tuning the rest of the run is worth.
-
-
-# Rules that wait for a measurement; until then, a plan that needs none serves.
-MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
-UNMEASURED = "greedy"
-TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
+# -- the tuner of a run ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +148,10 @@ class _TimedWindow:
     """The window that plans are timed with.
 
     Attributes:
-        microbatches: the micro-batches that are timed, the first of a window.
-        num_microbatches: how many the whole window of an optimizer step has.
-        about: what a profile that is measured with it is for.
-        cache_key: what the cache finds its result by.
+        microbatches: the timed micro-batches, the first of a window.
+        num_microbatches: the number of micro-batches of the full window of an optimizer step.
+        about: the case of its profile.
+        cache_key: the key of its result in the cache.
     """
 
     microbatches: Sequence[MicroBatch]
@@ -181,17 +166,17 @@ class _TimedWindow:
 
 
 class Tuner:
-    """Decides which plan a run uses.
+    """The choice of the plan of a run.
 
     Args:
         config: the options of the run.
         model: the name of the model's class, for plan files.
-        fingerprint: what measurements are for, see `hf_helix.tuning.cache`.
+        fingerprint: the case of measurements, see `hf_helix.tuning.cache`.
         num_microbatches: the number of micro-batches of a window, as the run is configured.
 
     Attributes:
-        result: what was measured, in this run or an earlier one; None as long as nothing was.
-        scheduler: makes the schedules of windows; with the measured times once a profile is given.
+        result: the result of this run or of an earlier run; None as long as there is none.
+        scheduler: makes the schedules of windows, with the measured times of a given profile.
     """
 
     def __init__(self, config: HelixConfig, model: str, fingerprint: Mapping[str, str], num_microbatches: int) -> None:
@@ -203,12 +188,12 @@ class Tuner:
         self._model = model
         self._mesh = config.option_sizes
         self._timed: _TimedWindow | None = None
-        self._pace = Pace()
+        self._steps = StepTimer()
         self._has_begun = False
         self._has_declined = False
 
     def first_plan(self, layout: Layout) -> Plan:
-        """Returns the plan that the run starts with. Collective.
+        """Returns the plan of the first step. Collective.
 
         Raises:
             ValueError: a plan or profile file is damaged or for something else.
@@ -233,10 +218,10 @@ class Tuner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the plan stays as it is for the rest of the run."""
+        """Whether the plan is final for the rest of the run."""
         is_measured = self.config.plan in MEASURED
         is_planned = self.config.plan != AUTO and self.config.profile is not None
-        is_done = self.result is not None and (self.config.plan != AUTO or self.result.effort == FULL.name)
+        is_done = self.result is not None and (self.config.plan != AUTO or self.result.tier == FULL.name)
         return not is_measured or is_planned or is_done or not self.config.communicates
 
     def update(
@@ -246,19 +231,18 @@ class Tuner:
         num_microbatches: int,
         steps_left: int | None,
     ) -> Runner:
-        """Returns the runner to go on with. Collective, before a step.
+        """Returns the runner of the next step. Collective, before the step.
 
         Args:
             runner: the runner in use.
             make_window: makes the micro-batches of the next step.
-            num_microbatches: how many these are, the same on all ranks.
-            steps_left: how many steps the run has left; None where that is not known, and then as many as were done
-                are expected.
+            num_microbatches: their number, the same on all ranks.
+            steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
         """
         self._say_nothing_interleaves(num_microbatches)
         if self.is_settled:
             return runner
-        is_due = self._pace.begin_step(runner.executor.streams.synchronize)
+        is_due = self._steps.begin_step(runner.executor.streams.synchronize)
         if self._timed is None and num_microbatches > 1:
             self._timed = self._timed_window(runner, make_window())
             runner = self._load_cached(runner, self._timed) if self.config.cache else runner
@@ -271,20 +255,20 @@ class Tuner:
         return self._measure_if_due(runner, self._timed, is_due, steps_left)
 
     def _measure_if_due(self, runner: Runner, timed: _TimedWindow, is_due: bool, steps_left: int | None) -> Runner:
-        """Where the rest of the run is worth a tuning, its runner; otherwise the runner in use."""
+        """The runner of a tuning, where the rest of the run is worth it; otherwise the runner in use."""
         if not is_due:
             return runner
-        expected = self._pace.steps_done if steps_left is None else steps_left
-        seconds_left = None if steps_left is None else steps_left * self._pace.seconds_per_step
-        effort = decide_on_rank_0(lambda: self._affordable(runner, timed, expected))
-        if effort is not None:
-            return self._measure(runner, effort, timed, seconds_left)
+        expected = self._steps.steps_done if steps_left is None else steps_left
+        seconds_left = None if steps_left is None else steps_left * self._steps.step_time
+        tier = decide_on_rank_0(lambda: self._affordable(runner, timed, expected))
+        if tier is not None:
+            return self._measure(runner, tier, timed, seconds_left)
         if seconds_left is not None:
             self._say_untuned(runner, timed, seconds_left)
         return runner
 
     def _timed_window(self, runner: Runner, window: Sequence[MicroBatch]) -> _TimedWindow:
-        """What to time: the start of the first window of two micro-batches or more. Collective."""
+        """The timed window: the start of the first window of two micro-batches or more. Collective."""
         timed = window[: TUNED_MICROBATCHES * self.config.pp_size]
         about = {**machine(runner), **self.fingerprint, "shapes": ", ".join(batch.shape for batch in timed)}
         cache_key = {
@@ -296,21 +280,16 @@ class Tuner:
         }
         return _TimedWindow(timed, len(window), about, cache_key)
 
-    def _affordable(self, runner: Runner, timed: _TimedWindow, steps_left: int) -> Effort | None:
-        """The effort that the rest of the run is worth, beyond what was done already; by the clock of this rank."""
-        pace = self._pace.seconds_per_step
-        budget = tuning_budget(steps_left, pace, self.config.tuning_share) - self._pace.seconds_paused
-        cost = functools.partial(self._cost, runner, timed, pace * timed.share)
-        return affordable(budget, cost, self.result.effort if self.result else "")
+    def _affordable(self, runner: Runner, timed: _TimedWindow, steps_left: int) -> Tier | None:
+        """The tier that the rest of the run is worth, beyond the tier already done; by the clock of this rank."""
+        budget = self._steps.budget(steps_left, self.config.tuning_share)
+        cost = functools.partial(self._cost, runner, timed, self._steps.step_time * timed.share)
+        return affordable(budget, cost, self.result.tier if self.result else "")
 
-    def _cost(self, runner: Runner, timed: _TimedWindow, window_seconds: float, effort: Effort) -> float:
-        """An estimate of the seconds that tuning takes.
-
-        Args:
-            window_seconds: the seconds that the timed window takes.
-        """
+    def _cost(self, runner: Runner, timed: _TimedWindow, window_seconds: float, tier: Tier) -> float:
+        """An estimate of the seconds of a tuning whose timed window takes `window_seconds`."""
         return tuning_cost(
-            effort,
+            tier,
             runner.stage.layout,
             window_seconds,
             len(runner.program(len(timed.microbatches))),
@@ -325,23 +304,16 @@ class Tuner:
         wanted: dict[str, str] = {key: self.fingerprint[key] for key in ("model", "mesh")}
         return load_profile(self.config.profile, about=wanted, layout=layout)
 
-    def _measure(self, runner: Runner, effort: Effort, timed: _TimedWindow, run_seconds: float | None = None) -> Runner:
-        """Returns the runner of the fastest plan. Collective; says beforehand how long it takes.
-
-        Args:
-            runner: the runner in use.
-            effort: the rules to choose from, and how thoroughly they are compared.
-            timed: the window to measure with.
-            run_seconds: the seconds that the rest of the run takes; None where that is not known.
-        """
-        with self._pace.paused():
+    def _measure(self, runner: Runner, tier: Tier, timed: _TimedWindow, run_seconds: float | None = None) -> Runner:
+        """The runner of the fastest plan; says beforehand how long tuning takes, of the seconds left. Collective."""
+        with self._steps.paused():
             (seconds,) = time_steps({"": runner}, timed.microbatches, 1)[""]
-            self._say_before(self._cost(runner, timed, seconds, effort), run_seconds)
+            self._say_before(self._cost(runner, timed, seconds, tier), run_seconds)
             with progress_bar(rank() == 0) as progress:
                 chosen, result = tune(
                     runner,
                     timed.microbatches,
-                    effort,
+                    tier,
                     about=timed.about,
                     profile=self._given_profile(runner.stage.layout),
                     schedules=functools.partial(candidates, self.config.schedule),
@@ -357,7 +329,7 @@ class Tuner:
         return chosen
 
     def _load_cached(self, runner: Runner, timed: _TimedWindow) -> Runner:
-        """Returns the runner of the plan that an earlier run has measured, if rank 0 finds it. Collective."""
+        """The runner of the plan of an earlier run, if rank 0 finds its result; else the runner in use. Collective."""
         cached = decide_on_rank_0(lambda: cache.load(timed.cache_key))
         if cached is None:
             return runner
@@ -365,7 +337,7 @@ class Tuner:
         try:
             plan = parse_plan(text, runner.stage.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
-            return runner  # a plan of an older version, which every rank refuses alike
+            return runner  # a plan of an older version, refused on every rank
         costs = stage_costs(result.profile) if result.profile is not None else None
         self.result = self._in_words(result, runner, timed)
         return runner.with_plan(plan, Scheduler(result.schedule, self.config.pp_size, costs))
@@ -377,24 +349,24 @@ class Tuner:
         return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
 
     def _say_before(self, seconds: float, run_seconds: float | None) -> None:
-        """Says how long tuning takes."""
+        """Says the duration of a tuning."""
         of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
         kept = "; cached afterwards" if self.config.cache else ""
         say(f"measuring and searching plans, about {about_time(seconds)}{of}{kept}")
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
-        """Says once why `auto` measures nothing."""
+        """Says once that `auto` measures nothing, with the reason."""
         if self._has_declined or self.result is not None:
             return
         self._has_declined = True
-        seconds = self._cost(runner, timed, self._pace.seconds_per_step * timed.share, QUICK)
+        seconds = self._cost(runner, timed, self._steps.step_time * timed.share, QUICK)
         say(
             f"plan `{runner.plan.rule}`, not measured: that would take about {about_time(seconds)} of the about "
             f"{about_time(seconds_left)} that are left, more than tuning_share={self.config.tuning_share:g} allows"
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Says once, if the first step has nothing to interleave, what to change."""
+        """Says once, if the first step has nothing to interleave, the option to change."""
         is_first, self._has_begun = not self._has_begun, True
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):

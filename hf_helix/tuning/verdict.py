@@ -1,8 +1,8 @@
-"""What a tuning found: the plan that is kept, and the measurements that speak for it.
+"""The result of a tuning: the chosen plan, its measurement, and the reasons in words.
 
-In:   windows that were timed under several plans, and what the cost function predicted for them.
-Out:  a `TuningResult`, the same on every rank.
-Must hold: it is data only; nothing here measures.
+In:   windows that were timed under several plans, and predictions for them.
+Out:  a `TuningResult`, the same on every rank; a sentence for the log; a paragraph with all figures.
+Must hold: nothing here measures; where overlap gains nothing, the sentence says so, with the reason.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hf_helix.tuning.budget import BASELINE, FULL
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What `tune` measured and chose.
+    """The measurement and the choice of `tune`.
 
     Attributes:
-        kept: the candidate that is in use: the rule of its plan and, where there was a choice, its schedule.
-        overlaps: by candidate, the measurement of a window under it.
-        predicted: by candidate, the seconds that the cost function predicted for the same window.
-        bound: seconds of that window that no plan can beat, by the measured operator times.
+        chosen: the candidate in use: the rule of its plan and, where there was a choice, its schedule.
+        overlaps: by candidate, the measurement of a window.
+        predicted: by candidate, the predicted seconds of the same window.
+        bound: seconds of the window that no plan can beat, by the measured operator times.
         profile: the operator times that the plans were made with.
         measured: the date of the measurement, as text.
-        gradient_bytes: bytes of the gradients of the whole model, which data parallelism would sum in every step.
-        ranks: the number of ranks that share the layers, the experts or the sequences of one pipeline rank.
-        schedule: the name of the schedule that is in use.
-        effort: the name of the effort that was made, see `hf_helix.tuning.budget`.
-        verdict: the choice and its reason, in one sentence.
-        report: all figures, in one paragraph.
+        gradient_bytes: bytes of the full gradients, which data parallelism would reduce in every step.
+        ranks: the number of ranks that share the layers, the experts or the sequences of a pipeline rank.
+        schedule: the name of the schedule in use.
+        tier: the name of the tier, see `hf_helix.tuning.budget`.
+        verdict: the choice and its reason, in a sentence.
+        report: all figures, in a paragraph.
     """
 
-    kept: str
+    chosen: str
     overlaps: Mapping[str, Overlap]
     predicted: Mapping[str, float] = field(default_factory=dict)
     bound: float = 0.0
@@ -46,7 +46,7 @@ class TuningResult:
     gradient_bytes: int = 0
     ranks: int = 1
     schedule: str = AUTO
-    effort: str = FULL.name
+    tier: str = FULL.name
     verdict: str = ""
     report: str = ""
 
@@ -55,52 +55,55 @@ class TuningResult:
 
     @property
     def gradient_seconds(self) -> float:
-        """An estimate of the seconds of one sum of all gradients, at the speed of the measured collectives."""
-        kept = self.overlaps[self.kept]
+        """An estimate of the seconds of a reduction of all gradients, at the speed of the measured collectives."""
+        chosen = self.overlaps[self.chosen]
         sent = 2 * self.gradient_bytes * (self.ranks - 1) / self.ranks
-        return sent * kept.communication / kept.bytes_moved if kept.bytes_moved else 0.0
+        return sent * chosen.communication / chosen.bytes_moved if chosen.bytes_moved else 0.0
+
+    @property
+    def baseline(self) -> str | None:
+        """The candidate without overlap, on the first schedule where there was a choice; None if it was not timed."""
+        return next((name for name in self.overlaps if _rule(name) == BASELINE), None)
 
 
-# -- verdict -------------------------------------------------------------------------------------------------------
-# What tuning found, in words.
-#
-# In:   a `TuningResult`.
-# Out:  one sentence for the log; a paragraph with all figures and reasons.
-# Must hold: where overlap gains nothing, the sentence says so and why.
+# -- in words -------------------------------------------------------------------------------------------------------
 
 
-SMALL = 1.05  # a gain below this is explained
+SMALL = 1.05  # smaller gains are explained
 
 
 def format_verdict(result: TuningResult, contention: str = "") -> str:
-    """What was chosen and what it gains, in one sentence; where it gains nothing, the reason.
+    """Returns the choice and its gain, in a sentence; without a gain, the reason.
 
-    Args:
-        result: what was measured.
-        contention: who shares the cores with communication; empty where devices have their own.
+    `contention` names the ranks that share cores with communication, see `contention_of`.
     """
-    kept, baseline = result.overlaps[result.chosen], _baseline(result)
+    chosen, baseline = result.overlaps[result.chosen], result.baseline
     plan = f"plan {_named(result.chosen)}"
-    where = f" on an emulated link of {kept.link}" if kept.link else ""
+    where = f" on an emulated link of {chosen.link}" if chosen.link else ""
     if baseline is None:
-        return f"{plan}, as asked for{where}: {_worth(kept)}"
-    reason = _reason(kept, contention)
+        return f"{plan}, as asked for{where}: {_worth(chosen)}"
+    reason = _reason(chosen, contention)
     if result.chosen == baseline:
         return f"{plan}: overlap gains nothing here{where}, because {reason}"
     without = "without overlap"
-    if result.chosen.split(" on ")[0] == BASELINE:
+    if _rule(result.chosen) == BASELINE:
         without = f"with {_named(baseline)}"
-    gain = result.overlaps[baseline].step / kept.step
+    gain = result.overlaps[baseline].step / chosen.step
     small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
     return f"{plan}, {gain:.2f}x as fast as {without}{where}{small}"
 
 
 def contention_of(mesh: Mesh) -> str:
-    """Who shares the cores with communication, in words; empty where devices have their own."""
+    """Returns the ranks that share cores with communication, in words; empty where devices have cores of their own."""
     cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if mesh.device.type != "cpu" or 2 * ranks <= cores:
         return ""
     return f"{ranks} ranks compute and communicate on the same {cores} cores"
+
+
+def _rule(label: str) -> str:
+    """The rule of a candidate."""
+    return label.split(" on ")[0]
 
 
 def _named(label: str) -> str:
@@ -116,7 +119,7 @@ def _worth(overlap: Overlap) -> str:
 
 
 def _reason(overlap: Overlap, contention: str) -> str:
-    """Why there is little or no gain."""
+    """The reason of little or no gain."""
     if not overlap.communication:
         return "there are no collectives to hide"
     share = overlap.communication / (overlap.computation + overlap.communication)
@@ -128,32 +131,23 @@ def _reason(overlap: Overlap, contention: str) -> str:
 
 
 def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
-    """What was chosen and why, in one paragraph.
-
-    Args:
-        share_of_step: the part of an optimizer step's micro-batches that was timed.
-    """
-    kept = result.overlaps[result.chosen]
+    """Returns the choice and its reasons, in a paragraph; `share_of_step` of a step's micro-batches were timed."""
+    chosen, baseline = result.overlaps[result.chosen], result.baseline
     others = ", ".join(_timed(rule, result) for rule in result.overlaps)
-    baseline = _baseline(result)
     gain = ""
     if baseline is not None and result.chosen != baseline:
-        gain = f", {result.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
+        gain = f", {result.overlaps[baseline].step / chosen.step:.2f} times as fast as {baseline}"
     when = f" (measured {result.measured})" if result.measured else ""
-    when += f" on an emulated link of {kept.link}" if kept.link else ""
+    when += f" on an emulated link of {chosen.link}" if chosen.link else ""
     sentences = [
         f"Plan {result.chosen} is kept{gain}{when}.",
-        f"A window takes: {others}; its computation alone {in_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
-        _hidden(kept),
+        f"A window takes: {others}; its computation alone {in_ms(chosen.computation)}{_bubbles(chosen)}"
+        f"{_alone(chosen)}.",
+        _hidden(chosen),
         *_why_small(result),
         *_alternative(result, share_of_step),
     ]
     return " ".join(sentences)
-
-
-def _baseline(result: TuningResult) -> str | None:
-    """What gains are told against: without overlap, on the first schedule where there was a choice."""
-    return next((name for name in result.overlaps if name.split(" on ")[0] == BASELINE), None)
 
 
 def _bubbles(overlap: Overlap) -> str:
@@ -178,14 +172,14 @@ def _hidden(overlap: Overlap) -> str:
 
 
 def _bound(overlap: Overlap) -> str:
-    """Nothing where noise has made the step shorter than its bound."""
+    """The bound; empty where noise has made the step shorter than its bound."""
     return f", and no plan can beat {in_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
 
 
 def _timed(rule: str, result: TuningResult) -> str:
     predicted = result.predicted.get(rule)
-    said = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
-    return f"{rule} {in_ms(result.overlaps[rule].step)}{said}"
+    prediction = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
+    return f"{rule} {in_ms(result.overlaps[rule].step)}{prediction}"
 
 
 def _by_kind(overlap: Overlap) -> str:
@@ -195,27 +189,27 @@ def _by_kind(overlap: Overlap) -> str:
 
 
 def _why_small(result: TuningResult) -> list[str]:
-    """The reason, where there is little or no gain."""
-    kept, baseline = result.overlaps[result.chosen], _baseline(result)
-    if baseline is None or not kept.communication or result.overlaps[baseline].step >= SMALL * kept.step:
+    """The reason of little or no gain; empty with a gain."""
+    chosen, baseline = result.overlaps[result.chosen], result.baseline
+    if baseline is None or not chosen.communication or result.overlaps[baseline].step >= SMALL * chosen.step:
         return []
     start = f"The gain over {baseline} is small"
-    if result.chosen.split(" on ")[0] == BASELINE:
+    if _rule(result.chosen) == BASELINE:
         start = "No plan that overlaps is faster here"
-    share = kept.communication / (kept.computation + kept.communication)
+    share = chosen.communication / (chosen.computation + chosen.communication)
     if share < 0.1:
         return [f"{start}: communication is only {share:.0%} of the work."]
-    if kept.exposed > kept.communication or kept.overlapped_fraction - max(0.0, kept.hidden_fraction) > 0.3:
+    if chosen.exposed > chosen.communication or chosen.overlapped_fraction - max(0.0, chosen.hidden_fraction) > 0.3:
         return [f"{start}: communication runs beside computation, but takes the cores or the memory that it needs."]
     return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
 
 
 def _alternative(result: TuningResult, share_of_step: float) -> list[str]:
-    """Where another layout would be faster, say so."""
-    kept = result.overlaps[result.chosen]
-    step = kept.step / share_of_step
-    other = kept.computation / share_of_step + result.gradient_seconds
-    if result.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
+    """A hint to data parallelism, where it would be faster."""
+    chosen = result.overlaps[result.chosen]
+    step = chosen.step / share_of_step
+    other = chosen.computation / share_of_step + result.gradient_seconds
+    if result.ranks == 1 or chosen.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
         return []
     return [
         f"Data parallelism alone would take about {in_ms(other)} a step instead of {in_ms(step)} (an estimate "

@@ -20,9 +20,8 @@ from support.tuning_jobs import hasty
 
 from hf_helix import HelixConfig, HelixPlugin
 from hf_helix.engine.engine import Engine
-from hf_helix.tuning import effort
 from hf_helix.tuning import tuner as tuning
-from hf_helix.tuning.budget import FULL, QUICK, SHORT, Effort
+from hf_helix.tuning.budget import FULL, QUICK, SHORT, StepTimer, Tier
 
 MODEL = {"attention_dropout": 0.1}
 
@@ -70,7 +69,7 @@ def entered(modules: set[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted(cache: str, costs: dict[Effort, float]) -> Iterator[Counts]:
+def counted(cache: str, costs: dict[Tier, float]) -> Iterator[Counts]:
     """Under a clock by which every step takes a second, and estimates that are known: work is counted, not timed."""
     counts = Counts()
     usual, train_window, clock = tuning.measure_profile, Engine.train_window, [0.0]
@@ -96,10 +95,10 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[Counts]:
         counts.in_windows.append(len(counts.pickled) - before)
         return losses
 
-    def pace() -> effort.Pace:
-        return effort.Pace(clock=lambda: clock[0])
+    def timer() -> StepTimer:
+        return StepTimer(clock=lambda: clock[0])
 
-    def cost(wanted: Effort, *args: Any, **kwargs: Any) -> float:
+    def cost(wanted: Tier, *args: Any, **kwargs: Any) -> float:
         return costs[wanted]
 
     with (
@@ -107,7 +106,7 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[Counts]:
         mock.patch.object(tuning, "measure_profile", measure),
         mock.patch.multiple(dist, **{name: counting(name) for name in PICKLED}),
         mock.patch("hf_helix.tuning.tuner.tuning_cost", cost),
-        mock.patch("hf_helix.tuning.tuner.Pace", pace),
+        mock.patch("hf_helix.tuning.tuner.StepTimer", timer),
         mock.patch.object(Engine, "train_window", train_for_a_second),
         hasty(),
         contextlib.redirect_stdout(counts.output),
@@ -146,7 +145,7 @@ def train(
         "pickled_within": [count for _, count in within],
         "in_windows": counts.in_windows,
         "modules": counts.modules,
-        "effort": trainer.tuning and trainer.tuning.effort,
+        "tier": trainer.tuning and trainer.tuning.tier,
         "rule": trainer.plan.rule,
         "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],

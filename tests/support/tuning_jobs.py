@@ -85,7 +85,7 @@ def beside_themselves(folder: str, helix: dict[str, Any], **options: Any) -> lis
     trainer.model.train()
     bench = Bench(trainer.helix.runner, _microbatches(trainer, 2)[0], 2)
     for timed in bench.computing:
-        ((first, second),) = bench.together(timed, timed, (1, 1))
+        ((first, second),) = bench.time_pair(timed, timed, (1, 1))
         assert first > 0 < second
     return [timed.name[1] for timed in bench.computing]
 

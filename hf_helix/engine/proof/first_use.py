@@ -1,9 +1,14 @@
-"""Patches of a model: what was changed on its instances, and is not in its class.
+"""Proof on first use: a derived family is proven before the model of a run is cut.
 
-In:   the model of a run, and a small model of its class.
-Out:  the small model with the same patches: forwards and options of submodules, and submodules without parameters.
-Must hold: what cannot be carried over is refused by name, so that nothing is trained that was not proven. The given
-model is only looked at.
+In:   the full model of a run, its options and its mesh.
+Out:  nothing, or an error on all ranks that names the differences.
+Must hold: a small model of the same class is proven, patched as the model of the run is, on the run's own mesh, all
+ranks together; a patch that cannot be carried over is refused by name. A verdict is found again only by its own case
+(the model's graphs, their source, versions, layout). The random state of the run is as before, the given model is only
+looked at, and nothing of the proof stays in memory.
+
+    family needs no proof, or its case is on disk  -> go on
+    small model + patches of the run's model       -> prove: cut and unsplit are equal?  -> keep the verdict
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from torch import nn
 from hf_helix import __version__
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.engine.proof.prove import Subject, describe, prove
-from hf_helix.engine.proof.verdict import SHOWN, Proof
+from hf_helix.engine.proof.verdict import Proof, first_names
 from hf_helix.models.alike import digest_of_code, text_of
 from hf_helix.models.copies import rebound
 from hf_helix.models.registry import family_of
@@ -40,7 +45,7 @@ from hf_helix.tuning.cache import result_folder, write_file
 CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 OF_RUNS = ("training", "gradient_checkpointing", "_gradient_checkpointing_func", "_compiled_call_impl")
-"""What a run sets by itself, and what does not change what is computed or is refused elsewhere."""
+"""Attributes that a run sets, or that change no result, or that are refused elsewhere."""
 
 ADVICE = (
     "a derived family is proven on a small model of its class, into which it cannot be carried over; write it into a "
@@ -50,13 +55,13 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute of a submodule that is not as its class makes it.
+    """An attribute of a submodule that differs from its class.
 
     Attributes:
         path: the submodule.
         name: the attribute.
-        value: what it is.
-        code: tells it from patches by other code.
+        value: its value.
+        code: the identity of its code.
     """
 
     path: str
@@ -66,14 +71,10 @@ class Patch:
 
 
 def carry_patches(model: Any, small: Any) -> None:
-    """Changes a small model as a model was changed.
-
-    Args:
-        model: the whole Transformers model of a run.
-        small: a model of its class, with fewer layers.
+    """Gives a small model of the same class, with fewer layers, the patches of a model.
 
     Raises:
-        ValueError: something was changed that cannot be carried over; names it.
+        ValueError: names a patch that cannot be carried over.
     """
     plain, decoder = _as_made(model), Decoder(model)
     prefix = f"{decoder.path}.{decoder.name}".removeprefix(".")
@@ -90,7 +91,7 @@ def carry_patches(model: Any, small: Any) -> None:
 
 
 def _as_made(model: Any) -> Any:
-    """Returns a model as its class makes it, of the same sizes, without memory for its weights."""
+    """Returns an unpatched model of the same class and sizes, on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return type(model)(copy.deepcopy(model.config))
 
@@ -98,7 +99,7 @@ def _as_made(model: Any) -> Any:
 def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int, list[Patch]]]:
     """Returns for each layer of a small model a layer of the same kind, and its patches.
 
-    All ways in which layers of a kind were changed are among them; what differs in numbers only is one way.
+    Every set of patches of a kind is among them; patches that differ in numbers only are equal.
     """
     layers, made = model.get_submodule(prefix), plain.get_submodule(prefix)
     small_kinds = [_kind(small, layer, number) for number, layer in enumerate(small.get_submodule(prefix))]
@@ -108,27 +109,27 @@ def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int,
         patches[number] = list(_patches(layer, made[number], f"{prefix}.{number}."))
         way = frozenset((patch.path, patch.name, patch.code) for patch in patches[number])
         kind = _kind(plain, made[number], number)
-        alike, count = ways.setdefault(kind, {}), small_kinds.count(kind)
-        alike.setdefault(way, []).append(number)
-        if len(alike) > max(count, 1 - bool(way)):
+        groups, count = ways.setdefault(kind, {}), small_kinds.count(kind)
+        groups.setdefault(way, []).append(number)
+        if len(groups) > max(count, 1 - bool(way)):
             raise ValueError(
-                f"model.{prefix}.{number} was changed in another way than {len(alike) - 1} layers before it, of which "
+                f"model.{prefix}.{number} was changed in another way than {len(groups) - 1} layers before it, of which "
                 f"a small model has {count}: {ADVICE}"
             )
-    chosen = {kind: _one_of_each(list(alike.values()), small_kinds.count(kind)) for kind, alike in ways.items()}
+    chosen = {kind: _one_of_each(list(groups.values()), small_kinds.count(kind)) for kind, groups in ways.items()}
     numbers = [chosen[kind].pop(0) if chosen[kind] else None for kind in small_kinds]
     return [(number or 0, patches[number] if number is not None else []) for number in numbers]
 
 
 def _one_of_each(groups: list[list[int]], count: int) -> list[int]:
-    """Returns so many numbers in order: the first of each group, and as many others as there is room for."""
+    """Returns `count` numbers in order: the first of each group, and then others."""
     firsts = [group[0] for group in groups]
     others = [number for group in groups for number in group[1:]]
     return sorted([*firsts, *sorted(others)][:count])
 
 
 def _kind(model: Any, layer: nn.Module, number: int) -> Any:
-    """Tells apart layers that are made differently, whatever their sizes are."""
+    """The kind of a layer: its type and the classes of its modules, without sizes."""
     types = getattr(model.config.get_text_config(), "layer_types", None)
     return types[number] if types else None, *((name, type(module)) for name, module in layer.named_modules())
 
@@ -136,14 +137,7 @@ def _kind(model: Any, layer: nn.Module, number: int) -> Any:
 def _patches(
     given: Any, plain: Any, prefix: str, skip: Callable[[nn.Module], bool] = lambda module: False
 ) -> Iterator[Patch]:
-    """Yields the patches of a module.
-
-    Args:
-        given: the module.
-        plain: the same as its class makes it.
-        prefix: the path of the module, for errors.
-        skip: returns whether a submodule is left out.
-    """
+    """Yields the patches of a module against `plain`, an unpatched module; `prefix` is its path, for errors."""
     names = {id(module): f"module {path}" for path, module in given.named_modules()}
     plain_names = {id(module): f"module {path}" for path, module in plain.named_modules()}
     waiting: list[tuple[str, Any, Any]] = [("", given, plain)]
@@ -152,9 +146,8 @@ def _patches(
         for name, value in _attributes(module, made):
             text = text_of(value, names)
             is_made = name in vars(made) and text == text_of(vars(made)[name], plain_names)
-            if not is_made and not (
-                name == "forward" and not prefix and not path
-            ):  # a model's own is refused elsewhere
+            is_own_forward = name == "forward" and not prefix and not path  # refused elsewhere
+            if not is_made and not is_own_forward:
                 yield Patch(path, name, value, _code_of(value))
         for name, child in module.named_children():
             inner, other = f"{path}.{name}" if path else name, getattr(made, name, None)
@@ -183,7 +176,7 @@ def _has_weights_of(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module, made: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the functions that an instance has for itself, and the options that its class gives it."""
+    """Yields the functions of an instance, and its options that its class sets, too."""
     is_other = type(module) is not type(made)
     for name, value in vars(module).items():
         is_option = (is_other or name in vars(made)) and not name.startswith("_") and _is_plain(value)
@@ -192,7 +185,7 @@ def _attributes(module: nn.Module, made: nn.Module) -> Iterator[tuple[str, Any]]
 
 
 def _code_of(value: Any, within: tuple[int, ...] = ()) -> str:
-    """Returns a text for the code of a value, whatever numbers it closes over."""
+    """Returns the identity of the code of a value, without numbers that the code closes over."""
     if isinstance(value, functools.partial):
         return _code_of(value.func, within)
     function = getattr(value, "__func__", value)
@@ -207,7 +200,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pairs(given: nn.Module, small: nn.Module) -> dict[int, Any]:
-    """Returns what stands in a small module in the place of modules, parameters and buffers of another."""
+    """Returns the counterparts in a small module of modules, parameters and buffers of another, by id."""
     counterparts: dict[int, Any] = {}
     for kind in ("named_modules", "named_parameters", "named_buffers"):
         theirs: Mapping[str, Any] = dict(getattr(small, kind)())
@@ -226,32 +219,19 @@ def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> 
         raise ValueError(f"model.{path} was changed on the instance ({error}): {ADVICE}") from error
 
 
-# -- first use -----------------------------------------------------------------------------------------------------
-# Proof on first use: a family that was derived from the model is proven before anything of the model is cut.
-#
-# In:   the whole model of a run, its options and its mesh.
-# Out:  nothing, or an error on all ranks that names what differs.
-# Must hold: what is proven is a small model of the same class, patched as the model of the run is, on the run's own
-# mesh,
-# all ranks together; a verdict is found again by what it is about only (the model's graphs, the source it is made of,
-# versions, layout). The random state of the run is as before, and nothing of the proof stays in memory.
+# -- the proof -------------------------------------------------------------------------------------------------------
 
 
 FORMAT = "hf_helix.proof/1"
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
-    """Proves the family of a model, unless it is declared or was proven on this machine before. Collective.
+    """Proves the family of a model, unless the family is declared or was proven on this machine before. Collective.
 
-    The census proves classes as their defaults are. A checkpoint may switch on more, so it is no reason to skip this.
-
-    Args:
-        model: the whole Transformers model of the run; it is only looked at.
-        config: the options of the run.
-        mesh: the mesh of the run.
+    The census proves classes with their default configurations; a checkpoint may switch on more options.
 
     Raises:
-        ValueError: on every rank: the model, cut like this, does not compute what it computes unsplit.
+        ValueError: on every rank: the cut model differs from the unsplit model.
     """
     family = on_all_ranks(lambda: family_of(model))
     if not family.needs_proof:
@@ -288,22 +268,21 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
 
 
 def _small(model: Any, options: HelixConfig) -> Any:
-    """A small model of the same class, with what was changed in this one."""
+    """A small model of the same class, with the same patches."""
     small = Subject(model.config, type(model)).build(options)
     carry_patches(model, small)
     return small
 
 
 def _advice(proof: Proof) -> str:
-    """What is wrong and what to do, for the error that ends a run."""
+    """The differences and the remedy, for the error that ends a run."""
     name, layout = proof.model, proof.layout
     if proof.refusal:
         return f"{name} is derived from the model, and a small one of its class cannot be cut: {proof.refusal}"
-    wrong = ", ".join(f"{difference.name} (by {difference.error:.1e})" for difference in proof.wrong[:SHOWN])
-    more = f" and {len(proof.wrong) - SHOWN} more" if len(proof.wrong) > SHOWN else ""
+    wrong = first_names(proof.wrong, lambda difference: f"{difference.name} (by {difference.error:.1e})")
     return (
         f"{name} at {layout} is derived from the model and does not compute what the unsplit model computes: {wrong}"
-        f"{more} differ. `hf-helix check {name}` shows which layouts are equal; use one of "
+        f" differ. `hf-helix check {name}` shows which layouts are equal; use one of "
         "them, or the stock Trainer, or declare the family (docs/adding_a_model.md), and please report it"
     )
 
@@ -312,14 +291,7 @@ def _advice(proof: Proof) -> str:
 
 
 def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, str]:
-    """What a verdict is about.
-
-    Args:
-        digest: the family's own digest of what the model computes, patched forwards included.
-        model: the model of the run.
-        config: the options of the run.
-        mesh: the mesh of the run.
-    """
+    """The case of a verdict; `digest` is the family's own digest of the model's graphs, patched forwards included."""
     kind = type(model)
     return {
         "proof": f"{kind.__module__}.{kind.__qualname__}",
@@ -336,7 +308,7 @@ def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, 
 
 
 def _source_digest(kind: type) -> str:
-    """A digest of the file that a class is written in; empty where it is in none, as in a notebook."""
+    """A digest of the file of a class; empty without a file, as in a notebook."""
     try:
         return hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()[:12]
     except (OSError, TypeError):
@@ -344,7 +316,7 @@ def _source_digest(kind: type) -> str:
 
 
 def _was_proven(key: Mapping[str, str]) -> bool:
-    """Whether the verdict of a key is on disk. Only equal ones are kept."""
+    """Whether the verdict of a key is on disk. Only verdicts of equal models are kept."""
     try:
         verdict = json.loads((result_folder(key) / "proof.json").read_text())
         return bool(verdict["format"] == FORMAT and verdict["case"] == dict(key))

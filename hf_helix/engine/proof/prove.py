@@ -1,8 +1,10 @@
-"""What is proven: a small model, made anew in every process.
+"""The proof: a cut model computes the losses, gradients and logits of the unsplit Transformers model.
 
-In:   a Transformers configuration, the name of a class, or a model.
-Out:  a model in fp32 with random weights, the same in every process, small and yet large enough for a layout.
-Must hold: the random state of the process is as before; a model that was given is not changed.
+In:   a configuration, the name of a class, or a model; a layout, and a mesh of the layout.
+Out:  a small model in fp32 with random weights, the same in every process; a `Proof`, equal on all ranks.
+Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. The given model and
+the random state of the process are as before. A failure on a rank before ranks communicate is a failure on all ranks; a
+failure in the middle of a window is raised, so that the rank ends.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ from hf_helix.runtime.failures.endings import remote_description
 from hf_helix.runtime.runner import Runner
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
-"""Attention that runs in fp32 on every device. Where a model uses another one, Transformers chooses one of these."""
+"""Attention that runs in fp32 on every device. Where a model uses another kind, Transformers chooses among these."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that can be made anew.
+    """The description of a model, built anew in every process.
 
     Attributes:
-        config: its configuration; None where a class of Transformers alone, or a model, is given.
+        config: its configuration; None for a class alone, or a given model.
         kind: its class; None for the causal LM of the configuration.
-        model: the model itself, taken as it is.
-        as_is: whether the configuration is taken as it is, not made small.
+        model: the model itself, of any size.
+        as_is: whether the configuration keeps its sizes; otherwise it is made small.
     """
 
     config: PretrainedConfig | None = None
@@ -66,15 +68,11 @@ class Subject:
 
     @classmethod
     def of(cls, given: Any, as_is: bool = False) -> Subject:
-        """Returns the subject that is given.
-
-        Args:
-            given: a model, a configuration, the name of a causal-LM class of Transformers, or a folder or file with a
-                configuration.
-            as_is: whether a configuration is taken as it is.
+        """Returns the subject of a model, a configuration, the name of a causal-LM class of Transformers, or a folder
+        or file with a configuration.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: `given` is none of these.
         """
         if isinstance(given, nn.Module):
             return cls(model=given, as_is=True)
@@ -110,7 +108,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The class, or the configuration where only that is known."""
+        """The name of the class, or of the configuration without a class."""
         return (self.kind or type(self.config if self.model is None else self.model)).__name__
 
     def _sized(self, layout: HelixConfig) -> PretrainedConfig:
@@ -137,17 +135,17 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the layouts that a model is checked on if none is asked for, as options of `HelixConfig`."""
+    """Returns the layouts of a check without given layouts, as options of `HelixConfig`."""
     two: tuple[dict[str, Any], ...] = ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}, {"cp_size": 2})
     return [*two, *([{"ep_size": 2}] if has_experts(model) else [])]
 
 
 def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
-    """A small configuration with so many heads and experts that all ranks get some; two ranks always do."""
+    """A small configuration with enough heads and experts for all ranks; small configurations are enough for two."""
     options = config.get_text_config()
     factor = -(-layout.tp_size // 2)
     if factor > 1:
-        is_free = not getattr(options, "head_dim", None)  # else heads have a size of their own
+        is_free = not getattr(options, "head_dim", None)  # else heads have their own size
         for name in (*HEADS, *(["hidden_size"] if is_free else [])):
             if isinstance(value := getattr(options, name, None), int):
                 setattr(options, name, value * factor)
@@ -158,32 +156,24 @@ def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
     return config
 
 
-# -- prove ---------------------------------------------------------------------------------------------------------
-# Proves that a cut model computes what the unsplit Transformers model computes.
-#
-# In:   a small whole model, a layout, and a mesh of that layout.
-# Out:  a `Proof`, equal on all ranks.
-# Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. The given model,
-# the random state of the process and the weights' memory are as before. What fails on one rank before ranks
-# communicate
-# fails on all; a failure in the middle of a window is raised, so that this rank ends.
+# -- the comparison --------------------------------------------------------------------------------------------------
 
 
 PLANS = ("sequential", "greedy")
-"""The first runs every kind of batches; the others, two strands, run one window with a batch of each kind."""
+"""The first runs every kind of batches; the others, of two strands, run a window with a batch of each kind."""
 
 MIXED = "all kinds"
 SIZES = ("tp", "pp", "cp", "ep")
 
 
 def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PLANS) -> Proof:
-    """Compares a cut model with the unsplit one: losses, every gradient by name, and logits. Collective.
+    """Compares a cut model with the unsplit model: losses, every gradient by name, and logits. Collective.
 
     Args:
-        model: a small whole Transformers model in fp32, the same on every rank. Its weights are scaled in a copy.
-        config: how it is cut; its sizes are those of the mesh, its plan is not read.
-        mesh: which ranks share what.
-        plans: the rules of the plans that it runs under, `sequential` first.
+        model: a small Transformers model in fp32, the same on every rank. Its weights are scaled in a copy.
+        config: the options of the cut; the plan is not read.
+        mesh: the mesh of ranks, of the sizes in `config`.
+        plans: the rules of the plans, `sequential` first.
     """
     started = time.monotonic()
     about = type(model).__name__, describe(mesh.sizes)
@@ -206,16 +196,10 @@ def describe(sizes: Mapping[str, int]) -> str:
 
 
 class _Copy:
-    """A model that is proven: a copy that is cut, and on the ranks that compare another one that stays whole.
-
-    Args:
-        model: see `prove`.
-        config: see `prove`.
-        mesh: see `prove`.
-    """
+    """A copy of a model that is cut and, on the ranks that compare, a copy that stays unsplit; see `prove`."""
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
-        # The layers are not those of the run, and a capacity or a link would be another thing to compare.
+        # The layers are not those of the run; a capacity changes results, and a link only takes time.
         config = replace(config, plan=PLANS[0], layers_per_stage=None)
         self.config = replace(config, expert_capacity_factor=None, link=None)
         self.mesh = mesh
@@ -228,10 +212,10 @@ class _Copy:
         self.windows = self._make_windows()
 
     def _make_windows(self) -> list[dict[str, list[Batch]]]:
-        """The batches by kind, for each of some data-parallel ranks; the other ranks repeat them."""
+        """The batches by kind, for each of some data-parallel ranks; other ranks repeat these batches."""
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        vocab_size = min(table.weight.shape[0] for table in tables)  # the tokens that can be read and written
+        vocab_size = min(table.weight.shape[0] for table in tables)  # tokens that can be read and written
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
         windows = []
         for place in range(distinct):
@@ -248,13 +232,13 @@ class _Copy:
         return self.unsplit.draws(self.windows[0][KINDS[0]][0])
 
     def set_mode(self, draws: bool) -> None:
-        """Leaves the model in training, or puts it in evaluation where it would draw random numbers."""
+        """Leaves the model in training; puts a model that draws random numbers in evaluation."""
         self.model.train(not draws)
         if self.unsplit is not None:
             self.unsplit.model.train(not draws)
 
     def declare(self) -> Declared:
-        """How the copy is cut, on this rank alone."""
+        """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
         return declare(self.model, self.config, self.mesh, modes)
 
@@ -302,15 +286,15 @@ class _Copy:
             parameter = self.model.get_parameter(name)
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             placement = placements[parameter]
-            whole = full_parameter(mine, placement, self.mesh, owners[parameter])
-            if whole is not None:
-                gradients[name] = whole.double()
-            if self.mesh.axis_of(placement).rank > 0:  # experts, which the first rank of those that share them joins
+            full = full_parameter(mine, placement, self.mesh, owners[parameter])
+            if full is not None:
+                gradients[name] = full.double()
+            if self.mesh.axis_of(placement).rank > 0:  # experts, joined on the first rank of their axis
                 self.joined_elsewhere.add(name)
         return gradients
 
     def _compare(self, kind: str, plan: str, batches: Sequence[Batch], outcome: Outcome) -> ComparedWindow:
-        """A window beside the unsplit model."""
+        """The comparison of a window."""
         unsplit = self.unsplit
         assert unsplit is not None
         expected = self._expected(unsplit, kind, batches)
@@ -324,7 +308,7 @@ class _Copy:
         return compare(kind, plan, outcome, expected, exact)
 
     def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
-        """What the unsplit model gives for a window of this rank, with gradients averaged over data-parallel ranks."""
+        """The outcome of the unsplit model for a window, with gradients averaged over data-parallel ranks."""
         everywhere = [unsplit.run(window[kind]).gradients for window in self.windows]
         total = add_up(everywhere)
         mean = {name: total[name] / len(everywhere) for name in total if name not in self.joined_elsewhere}
@@ -333,7 +317,7 @@ class _Copy:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of torch as they were, on the host and on the device; computes in fp32 meanwhile."""
+    """Restores the random generators of host and device at the end of the context, which computes in fp32."""
     if device.type != "cuda":
         with torch.random.fork_rng(devices=[]):
             yield
@@ -349,7 +333,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def shared_reason(error: Exception) -> str:
-    """The reason of a refusal, in the words of the first rank that has one. Collective."""
+    """Returns the reason of a refusal, in the words of the first rank with a reason. Collective."""
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     reasons = all_gather_object("" if remote_description(error) else text)
     return next(filter(None, reasons), text)

@@ -1,9 +1,11 @@
-"""Weights and batches on which a mistake shows.
+"""The reference of a proof: the unsplit model, and weights and batches that reveal mistakes.
 
 In:   a small Transformers model with the weights of its initialisation.
-Out:  the same model with larger and less regular weights; batches by kind.
+Out:  the same model with larger and less regular weights; batches by kind; losses, gradients by name and logits of the
+      unsplit model, on demand in fp64.
 Must hold: equal on every rank. Activations are large enough for caps and windows to matter and small enough for fp32;
-no norm, bias, scale or sink is at a constant that would hide its absence.
+no norm, bias, scale or sink is at a constant that would hide its absence. Nothing of hf_helix computes the reference,
+and the given model is left as it was.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ Batch = dict[str, Tensor]
 ROWS, LEFT, RIGHT, PACKED = "rows", "padded left", "padded right", "packed"
 KINDS = (ROWS, LEFT, RIGHT, PACKED)
 LENGTHS = (21, 14)
-"""The lengths of the sequences of a window: neither divides among the ranks of tp 2 x cp 2, one divides among two."""
+"""The lengths of the sequences of a window: neither divides among the ranks of tp 2 x cp 2, the second among two."""
 
 ITEMS = 64
-"""The number of tokens that losses are divided by, in every window: losses and gradients of batches add up."""
+"""The divisor of losses in every window, so that losses and gradients of batches add up."""
 
 GAIN = 2.0
 SPREAD = 0.3
@@ -35,11 +37,10 @@ SPREAD = 0.3
 
 @torch.no_grad()
 def scale_weights(model: nn.Module, seed: int = 0) -> None:
-    """Gives matrices a gain of about 2 (three to five times the usual one), and moves all vectors and scalars.
+    """Gives matrices a gain of about 2 (three to five times the usual gain), and moves all vectors and scalars.
 
-    Args:
-        model: real, on any device; is changed in place, persistent buffers (such as the biases of routers) included.
-        seed: what is drawn depends on it and on the shapes only.
+    The model is changed in place, persistent buffers (such as the biases of routers) included; the result depends on
+    `seed` and on the shapes only.
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in (*model.parameters(), *_saved_buffers(model)):
@@ -49,13 +50,13 @@ def scale_weights(model: nn.Module, seed: int = 0) -> None:
             continue
         if not tensor.any():
             tensor.copy_(drawn)
-        # Of the last two dimensions one is that of the inputs; which one differs among linears and experts.
+        # The dimension of the inputs is among the last two: another for linears than for experts.
         fan = math.sqrt(tensor.shape[-1] * tensor.shape[-2])
         tensor.mul_(GAIN / math.sqrt(fan) / tensor.square().mean().sqrt())
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yields the floating-point buffers that belong to checkpoints, each once. Others, such as ropes, are constants."""
+    """Yields the floating-point buffers of checkpoints, each once. Other buffers, such as ropes, are constants."""
     seen: set[int] = set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -66,22 +67,14 @@ def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def make_batches(kind: str, vocab_size: int, pad: int, device: torch.device, place: int = 0) -> list[Batch]:
-    """Returns the batches of a window, as a data collator makes them.
-
-    Args:
-        kind: one of `KINDS`.
-        vocab_size: the number of token ids.
-        pad: the token id of padding.
-        device: where the tensors lie.
-        place: the data-parallel rank that they are for.
-    """
+    """Returns the batches of a window of a kind, as a data collator makes them, for the data-parallel rank `place`."""
     generator = torch.Generator().manual_seed(1 + KINDS.index(kind) + len(KINDS) * place)
     made = [_make_batch(kind, length, vocab_size, pad, generator) for length in LENGTHS]
     return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
 
 
 def _make_batch(kind: str, length: int, vocab_size: int, pad: int, generator: torch.Generator) -> Batch:
-    """Two rows of random tokens, most of which count in the loss; where rows are padded, the second is."""
+    """Two rows of random tokens, most of them in the loss; with padding, the second row is padded."""
     ids = torch.randint(0, vocab_size, (2, length), generator=generator)
     labels = ids.masked_fill(torch.rand(2, length, generator=generator) < 0.1, IGNORED)
     batch = {"input_ids": ids, "labels": labels}
@@ -94,8 +87,8 @@ def _make_batch(kind: str, length: int, vocab_size: int, pad: int, generator: to
 
 
 def _hide(batch: Batch, kind: str, pad: int) -> None:
-    """Hides half of the second row and, with padding on the left, tokens inside of the first. The labels of what is
-    hidden count, but for padding on the right in the shortest batch, which is as most collators make it."""
+    """Hides half of the second row and, with padding on the left, tokens inside of the first. Labels of hidden tokens
+    count, except for padding on the right in the shortest batch, as most collators make it."""
     mask = torch.ones_like(batch["input_ids"])
     length = mask.shape[1]
     if kind == LEFT:
@@ -107,12 +100,7 @@ def _hide(batch: Batch, kind: str, pad: int) -> None:
         batch["labels"] = batch["labels"].where(mask > 0, IGNORED)
 
 
-# -- reference -----------------------------------------------------------------------------------------------------
-# The unsplit Transformers model: its own forward and backward on single batches.
-#
-# In:   a whole model, and batches.
-# Out:  losses, gradients by name and logits; on demand those of the model in fp64.
-# Must hold: the given model is left as it was, and nothing of hf_helix computes here.
+# -- the unsplit model -----------------------------------------------------------------------------------------------
 
 
 Gradients = Mapping[str, Tensor]
@@ -120,11 +108,11 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model gives for the batches of a window.
+    """The results of a model for the batches of a window.
 
     Attributes:
         losses: the loss of every batch.
-        gradients: the gradients of the sum of the losses, by the names of the parameters, in fp64 on the host.
+        gradients: the gradients of the sum of the losses, by parameter name, in fp64 on the host.
         logits: the logits of the first batch [batch, sequence, vocabulary], likewise.
     """
 
@@ -134,11 +122,11 @@ class Outcome:
 
 
 class Unsplit:
-    """An unsplit model, which runs every batch once.
+    """A copy of an unsplit model, which runs every batch once.
 
     Args:
-        model: the model; a copy of it is run.
-        device: where it runs.
+        model: the model.
+        device: the device of the copy.
         dtype: the type of its weights and activations.
 
     Attributes:
@@ -164,7 +152,7 @@ class Unsplit:
         return Outcome(tuple(outcome.losses[0] for outcome in outcomes), gradients, outcomes[0].logits)
 
     def draws(self, batch: Batch) -> bool:
-        """Returns whether the model draws random numbers: whether two runs of a batch differ by more than rounding."""
+        """Returns whether the model draws random numbers: two runs of a batch differ by more than rounding."""
         losses = []
         with torch.no_grad():
             for seed in (1, 2):

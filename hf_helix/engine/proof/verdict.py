@@ -1,9 +1,9 @@
-"""Comparisons of a cut model with the unsplit one, and what they come to.
+"""Differences of a cut model from the unsplit model, and the verdict.
 
-In:   losses, gradients by name and logits of both; of the unsplit model also in fp64.
-Out:  the worst differences of a window, and the names of what differs; a `Proof` of all windows.
+In:   losses, gradients by name and logits of both models; of the unsplit model also in fp64.
+Out:  the worst differences of a window, and the names of wrong values; a `Proof` of all windows.
 Must hold: a loss may differ by 1e-5 of itself, a gradient by 1e-4 of its norm, logits by 1e-4 of the largest; a
-difference from fp64 of at most twice that of the unsplit model's own fp32 is rounding, within ten times these bars.
+difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from hf_helix.engine.proof.reference import Outcome
 
 LOSS, GRADIENT, LOGITS = 1e-5, 1e-4, 1e-4
 SMALL = 1e-2
-"""A gradient is compared with its norm plus this part of the largest norm: some are zero but for rounding."""
+"""The share of the largest norm that is added to the norm of a gradient: some gradients are zero but for rounding."""
 
 ROUNDING = 10.0
-"""How many times its bar a difference may be where the unsplit model's own rounding explains it."""
+"""The largest difference, in bars, that the unsplit model's own rounding can explain."""
 
 SHOWN = 3
-"""The number of names that a line shows."""
+"""The number of names in a line."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of the cut model beside that of the unsplit one.
+    """The difference of a value of the cut model from the unsplit model.
 
     Attributes:
-        name: what was compared: "loss", "logits", or the name of a parameter.
-        error: the distance, relative to what the bar is relative to.
+        name: "loss", "logits", or the name of a parameter.
+        error: the relative distance, see the module.
         bar: the largest error that counts as equal.
     """
 
@@ -42,7 +42,7 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is above its bar; what is not a number is."""
+        """Whether the error is above its bar, or not a number."""
         return not self.error <= self.bar
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparedWindow:
-    """A window through the cut model.
+    """A window of the cut model, compared.
 
     Attributes:
         kind: the kind of its batches.
-        plan: the plan that it ran under.
+        plan: its plan.
         loss: the worst loss.
         gradient: the worst gradient.
-        logits: the logits that `predict()` gives.
-        wrong: everything that differs, the worst first.
+        logits: the logits of `predict()`.
+        wrong: all wrong values, the worst first.
     """
 
     kind: str
@@ -73,22 +73,21 @@ class ComparedWindow:
         head = f"{self.kind}, {self.plan}: "
         if not self.wrong:
             return f"{head}loss {self.loss.error:.1e}, gradients {self.gradient.error:.1e}, {self.logits}"
-        more = f" and {len(self.wrong) - SHOWN} more" if len(self.wrong) > SHOWN else ""
-        return f"{head}different: {', '.join(map(str, self.wrong[:SHOWN]))}{more}"
+        return f"{head}different: {first_names(self.wrong)}"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether a cut model computes what the unsplit one computes; equal on all ranks.
+    """The comparison of a cut model with the unsplit model; equal on all ranks.
 
     Attributes:
         model: the class of the model.
         layout: the sizes of the mesh, such as "tp_size=2".
-        cases: the windows that were compared; none where the model was refused.
-        refusal: why the model cannot be cut so; empty if it can.
-        failure: the error that a rank ended with; empty if there was none.
-        trace: where it arose.
-        seconds: how long it took.
+        cases: the compared windows; none where the model was refused.
+        refusal: the reason why the model cannot be cut; empty without a refusal.
+        failure: the error of a rank; empty without an error.
+        trace: the traceback of the error.
+        seconds: the duration.
     """
 
     model: str
@@ -101,24 +100,24 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared and is equal."""
+        """Whether all windows were compared and are equal."""
         return bool(self.cases) and not any(case.wrong for case in self.cases)
 
     @property
     def verdict(self) -> str:
-        """One of `equal`, `different`, `refused`, `failed`."""
+        """`equal`, `different`, `refused` or `failed`."""
         if self.refusal or self.failure:
             return "refused" if self.refusal else "failed"
         return "equal" if self.ok else "different"
 
     @property
     def lines(self) -> list[str]:
-        """A line for each window, or the reason of a refusal, or where a failure arose."""
+        """A line for each window, or the reason of a refusal, or the traceback of a failure."""
         return list(filter(None, [self.refusal, self.trace or self.failure])) or [str(case) for case in self.cases]
 
     @property
     def wrong(self) -> list[Difference]:
-        """What differs, each name once, the worst first."""
+        """The wrong values, each name once, the worst first."""
         worst: dict[str, Difference] = {}
         for difference in sorted((d for case in self.cases for d in case.wrong), key=_by_error):
             worst[difference.name] = difference
@@ -132,31 +131,31 @@ class Proof:
         figures = ", ".join(
             f"{what} {difference.error:.1e}" for what, difference in zip(_COMPARED.values(), worst, strict=True)
         )
-        wrong = self.wrong
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        names = f"; {', '.join(map(str, wrong[:SHOWN]))}{more}" if wrong else ""
+        names = f"; {first_names(self.wrong)}" if self.wrong else ""
         return f"{head} ({figures}; {self.seconds:.0f} s){names}"
+
+
+def first_names(wrong: Sequence[Difference], form: Callable[[Difference], str] = str) -> str:
+    """Returns the first `SHOWN` wrong values as text, and the number of the others."""
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return ", ".join(map(form, wrong[:SHOWN])) + more
 
 
 _COMPARED = {"loss": "loss", "gradient": "gradients", "logits": "logits"}
 
 
 def _by_error(difference: Difference) -> float:
-    """Orders by how far above the bar; what is not a number comes last."""
+    """The error in bars; infinite where the error is not a number."""
     return difference.error / difference.bar if difference.error == difference.error else float("inf")
 
 
 def compare(
     kind: str, plan: str, outcome: Outcome, wanted: Outcome, exact: Callable[[], Outcome | None]
 ) -> ComparedWindow:
-    """Compares a window of the cut model with the unsplit one.
+    """Compares a window of the cut model with the unsplit model.
 
-    Args:
-        kind: the kind of its batches.
-        plan: the plan that it ran under.
-        outcome: what the cut model gives.
-        wanted: what the unsplit model gives.
-        exact: returns what that gives in fp64, or None if it cannot run so; called only where something differs.
+    `exact` returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; it is called only
+    where a value differs.
     """
     loss, gradients, logits = _differences(outcome, wanted)
     if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
@@ -190,18 +189,15 @@ def _differences(outcome: Outcome, wanted: Outcome) -> tuple[list[Difference], l
 
 
 def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> float:
-    """The norm of the difference; infinite where there is no such gradient, or one of another shape."""
+    """The norm of the difference; infinite without a gradient of this name and shape."""
     mine = gradients.get(name)
     return float("inf") if mine is None or mine.shape != wanted.shape else float((mine - wanted).norm())
 
 
 def _excused(given: Sequence[Difference], ours: Sequence[Difference], theirs: Sequence[Difference]) -> list[Difference]:
-    """The differences, with a wider bar where fp64 shows that the unsplit model itself rounds as much.
+    """The differences `given` of the cut from the unsplit model, with wider bars where fp64 shows equal rounding.
 
-    Args:
-        given: the differences of the cut model from the unsplit one.
-        ours: the differences of the cut model from fp64.
-        theirs: the differences of the unsplit model from fp64.
+    `ours` are the differences of the cut model from fp64, `theirs` the differences of the unsplit model from fp64.
     """
     return [
         replace(difference, bar=min(ROUNDING * difference.bar, max(difference.bar, difference.error)))

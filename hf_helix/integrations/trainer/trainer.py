@@ -49,9 +49,9 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.runtime.failures.values import Health
+from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
-from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.verdict import TuningResult
 
 logger = get_logger(__name__)

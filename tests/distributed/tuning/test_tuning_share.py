@@ -21,7 +21,7 @@ def run(
     job = {"folder": str(folder), "share": share, "cache": str(cache or folder / "cache"), "training": training}
     job["helix"] = helix
     first, second = cluster.run("support.share_jobs:train", **job)
-    for key in ("effort", "rule", "measured", "losses"):
+    for key in ("tier", "rule", "measured", "losses"):
         assert first[key] == second[key], key
     assert second["said"] == []
     return first  # type: ignore[no-any-return]
@@ -49,9 +49,9 @@ def tuned(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 
 
 def test_a_longer_run_is_tuned_in_its_midst(plain: Any, tuned: Any) -> None:
-    """Three of five seconds are left when the pace is known; half of that pays for the second of three efforts."""
+    """Three of five seconds are left when the step time is known; half of that pays for the second of three tiers."""
     result, _ = tuned
-    assert (result["measured"], result["effort"]) == ([0, 0, 1, 1, 1], SHORT.name)
+    assert (result["measured"], result["tier"]) == ([0, 0, 1, 1, 1], SHORT.name)
     before, verdict = result["said"]
     assert before == "hf_helix: measuring and searching plans, about 1 s of about 3 s; cached afterwards"
     assert verdict.startswith(f"hf_helix: plan `{result['rule']}`")
@@ -63,7 +63,7 @@ def test_the_next_run_takes_over_what_was_tuned(tuned: Any, cluster_of: Any, tmp
     """At its first step."""
     result, cache = tuned
     again = run(cluster_of(2), tmp_path, share=0.01, cache=cache)
-    assert (again["measured"], again["rule"], again["effort"]) == ([0] * 5, result["rule"], SHORT.name)
+    assert (again["measured"], again["rule"], again["tier"]) == ([0] * 5, result["rule"], SHORT.name)
     assert again["said"][0].startswith(f"hf_helix: plan `{result['rule']}`")
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_can_afford_more_measures_anew(tuned: Any, cluster_of: Any, t
     cache = tmp_path / "cache"
     shutil.copytree(tuned[1], cache)
     better = run(cluster_of(2), tmp_path, share=0.9, cache=cache)
-    assert (better["measured"], better["effort"]) == ([0, 0, 1, 1, 1], FULL.name)
+    assert (better["measured"], better["tier"]) == ([0, 0, 1, 1, 1], FULL.name)
 
 
 def test_steps_exchange_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure import machine, operators, timing
-from hf_helix.measure.communication import time_train
+from hf_helix.measure.timing import time_in_a_row
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import Profile
@@ -168,8 +168,7 @@ def test_two_computations_are_not_measured_beside_each_other(gpu: SlowHost) -> N
 
 
 def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
-    runner: Any = type("Runner", (), {"executor": type("Executor", (), {"streams": gpu})})
-    seconds = time_train(runner, lambda: None, "0F", 4)
+    seconds = time_in_a_row(gpu, Kind.PIPELINE, lambda: None, 4, "0F")
     assert seconds == pytest.approx([COLLECTIVE] * 4)
 
 

@@ -1,4 +1,4 @@
-"""Tuning in proportion to the run: budgets, estimates and the pace, under a clock that stands still."""
+"""Tuning in proportion to the run: budgets, estimates and the time of a step, under a clock that stands still."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import pytest
 from support.graphs import layers_only, llama_layer
 
 from hf_helix.planning.graph.backward import GraphPair
-from hf_helix.tuning.budget import TIERS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
+from hf_helix.tuning.budget import FULL, QUICK, SHORT, TIERS, StepTimer, Tier, affordable, tuning_cost
+
+
+def timer_of(step_time: float) -> StepTimer:
+    result = StepTimer()
+    result.step_time = step_time
+    return result
 
 
 def test_the_budget_is_a_share_of_what_is_left() -> None:
-    assert tuning_budget(steps_left=1000, seconds_per_step=0.5, share=0.05) == pytest.approx(25.0)
-    assert tuning_budget(steps_left=1000, seconds_per_step=0.5, share=0.0) == 0.0
-    assert tuning_budget(steps_left=1, seconds_per_step=0.5, share=1.0) == 0.5
+    timer = timer_of(0.5)
+    assert timer.budget(steps_left=1000, share=0.05) == pytest.approx(25.0)
+    assert timer.budget(steps_left=1000, share=0.0) == 0.0
+    timer.seconds_paused = 0.2
+    assert timer.budget(steps_left=1, share=1.0) == pytest.approx(0.3)
 
 
 LAYOUT = layers_only(GraphPair.of(llama_layer()), 4)
@@ -22,7 +30,7 @@ COSTS = {QUICK: 5.0, SHORT: 15.0, FULL: 40.0}
 
 
 @pytest.mark.parametrize(
-    ("budget", "done", "effort"),
+    ("budget", "done", "tier"),
     [
         (4.9, "", None),
         (5.0, "", QUICK),
@@ -34,12 +42,12 @@ COSTS = {QUICK: 5.0, SHORT: 15.0, FULL: 40.0}
         (1e9, "full", None),
     ],
 )
-def test_the_most_thorough_effort_that_fits(budget: float, done: str, effort: Effort | None) -> None:
-    assert affordable(budget, COSTS.__getitem__, done) == effort
+def test_the_most_thorough_tier_that_fits(budget: float, done: str, tier: Tier | None) -> None:
+    assert affordable(budget, COSTS.__getitem__, done) == tier
 
 
-def test_the_estimate_grows_with_effort_window_and_choices() -> None:
-    costs = [tuning_cost(effort, LAYOUT, 0.1, 400) for effort in TIERS]
+def test_the_estimate_grows_with_tier_window_and_choices() -> None:
+    costs = [tuning_cost(tier, LAYOUT, 0.1, 400) for tier in TIERS]
     assert costs == sorted(costs)
     assert costs[2] > 3 * costs[0]
     assert tuning_cost(FULL, LAYOUT, 0.2, 400) > costs[2]
@@ -53,26 +61,26 @@ def test_the_estimate_grows_with_effort_window_and_choices() -> None:
 def test_a_run_of_a_few_steps_is_never_worth_it(seconds: float) -> None:
     """By default, at any speed: 5 % of a hundred windows is less than the least tuning takes."""
     result = [
-        affordable(tuning_budget(steps, seconds, 0.05), lambda effort: tuning_cost(effort, LAYOUT, seconds, 400))
+        affordable(timer_of(seconds).budget(steps, 0.05), lambda tier: tuning_cost(tier, LAYOUT, seconds, 400))
         for steps in (100, 10**6)
     ]
     assert result == [None, FULL]
 
 
-def test_the_pace_is_asked_for_ever_more_rarely() -> None:
+def test_the_clock_is_read_ever_more_rarely() -> None:
     """The first step takes 100 s and is not counted, the others 2 s, from the eighth on 3 s; nor do pauses count."""
     now = 0.0
-    pace = Pace(clock=lambda: now)
+    timer = StepTimer(clock=lambda: now)
     result: dict[int, float] = {}
     waits: list[int] = []
     for step in range(20):
-        if pace.begin_step(lambda: waits.append(pace.steps_done)):
-            result[step] = pace.seconds_per_step
+        if timer.begin_step(lambda: waits.append(timer.steps_done)):
+            result[step] = timer.step_time
         if step in (2, 5):
-            with pace.paused():
+            with timer.paused():
                 now += 1000.0
         now += 100.0 if step == 0 else 2.0 if step < 8 else 3.0
     assert result == {2: 2.0, 4: 2.0, 8: 2.0, 16: 3.0}
     assert waits == [1, 2, 4, 8, 16], "the device is waited for only when the clock is read"
-    assert pace.steps_done == 19
-    assert pace.seconds_paused == 2000.0
+    assert timer.steps_done == 19
+    assert timer.seconds_paused == 2000.0
