@@ -48,7 +48,7 @@ def test_what_is_left_out_has_the_default_of_the_field(made: list[Command]) -> N
 
 
 def test_options_of_the_configuration_are_handed_to_it() -> None:
-    given = ProfileCommand(model="M", pp_size=2, schedule="w").of_config()
+    given = ProfileCommand(model="M", pp_size=2, schedule="folded_1f1b").of_config()
     assert HelixConfig(**given) == HelixConfig(tp_size=2, pp_size=2, schedule="folded_1f1b", recompute="none")
 
 
