@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -67,3 +68,24 @@ def stock(cluster_of: Callable[[int], Cluster], tmp_path_factory: pytest.TempPat
         return known[key]
 
     return get
+
+
+@pytest.fixture
+def like_stock(cluster_of: Callable[[int], Cluster], stock: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """`like_stock(2, {"tp_size": 2}, **case)` trains a case on two ranks, and compares what is logged, evaluated and
+    saved with the stock Trainer, on as many processes as there are data-parallel ranks; it returns all ranks' results.
+    """
+    from support import jobs
+    from support.comparisons import compare_runs, compare_weights
+
+    def compare(ranks: int, helix: dict[str, Any], job: Callable[..., Any] = jobs.train, **case: Any) -> list[Any]:
+        dp = ranks // math.prod(helix.get(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
+        expected, folder = stock(job, dp, **case)
+        results = cluster_of(ranks).run(job, folder=str(tmp_path / "helix"), helix=helix, **case)
+        steps = case.get("training", {}).get("max_steps", 6)
+        for result in results:
+            compare_runs(result, expected, steps if steps > 0 else 4)
+        compare_weights(tmp_path / "helix", folder)
+        return results
+
+    return compare

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.version import Version
 from support.forked_ranks import fork_ranks
-from support.used_names import USED
-from support.used_names.fits import problem_of_use
-from support.used_names.rows import Used
+from support.used_names import TAKES, USED, problem_of_use
 from transformers import Trainer
 
 import hf_helix
@@ -30,7 +28,7 @@ PACKAGE = Path(hf_helix.__file__).parent
 ROOT = PACKAGE.parent
 FOREIGN = (*KNOWN, "flash_attn")
 DOORS = ("transformers", "accelerate", "trl")
-METHODS = {row.method for row in USED}
+METHODS = set(USED.values())
 
 
 # -- a change is an error ------------------------------------------------------------------------------------------
@@ -107,9 +105,6 @@ def test_what_users_put_between_is_theirs() -> None:
     assert check_class(Mine) is Mine
 
 
-NAMES = {row.name: row for row in USED}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -120,7 +115,11 @@ NAMES = {row.name: row for row in USED}
             "cannot be called with (source_key, weight_renamings, weight_converters, prefix, meta_state_dict) any more",
         ),
         ("accelerate.accelerator:Accelerator.prepare_model", lambda self, model: model, "knows no _is_accelerate_prep"),
-        ("torch.distributed.rendezvous:_rendezvous_handlers", None, "names of its own in torchrun's store"),
+        (
+            "torch.distributed.rendezvous:_rendezvous_handlers",
+            None,
+            "torch.distributed.rendezvous:_rendezvous_handlers is gone",
+        ),
     ],
 )
 def test_a_used_name_that_changed_is_an_error(
@@ -178,12 +177,11 @@ def every_class() -> Iterator[type]:
 def test_every_row_fits_what_is_installed() -> None:
     pytest.importorskip("peft")
     pytest.importorskip("trl")
-    assert [words for row in USED if row.package in KNOWN for words in [loaded(row)] if words] == []
-
-
-def loaded(row: Used) -> str:
-    importlib.import_module((row.within or row.name).partition(":")[0])
-    return problem_of_use(row)
+    assert TAKES.keys() <= USED.keys()
+    installed = [row for row in USED if row.partition(":")[0].partition(".")[0] in KNOWN]
+    for row in installed:
+        importlib.import_module(row.partition(":")[0])
+    assert [words for words in map(problem_of_use, installed) if words] == []
 
 
 def test_trainers_of_trl_fit() -> None:
@@ -342,8 +340,3 @@ def names_in_code() -> Iterator[str]:
                 yield node.name
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield from re.findall(r"(?:^|\.)(\w+)$", node.value)
-
-
-def test_no_name_stands_twice() -> None:
-    names = [row.name for row in USED]
-    assert sorted(set(names)) == sorted(names)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from invariant.classes import Case
 from invariant.orders import random_orders, random_plan
+from support.comparisons import assert_same_bits
 from support.graphs import ORDER_BLOCK
 from support.parity import compare_window, unsplit
 from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
@@ -84,13 +84,6 @@ def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str]
         compare_window([rank[place] for rank in ranks], expected, sizes["dp"], sizes["ep"], schedule)
         if not case.model.get("tie_word_embeddings"):
             assert_same_bits(ranks[0][place], ranks[0][0])
-
-
-def assert_same_bits(result: Result, other: Result) -> None:
-    """Of losses and whole gradients."""
-    assert result["losses"] == other["losses"]
-    for name, gradient in other["gradients"].items():
-        np.testing.assert_array_equal(result["gradients"][name], gradient, err_msg=name)
 
 
 # -- in the processes of a cluster ---------------------------------------------------------------------------------

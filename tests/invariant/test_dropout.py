@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from invariant.classes import GPT2, NEOX, Case
-from invariant.harness import USUAL, assert_same_bits, run
+from invariant.harness import USUAL, run
+from support.comparisons import assert_same_bits
 from support.derived_models import HOME
 
 DRY: dict[str, dict[str, Any]] = {

@@ -32,11 +32,21 @@ from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.runtime.trace import Trace
 
 
-def check(cluster: Any, folder: Any, schedule: str, counts: tuple[int, ...], tied: bool) -> None:
-    size = cluster.size
+@pytest.mark.parametrize(
+    ("size", "schedule", "tied"),
+    [
+        *((2, schedule, tied) for schedule in ("folded_1f1b", "dualpipe_v") for tied in (False, True)),
+        (2, "1f1b", False),
+        *(pytest.param(4, schedule, False, marks=pytest.mark.slow) for schedule in PLACEMENT_OF),
+    ],
+)
+def test_ranks_run_as_torch_runs_them(size: int, schedule: str, tied: bool, cluster_of: Any, tmp_path: Any) -> None:
+    counts = {2: (2, 1, 1, 2), 4: (1, 2, 1, 1, 1, 1, 1, 2)}[size]
+    if schedule == "1f1b":
+        counts = (2, 3) if size == 2 else (1, 2, 1, 1)
     window_sizes = sorted({1, size, size + 1, 2 * size + 1})
     job = {"size": size, "model": {"tie_word_embeddings": tied}, "counts": counts, "schedule": schedule}
-    ranks = cluster.run("invariant.test_oracle:both", folder=str(folder), **job, window_sizes=window_sizes)
+    ranks = cluster_of(size).run("invariant.test_oracle:both", folder=str(tmp_path), **job, window_sizes=window_sizes)
     placement = stage_ranks(PLACEMENT_OF[schedule], size)
     for place, count in enumerate(window_sizes):
         result = [rank[place] for rank in ranks]
@@ -49,22 +59,6 @@ def check(cluster: Any, folder: Any, schedule: str, counts: tuple[int, ...], tie
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             assert np.linalg.norm(ours[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), f"{name}, M={count}"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "tied"),
-    [("folded_1f1b", False), ("folded_1f1b", True), ("dualpipe_v", False), ("dualpipe_v", True), ("1f1b", False)],
-)
-def test_two_ranks_run_as_torch_runs_them(schedule: str, tied: bool, cluster_of: Any, tmp_path: Any) -> None:
-    counts = (2, 3) if schedule == "1f1b" else (2, 1, 1, 2)
-    check(cluster_of(2), tmp_path, schedule, counts, tied)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", list(PLACEMENT_OF))
-def test_four_ranks_run_as_torch_runs_them(schedule: str, cluster_of: Any, tmp_path: Any) -> None:
-    counts = (1, 2, 1, 1) if schedule == "1f1b" else (1, 2, 1, 1, 1, 1, 1, 2)
-    check(cluster_of(4), tmp_path, schedule, counts, tied=False)
 
 
 @every_size

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
-from invariant.harness import NAMED, OWN, RANDOM, Result, assert_same_bits, check, run
+from invariant.harness import NAMED, OWN, RANDOM, Result, check, run
+from support.comparisons import assert_same_bits
 from support.parity import compare_window, unsplit
 
 from benchmarks.paper.ablate import ABLATIONS

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from invariant.classes import Case
-from invariant.harness import RANDOM, USUAL, assert_same_bits, run
+from invariant.harness import RANDOM, USUAL, run
+from support.comparisons import assert_same_bits
 from support.models import arguments, sequences, tiny
 from support.pipeline_jobs import make, runner_of, window_of
 from transformers import Trainer
@@ -189,7 +190,7 @@ def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> 
         job = {"folder": str(folder), "cache": str(tmp_path / "cache"), "forbidden": forbidden}
         training = {"gradient_accumulation_steps": 2, "max_steps": 2}
         ranks = cluster_of(2).run(
-            "support.pipeline_trainer_jobs:tune", helix={"tp_size": 2, "recompute": mode}, training=training, **job
+            "support.tuning_jobs:tune", helix={"tp_size": 2, "recompute": mode}, training=training, **job
         )
         result[mode, forbidden] = ranks[0]
     assert [rank["measured"] for rank in result.values()] == [1, 1, 0]

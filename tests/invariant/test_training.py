@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from invariant.classes import GPTS
-from support import jobs
-from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 
 Case = dict[str, Any]
@@ -76,33 +71,14 @@ def runs() -> list[Any]:
     return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in result]
 
 
-@functools.cache
-def stock(name: str) -> tuple[dict[str, Any], str]:
-    """The stock Trainer's result for a case, run once, and where its weights are."""
-    folder = tempfile.mkdtemp()
-    return jobs.train(folder, None, **CASES[name]), folder
-
-
 @pytest.mark.parametrize(("case", "ranks", "helix"), runs())
-def test_training_equals_the_stock_trainer(
-    case: str, ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Path
-) -> None:
-    expected, expected_folder = stock(case)
-    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **CASES[case]):
-        compare_runs(result, expected, steps=CASES[case]["training"].get("max_steps", 6))
-    compare_weights(str(tmp_path), expected_folder)
+def test_training_equals_the_stock_trainer(case: str, ranks: int, helix: dict[str, Any], like_stock: Any) -> None:
+    like_stock(ranks, helix, **CASES[case])
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
-def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, cluster_of: Any, tmp_path: Path) -> None:
+def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, like_stock: Any) -> None:
     """Against the stock Trainer on two processes (DDP), which evaluates an odd number of samples, too."""
-    case = {
-        "data": {"count": 60, "lengths": (17, 9), "padding": "right"},
-        "training": {"gradient_accumulation_steps": 2, **CLIPPED, "per_device_eval_batch_size": 1},
-    }
-    expected = cluster_of(2).run("train", folder=str(tmp_path / "stock"), helix=None, **case)[0]
-    folder = str(tmp_path / "helix")
-    helix = {"tp_size": tp_size, "plan": "greedy"}
-    for result in cluster_of(ranks).run("train", folder=folder, helix=helix, **case):
-        compare_runs(result, expected)
-    compare_weights(folder, str(tmp_path / "stock"))
+    data = {"count": 60, "lengths": (17, 9), "padding": "right"}
+    training = {"gradient_accumulation_steps": 2, **CLIPPED, "per_device_eval_batch_size": 1}
+    like_stock(ranks, {"tp_size": tp_size, "plan": "greedy"}, data=data, training=training)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,13 @@ def compare_adapters(ours: Path, theirs: Path, factor: float = 1.0) -> None:
                 assert distance <= factor * 1e-4 * torch.linalg.vector_norm(weight.double()), name
 
 
+def assert_same_bits(result: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Of losses and whole gradients."""
+    assert result["losses"] == other["losses"]
+    for name, gradient in other["gradients"].items():
+        np.testing.assert_array_equal(result["gradients"][name], gradient, err_msg=name)
+
+
 def compare_predictions(result: dict[str, Any], expected: dict[str, Any], with_loss: bool) -> None:
     """Labels, logits and metrics are those of the stock Trainer; `with_loss` where batches are the same."""
     np.testing.assert_array_equal(result["label_ids"], expected["label_ids"])
@@ -89,3 +98,36 @@ def assert_same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     for name, tensor in expected.items():
         assert result[name].dtype == tensor.dtype
         assert torch.equal(result[name], tensor), name
+
+
+TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def plain(value: Any) -> Any:
+    """Without what is another number in every run, and without tensors."""
+    if isinstance(value, dict):
+        return {
+            str(key): plain(item)
+            for key, item in value.items()
+            if not str(key).endswith(TIMES) and not str(key).startswith("helix/")
+        }
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, set) else value)]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_close(result: Any, expected: Any) -> bool:
+    """Equal but for what another order of sums explains."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(result, dict)
+            and result.keys() == expected.keys()
+            and all(is_close(result[name], value) for name, value in expected.items())
+        )
+    if isinstance(expected, list):
+        return isinstance(result, list) and len(result) == len(expected) and all(map(is_close, result, expected))
+    if isinstance(expected, float):
+        return isinstance(result, (int, float)) and math.isclose(result, expected, rel_tol=1e-4, abs_tol=1e-5)
+    return bool(result == expected)

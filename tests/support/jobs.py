@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.models import arguments, llama, sequences, tiny
+from support.models import arguments, sequences, tiny
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.paper.ablate import ablated
@@ -109,22 +109,6 @@ def _microbatches(trainer: Any, count: int) -> list[Any]:
     ]
 
 
-@plain_parameters()
-def reference_gradients(folder: str, num_microbatches: int, **options: Any) -> dict[str, Any]:
-    """The same window through the unsplit model, in one process."""
-    trainer = make_trainer(folder, None, **options)
-    trainer.model.train()
-    batches = iter(trainer.get_train_dataloader())
-    samples, num_items = trainer.get_batch_samples(batches, num_microbatches, trainer.args.device)
-    losses = []
-    for batch in samples:
-        loss = trainer.model(**batch, num_items_in_batch=num_items).loss
-        loss.backward()
-        losses.append(loss.item())
-    gradients = {name: parameter.grad.numpy().copy() for name, parameter in trainer.model.named_parameters()}
-    return {"losses": losses, "gradients": gradients}
-
-
 def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
@@ -144,26 +128,16 @@ def construct(folder: str, helix: dict[str, Any], **options: Any) -> str:
     return "constructed"
 
 
-def construct_with_plan_of_rank(folder: str) -> None:
-    """Every rank brings another plan."""
-    construct(folder, {"tp_size": 2, "plan": ["greedy", "round_robin"][torch.distributed.get_rank()]})
-
-
-def train_on_data_of_rank(folder: str) -> None:
-    """Every rank brings other data, as with an iterable dataset shuffled without a common seed."""
-    make_trainer(folder, {"tp_size": 2}, data={"seed": torch.distributed.get_rank()}).train()
-
-
-def call_the_cut_model(folder: str) -> None:
-    """A callback that generates with the model being trained, say."""
-    make_trainer(folder, {"tp_size": 2}).model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
-
-
-def cut_twice(folder: str) -> None:
-    """Two trainers in a row on one model."""
-    model = llama()
-    for _ in range(2):
-        HelixTrainer(model=model, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
+def save_untrained(
+    folder: str, helix: dict[str, Any], model: dict[str, Any] | None = None, own_weights: bool = False, **options: Any
+) -> None:
+    """Save a model as it was before training. `own_weights`: ranks other than 0 start from other ones."""
+    made = tiny(**(model or {}))
+    if own_weights and int(os.environ["RANK"]) > 0:  # there may be no process group yet
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.normal_()
+    HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(**helix), **options).save_model()
 
 
 # -- the Trainer's other services --------------------------------------------------------------------------------
@@ -220,31 +194,3 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Any:
         return iter(self.rows)
-
-
-def train_with(
-    folder: str,
-    helix: dict[str, Any] | None,
-    training: dict[str, Any],
-    streamed: bool = False,
-    from_init: bool = False,
-    data: dict[str, Any] | None = None,
-    model: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Train on a list or a stream, with a model or what makes one, and record what callbacks see."""
-    rows, recorder = sequences(60, **(data or {})), Recorder()
-    changes = model or {}
-    made: dict[str, Any] = {"model_init": lambda: llama(**changes)} if from_init else {"model": llama(**changes)}
-    trainer = build(
-        folder, helix, training, train_dataset=Stream(rows) if streamed else rows, callbacks=[recorder], **made
-    )
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "losses": [entry["loss"] for entry in logs],
-        "norms": [float(entry["grad_norm"]) for entry in logs],
-        "tokens": [entry.get("num_input_tokens_seen") for entry in logs],
-        "seen": trainer.state.num_input_tokens_seen,
-        "events": recorder.events,
-        "counts": Counter(name for name, _ in recorder.events),
-    }

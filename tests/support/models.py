@@ -207,6 +207,16 @@ def sequences(
     return rows
 
 
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows of several lengths."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
+
+
 QUIET: dict[str, Any] = {
     "use_cpu": True,
     "report_to": [],

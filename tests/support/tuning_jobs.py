@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
@@ -39,12 +38,6 @@ def hasty() -> Iterator[None]:
         mock.patch.object(profiler, "TRAIN", 2),
     ):
         yield
-
-
-def train(**case: Any) -> dict[str, Any]:
-    """As `jobs.train`; plans need not be good."""
-    with hasty():
-        return jobs.train(**case)
 
 
 # -- the profiler ------------------------------------------------------------------------------------------------
@@ -120,13 +113,16 @@ class Measured(RuntimeError):
     """Something was measured that should have been known."""
 
 
-def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False, **options: Any) -> dict[str, Any]:
+def tune(
+    folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False, extras: bool = False, **options: Any
+) -> dict[str, Any]:
     """Train a little with a cache of its own: the plan, what was measured and what was said.
 
     Args:
         forbidden: measuring operators raises.
+        extras: also what the trainer measures afterwards; rank 0 writes a trace into the folder.
     """
-    usual, measured = tuning.measure_profile, []
+    usual, measured, output = tuning.measure_profile, [], io.StringIO()
 
     def counted(*args: Any, **kwargs: Any) -> Profile:
         if forbidden:
@@ -135,24 +131,19 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         measured.append(sorted(called & {"training_step", "get_batch_samples"}))
         return usual(*args, **kwargs)
 
-    previous = os.environ["HELIX_CACHE"]
-    os.environ["HELIX_CACHE"] = cache
-    tuning.measure_profile = counted
-    output = io.StringIO()
-    try:
-        with hasty(), contextlib.redirect_stdout(output):
-            trainer = make_trainer(folder, {"tp_size": 2, "tuning_share": 1.0, **helix}, **options)
-            first = trainer.plan.rule
-            trainer.train()
-            evaluated = trainer.evaluate()["eval_loss"]
-    finally:
-        os.environ["HELIX_CACHE"] = previous
-        tuning.measure_profile = usual
+    environment = mock.patch.dict(os.environ, {"HELIX_CACHE": cache})
+    counting = mock.patch.object(tuning, "measure_profile", counted)
+    with environment, counting, hasty(), contextlib.redirect_stdout(output):
+        trainer: Any = make_trainer(folder, {"tp_size": 2, "tuning_share": 1.0, **helix}, **options)
+        first = trainer.plan.rule
+        trainer.train()
+        evaluated = trainer.evaluate()["eval_loss"]
     result = trainer.tuning
-    return {
+    found = {
         "first": first,
         "plan": trainer.plan.to_json(),
         "rule": trainer.plan.rule,
+        "schedule": trainer.helix.runner.scheduler.name,
         "measured": len(measured),
         "measured_in": measured,
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
@@ -160,13 +151,13 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],
         "eval": evaluated,
         "report": result and result.report,
-        "tuning": None
-        if result is None
-        else {
-            "kept": result.chosen,
+        "kept": result and result.chosen,
+        "steps": {} if result is None else {name: overlap.step for name, overlap in result.overlaps.items()},
+        "predicted": {} if result is None else dict(result.predicted),
+        "profiled": [] if result is None or result.profile is None else sorted(result.profile.times),
+        "tuning": result
+        and {
             "measured": result.measured,
-            "steps": {rule: overlap.step for rule, overlap in result.overlaps.items()},
-            "predicted": dict(result.predicted),
             "bound": result.bound,
             "has_profile": result.profile is not None,
             "ranks": result.ranks,
@@ -174,6 +165,19 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
             "gradient_bytes": result.gradient_bytes,
         },
     }
+    return found | (measured_afterwards(trainer, folder) if extras else {})
+
+
+@plain_parameters()
+def measured_afterwards(trainer: Any, folder: str) -> dict[str, Any]:
+    """Overlap, memory and a trace; and the losses of one more window, in which nothing was left behind."""
+    overlap, memory = trainer.measure_overlap(repeats=2), trainer.measure_memory()
+    trainer.trace(Path(folder, "trace.json"))
+    dist.barrier()
+    gradients = sum(parameter.grad is not None for parameter in trainer.model.parameters())
+    losses = [loss.item() for loss in trainer.helix.runner.train_window(trainer.helix.last_window)]
+    trainer.model.zero_grad()
+    return {"overlap": overlap, "memory": memory, "gradients": gradients, "losses after": losses}
 
 
 # -- plans -------------------------------------------------------------------------------------------------------
@@ -209,36 +213,6 @@ def _differences(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
 
 
 # -- the scorecard while training ----------------------------------------------------------------------------------
-
-
-def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = False, **options: Any) -> dict[str, Any]:
-    """Train, and return the logs; write a trace; measure the overlap at the end."""
-    with hasty(), contextlib.redirect_stdout(io.StringIO()):
-        trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
-        trainer.train()
-    if trace:
-        trainer.trace(trace)
-    result = {
-        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
-        "figures": trainer.helix.figures,
-        "plan": trainer.plan.rule,
-        "still_traced": trainer.helix.runner.executor.streams.trace is not None,
-        "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
-    }
-    if measure:
-        overlap = trainer.measure_overlap(repeats=1)
-        result["overlap"] = {
-            "bytes_moved": overlap.bytes_moved,
-            "by_kind": dict(overlap.overlapped_by_kind),
-            "overlapped": overlap.overlapped_fraction,
-            "tokens": overlap.tokens,
-        }
-    return result
-
-
-def trace_untrained(folder: str) -> None:
-    make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
 
 
 def world() -> int:

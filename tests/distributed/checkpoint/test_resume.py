@@ -2,41 +2,111 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from support.cluster import JobFailed
 from support.derived_models import HOME
-from support.resume_jobs import make, push, run, state_of
+from support.resume_jobs import make, run
 
 from hf_helix.checkpoint import folders, manifest
+from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.operators.param_shard import Placement
-from hf_helix.runtime.zero import FlatShard, LocalParameter
+from hf_helix.runtime.zero import FlatShard, LocalParameter, local_parameters
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What a checkpoint would say of the parameters."""
+    trainer = make(folder, helix, **options)
+    helix = trainer.helix
+    result = describe_parameters(local_parameters(helix.model, helix.runner.stage, helix.mesh), helix.mesh)
+    trainer.helix.close()
+    return result
+
+
+class Hub:
+    """Instead of the Hub's client: what was uploaded, with the files as they were."""
+
+    def __init__(self) -> None:
+        self.uploads: list[dict[str, Any]] = []
+
+    def create_repo(self, repo_id: str, **_: Any) -> Any:
+        return mock.Mock(repo_id=repo_id)
+
+    def upload_folder(self, *, folder_path: str, commit_message: str, **options: Any) -> Future[None]:
+        ignored = [pattern for pattern in options.get("ignore_patterns") or () if pattern != "_*"]
+        assert all(pattern == "checkpoint-*" for pattern in ignored)
+        paths = (path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file())
+        names = [str(path) for path in paths if not (ignored and str(path).startswith(("_", "checkpoint-")))]
+        self.uploads.append({"message": commit_message, "path": options.get("path_in_repo"), "files": sorted(names)})
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def push(folder: str, helix: dict[str, Any] | None, strategy: str) -> list[dict[str, Any]]:
+    """The uploads of a run, in order."""
+    hub = Hub()
+    training = {"push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "someone/model", "max_steps": 4}
+    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+        trainer = make(folder, helix, training={**training, "save_steps": 2, "hub_always_push": True})
+        trainer.train()
+        trainer.save_model()
+    return hub.uploads
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """Contents of `trainer_state.json`."""
+    return json.loads((checkpoint / "trainer_state.json").read_text())  # type: ignore[no-any-return]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.resume_jobs:"
-TP2 = {"tp_size": 2, "plan": "greedy"}
-SPREAD: dict[str, Any] = {
-    "helix": {"shard_parameters": True, "plan": "greedy"},
-    "training": {"gradient_accumulation_steps": 1},
-}
-KEPT: dict[str, Any] = {**SPREAD, "helix": {"shard_optimizer": True, "plan": "greedy"}}
 SLOW = pytest.mark.slow
+SHARDS = {"ZeRO-1": "shard_optimizer", "ZeRO-3": "shard_parameters"}
+
+
+def options_of(layout: str, **training: Any) -> dict[str, Any]:
+    """Options of a job on a layout such as "tp2 ZeRO-3": ranks that share a batch take as many micro-batches more."""
+    sizes = {f"{word[:2]}_size": int(word[2:]) for word in layout.split() if word[:2] in ("tp", "pp", "cp", "ep")}
+    shards = {option: True for word, option in SHARDS.items() if word in layout}
+    steps = math.prod(size for name, size in sizes.items() if name != "ep_size")
+    return {
+        "helix": {"plan": "greedy", **sizes, **shards},
+        "training": {"gradient_accumulation_steps": steps, **training},
+    }
+
+
+TP2 = options_of("tp2")["helix"]
+SPREAD, KEPT = options_of("dp2 ZeRO-3"), options_of("dp2 ZeRO-1")
 
 
 @pytest.fixture(scope="module")
-def whole(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A run over two tensor-parallel ranks without interruption, and its checkpoint after half of its steps."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), helix=TP2)
+def runs(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By its layout, a run over two ranks without interruption: its checkpoint after half of its steps, and results."""
+
+    @functools.cache
+    def run_on(layout: str) -> tuple[Path, list[Any]]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), **options_of(layout))
+
+    return run_on
 
 
 def goes_on(result: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False, rounding: float = 1e-5) -> None:
@@ -55,8 +125,8 @@ def goes_on(result: dict[str, Any], expected: dict[str, Any], *, exactly: bool =
 # -- going on ------------------------------------------------------------------------------------------------------
 
 
-def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    saved, ranks = whole
+def test_the_run_itself_is_the_stock_trainers(runs: Any, tmp_path: Path) -> None:
+    saved, ranks = runs("tp2")
     goes_on(ranks[0], {**run(str(tmp_path), None), "flos": ranks[0]["flos"]})
     own = ("log_history", "total_flos")
     mine, theirs = (
@@ -66,31 +136,30 @@ def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp
     assert mine == theirs
 
 
-def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path) -> None:
-    saved, expected = whole
-    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, resume=str(saved))
+@pytest.mark.parametrize("layout", ["tp2", "dp2 ZeRO-1", "dp2 ZeRO-3"])
+def test_the_same_layout_goes_on_bit_for_bit(layout: str, runs: Any, cluster_of: Any, tmp_path: Path) -> None:
+    saved, expected = runs(layout)
+    goes_on(expected[0], runs("tp2")[1][0])
+    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **options_of(layout))
     for mine, theirs in zip(result, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
         assert mine["checkpoints"] == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize(
-    ("helix", "steps"),
+    ("before", "after"),
     [
-        pytest.param({"pp_size": 2}, 2, id="pp2"),
-        pytest.param({"shard_optimizer": True}, 1, id="dp2 with ZeRO-1"),
-        pytest.param({"shard_parameters": True}, 1, id="dp2 with ZeRO-3"),
-        pytest.param({"cp_size": 2}, 2, id="cp2", marks=pytest.mark.slow),
-        pytest.param({}, 1, id="dp2", marks=pytest.mark.slow),
+        *(("tp2", after) for after in ("pp2", "dp2 ZeRO-1", "dp2 ZeRO-3")),
+        *(pytest.param("tp2", after, marks=SLOW) for after in ("cp2", "dp2")),
+        *(("dp2 ZeRO-1", after) for after in ("dp2", "dp2 ZeRO-3")),
+        *((before, "dp2 ZeRO-1") for before in ("dp2", "dp2 ZeRO-3")),
+        ("dp2 ZeRO-3", "tp2"),
+        *(pytest.param("dp2 ZeRO-3", after, marks=SLOW) for after in ("pp2", "dp2")),
     ],
 )
-def test_another_layout_goes_on(
-    helix: dict[str, Any], steps: int, whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
-) -> None:
-    saved, expected = whole
-    training = {"gradient_accumulation_steps": steps}
-    job = {"folder": str(tmp_path), "helix": {"plan": "greedy", **helix}, "training": training}
-    for mine in cluster_of(2).run(f"{JOB}run", resume=str(saved), **job):
+def test_another_layout_goes_on(before: str, after: str, runs: Any, cluster_of: Any, tmp_path: Path) -> None:
+    saved, expected = runs(before)
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **options_of(after)):
         goes_on(mine, expected[0])
 
 
@@ -105,77 +174,6 @@ def test_a_derived_model_goes_on_in_another_layout(name: str, cluster_of: Any, t
         f"{JOB}run", folder=rest, helix={"pp_size": 2, "plan": "greedy"}, resume=saved, **job
     ):
         goes_on(mine, expected)
-
-
-@pytest.fixture(scope="module")
-def spread(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A run over two data-parallel ranks that each keep a part of the parameters, and its checkpoint."""
-    folder = tmp_path_factory.mktemp("spread")
-    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), **SPREAD)
-
-
-def test_spread_parameters_go_on_bit_for_bit(
-    spread: tuple[Path, list[Any]], whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
-) -> None:
-    """With their optimizer's states, which lie on several ranks; the run is that of whole parameters."""
-    saved, expected = spread
-    goes_on(expected[0], whole[1][0])
-    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **SPREAD)
-    for mine, theirs in zip(result, expected, strict=True):
-        goes_on(mine, theirs, exactly=True)
-
-
-@pytest.mark.parametrize(
-    ("helix", "steps"),
-    [({"tp_size": 2}, 2), pytest.param({"pp_size": 2}, 2, marks=SLOW), pytest.param({}, 1, marks=SLOW)],
-    ids=str,
-)
-def test_spread_parameters_go_on_in_another_layout(
-    helix: dict[str, Any], steps: int, spread: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
-) -> None:
-    saved, expected = spread
-    job = {"helix": {"plan": "greedy", **helix}, "training": {"gradient_accumulation_steps": steps}}
-    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **job):
-        goes_on(mine, expected[0])
-
-
-@pytest.fixture(scope="module")
-def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A run over two data-parallel ranks that each step a part of the parameters, and its checkpoint."""
-    folder = tmp_path_factory.mktemp("kept")
-    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), **KEPT)
-
-
-def test_shards_of_the_optimizer_go_on_bit_for_bit(
-    kept: tuple[Path, list[Any]], whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
-) -> None:
-    saved, expected = kept
-    goes_on(expected[0], whole[1][0])
-    result = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **KEPT)
-    for mine, theirs in zip(result, expected, strict=True):
-        goes_on(mine, theirs, exactly=True)
-
-
-@pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}], ids=str)
-def test_shards_of_the_optimizer_go_on_otherwise(
-    helix: dict[str, Any],
-    kept: tuple[Path, list[Any]],
-    spread: tuple[Path, list[Any]],
-    cluster_of: Any,
-    tmp_path: Path,
-) -> None:
-    """With whole states on every rank, and with parameters spread, too; and from these back again."""
-    saved, expected = kept
-    options = {**KEPT, "helix": {"plan": "greedy", **helix}}
-    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "to"), resume=str(saved), **options):
-        goes_on(mine, expected[0])
-    if options == SPREAD:
-        back, other = spread
-    else:
-        back = tmp_path / "from" / "checkpoint-2"
-        other = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "from"), **options)
-    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "back"), resume=str(back), **KEPT):
-        goes_on(mine, other[0])
 
 
 @pytest.mark.slow
@@ -203,7 +201,7 @@ LATER = "model.layers.0.mlp.up_proj.weight"
 def test_what_is_frozen_after_the_cut_is_not_trained(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Wherever a checkpoint is from."""
     job = {"folder": str(tmp_path), "freeze_later": (LATER,)}
-    whole, spread = (cluster_of(2).run(f"{JOB}described", helix=options, **job) for options in ({}, helix))
+    whole, spread = (cluster_of(2).run(described, helix=options, **job) for options in ({}, helix))
     assert spread == whole
     assert [name for name, about in spread[0].items() if not about["trained"]] == [LATER]
 
@@ -219,8 +217,8 @@ def test_a_run_that_has_frozen_after_the_cut_goes_on_otherwise(cluster_of: Any, 
         goes_on(mine, expected[0])
 
 
-def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    saved, expected = whole
+def test_one_process_goes_on(runs: Any, tmp_path: Path) -> None:
+    saved, expected = runs("tp2")
     shutil.copytree(saved, tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-3").mkdir()  # of a save that was never complete
     goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=True), expected[0])
@@ -244,6 +242,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "adagrad": {"training": {"optim": "adagrad"}},
     "rmsprop": {"training": {"optim": "rmsprop"}},
     "schedule-free": {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}},
+    "adapters": {"model": {"lora": {"modules_to_save": ["norm"], "lora_dropout": 0.1, "idle": "other"}}},
     "in bf16": {"model": {"dtype": "bfloat16"}},
     "products in bf16": {"training": {"bf16": True}},
     "recomputed": {"training": {"gradient_checkpointing": True}},
@@ -274,9 +273,15 @@ def test_a_stream_goes_on_as_it_would_have(cluster_of: Any, tmp_path: Path) -> N
         cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "told"), helix=TP2, streamed=True, training=told)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [TP2, SPREAD["helix"], KEPT["helix"]], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    [
+        pytest.param(way, layout, marks=() if (way, layout) == ("adapters", TP2) else SLOW)
+        for way in WAYS
+        for layout in (TP2, SPREAD["helix"], KEPT["helix"])
+    ],
+    ids=str,
+)
 def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     options = {"training": {}, "helix": layout, **WAYS[way]}
     steps = options["training"].get("save_steps", 2)
@@ -290,107 +295,47 @@ def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], clust
 HEADS = {"num_key_value_heads": 4}
 EXPERTS = {"model": {"family": "mixtral", **HEADS}}
 ADAPTERS = {"model": {"lora": {}}}
-LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any]]] = {
-    "tp2 pp2 to dp4": ({"tp_size": 2, "pp_size": 2}, 4, {}, 1, {}),
-    "dp4 to tp4": ({}, 1, {"tp_size": 4}, 4, {"model": HEADS}),
-    "cp2 pp2 to tp2 dp2": ({"cp_size": 2, "pp_size": 2}, 4, {"tp_size": 2}, 2, {}),
-    "ZeRO-1 over dp4 to tp2 with ZeRO-1": (
-        {"shard_optimizer": True},
-        1,
-        {"tp_size": 2, "shard_optimizer": True},
-        2,
-        {},
-    ),
-    "ZeRO-1 over dp4 to dp4": ({"shard_optimizer": True}, 1, {}, 1, {}),
-    "dp4 to ZeRO-1 over dp4": ({}, 1, {"shard_optimizer": True}, 1, {}),
-    "ZeRO-1 with tp2 to ZeRO-3 over dp4": (
-        {"tp_size": 2, "shard_optimizer": True},
-        2,
-        {"shard_parameters": True},
-        1,
-        {},
-    ),
-    "ZeRO-3 over dp4 to ZeRO-1 with pp2": (
-        {"shard_parameters": True},
-        1,
-        {"pp_size": 2, "shard_optimizer": True},
-        2,
-        {},
-    ),
-    "ZeRO-1 with ep2 to ep4": ({"ep_size": 2, "shard_optimizer": True}, 1, {"ep_size": 4}, 1, EXPERTS),
-    "ZeRO-3 over dp4 to tp2 with ZeRO-3": (
-        {"shard_parameters": True},
-        1,
-        {"tp_size": 2, "shard_parameters": True},
-        2,
-        {},
-    ),
-    "ZeRO-3 with tp2 to tp4, fused projections": (
-        {"tp_size": 2, "shard_parameters": True},
-        2,
-        {"tp_size": 4},
-        4,
-        {"model": {"family": "gpt2"}},
-    ),
-    "ZeRO-3 with ep2 to pp2 with ZeRO-3": (
-        {"ep_size": 2, "shard_parameters": True},
-        1,
-        {"pp_size": 2, "shard_parameters": True},
-        2,
-        EXPERTS,
-    ),
-    "pp2 dp2 to pp4, fused projections": ({"pp_size": 2}, 2, {"pp_size": 4}, 4, {"model": {"family": "gpt2"}}),
-    "tp4 to pp2 dp2, fused projections": ({"tp_size": 4}, 4, {"pp_size": 2}, 2, {"model": {"family": "gpt2"}}),
-    "ep2 tp2 to ep4": ({"tp_size": 2, "ep_size": 2}, 2, {"ep_size": 4}, 1, EXPERTS),
-    "ep2 pp2 to tp4": ({"pp_size": 2, "ep_size": 2}, 2, {"tp_size": 4}, 4, EXPERTS),
-    "cp2 with ZeRO-1 to ZeRO-1 over dp4": (
-        {"cp_size": 2, "shard_optimizer": True},
-        2,
-        {"shard_optimizer": True},
-        1,
-        {},
-    ),
-    "ZeRO-3 over dp4 to cp2 with ZeRO-3": (
-        {"shard_parameters": True},
-        1,
-        {"cp_size": 2, "shard_parameters": True},
-        2,
-        {},
-    ),
-    "ZeRO-1 over dp4 to tp2 with ZeRO-3, adapters": (
-        {"shard_optimizer": True},
-        1,
-        {"tp_size": 2, "shard_parameters": True},
-        2,
-        ADAPTERS,
-    ),
-    "ZeRO-3 with pp2 to ZeRO-1 over dp4, adapters": (
-        {"pp_size": 2, "shard_parameters": True},
-        2,
-        {"shard_optimizer": True},
-        1,
-        ADAPTERS,
-    ),
-    "adafactor from pp2 dp2 to pp4": ({"pp_size": 2}, 2, {"pp_size": 4}, 4, {"training": {"optim": "adafactor"}}),
+FUSED = {"model": {"family": "gpt2"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 pp2 to dp4": {},
+    "dp4 to tp4": {"model": HEADS},
+    "cp2 pp2 to tp2 dp2": {},
+    "dp4 ZeRO-1 to tp2 ZeRO-1": {},
+    "dp4 ZeRO-1 to dp4": {},
+    "dp4 to dp4 ZeRO-1": {},
+    "tp2 ZeRO-1 to dp4 ZeRO-3": {},
+    "dp4 ZeRO-3 to pp2 ZeRO-1": {},
+    "ep2 ZeRO-1 to ep4": EXPERTS,
+    "dp4 ZeRO-3 to tp2 ZeRO-3": {},
+    "tp2 ZeRO-3 to tp4": FUSED,
+    "ep2 ZeRO-3 to pp2 ZeRO-3": EXPERTS,
+    "pp2 dp2 to pp4": FUSED,
+    "tp4 to pp2 dp2": FUSED,
+    "ep2 tp2 to ep4": EXPERTS,
+    "ep2 pp2 to tp4": EXPERTS,
+    "cp2 ZeRO-1 to dp4 ZeRO-1": {},
+    "dp4 ZeRO-3 to cp2 ZeRO-3": {},
+    "dp4 ZeRO-1 to tp2 ZeRO-3, adapters": ADAPTERS,
+    "pp2 ZeRO-3 to dp4 ZeRO-1, adapters": ADAPTERS,
+    "pp2 dp2 to pp4, adafactor": {"training": {"optim": "adafactor"}},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    before, count, after, other, options = LAYOUTS[case]
-    options = {**options, "model": {"num_hidden_layers": 8, **options.get("model", {})}}
-    training = options.pop("training", {})
+    before, after = case.partition(",")[0].split(" to ")
+    model = {"num_hidden_layers": 8, **LAYOUTS[case].get("model", {})}
 
-    def job(name: str, helix: dict[str, Any], steps: int) -> dict[str, Any]:
-        changed = {**training, "gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
-        return {"folder": str(tmp_path / name), "helix": {"plan": "greedy", **helix}, "training": changed, **options}
+    def job(name: str, layout: str) -> dict[str, Any]:
+        options = options_of(layout, per_device_train_batch_size=1, **LAYOUTS[case].get("training", {}))
+        return {"folder": str(tmp_path / name), "model": model, **options}
 
-    expected = cluster_of(4).run(f"{JOB}run", **job("whole", before, count))
+    expected = cluster_of(4).run(f"{JOB}run", **job("whole", before))
     saved = str(tmp_path / "whole" / "checkpoint-2")
-    for mine in cluster_of(4).run(f"{JOB}run", resume=saved, **job("rest", after, other)):
+    for mine in cluster_of(4).run(f"{JOB}run", resume=saved, **job("rest", after)):
         goes_on(mine, expected[0])
-    again = cluster_of(4).run(f"{JOB}run", resume=saved, **job("same", before, count))
+    again = cluster_of(4).run(f"{JOB}run", resume=saved, **job("same", before))
     for mine, theirs in zip(again, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,204 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import loop_jobs
-from support.models import llama
-from transformers import AutoModelForCausalLM
+from accelerate import Accelerator, DataLoaderConfiguration
+from support.jobs import Stream
+from support.loop_jobs import batches_of, made, reset, said, stock_window, stock_windows
+from support.models import llama, sequences
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, default_data_collator
 
-from hf_helix import HelixPlugin
+from hf_helix import HelixConfig, HelixPlugin
 
-JOBS = "support.loop_jobs:"
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def refused(helix: dict[str, Any], kind: str) -> None:
+    """Only prepare."""
+    reset()
+    plugin = HelixPlugin(HelixConfig(cache=False, **helix))
+    options: dict[str, Any] = {"parallelism_config": plugin, "cpu": True}
+    if kind == "another plugin":
+        options["parallelism_config"] = HelixPlugin(plugin.config)
+    if kind == "uneven":
+        options["dataloader_config"] = DataLoaderConfiguration(even_batches=False)
+    if kind == "compiled":
+        options["dynamo_backend"] = "eager"
+    accelerator = Accelerator(**options)
+    with torch.device("meta" if kind == "states on the meta device" else "cpu"):
+        model = llama(num_hidden_layers=4)
+    optimizer = (torch.optim.Adagrad if "state" in kind else torch.optim.AdamW)(model.parameters())
+    given: list[Any] = [model, optimizer]
+    if kind == "LBFGS":
+        given[1] = torch.optim.LBFGS(model.parameters())
+    if kind.startswith("a step"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+        optimizer.step()
+    if kind == "another model":
+        given[1] = torch.optim.AdamW(llama().parameters())
+    if kind == "two models":
+        given.append(llama())
+    if kind in ("uneven", "streamed"):
+        rows = sequences(8)
+        given.append(DataLoader(Stream(rows) if kind == "streamed" else rows, 2, collate_fn=default_data_collator))
+    plugin.prepare(accelerator, *given)
+
+
+def follow(
+    folder: str,
+    helix: dict[str, Any] | None,
+    count: int,
+    accumulate: int,
+    dp_size: int = 1,
+    weights: str | None = None,
+    kind: str = "AdamW",
+    later: str = "",
+    windows_of_step: int = 1,
+) -> dict[str, Any]:
+    """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
+
+    Args:
+        helix: options of the plugin; None for the stock loop, in one process.
+        accumulate: batches of a rank in a window.
+        dp_size: ranks whose batches the stock loop trains on at once.
+        weights: a folder that the model starts from, on the meta device before.
+        kind: the class of the optimizer.
+        later: a module whose parameters the optimizer is given once everything is prepared.
+        windows_of_step: windows whose gradients add up before the optimizer steps.
+    """
+    plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
+    all_made = made(plugin, accumulate * dp_size, count, weights, kind, later)
+    accelerator, model, optimizer, loader, held_out, scheduler = all_made
+    if later:
+        whole = model.module if plugin else model
+        optimizer.add_param_group({"params": whole.get_submodule(later).parameters(), "lr": 2e-2})
+    train = model.train_window if plugin else stock_window(accelerator, model)
+    evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
+    result: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+    for _ in range(2):
+        windows = model.windows(loader) if plugin else stock_windows(loader, accelerator.gradient_accumulation_steps)
+        for place, window in enumerate(windows, 1):
+            result["losses"].append(float(train(window)))
+            if place % windows_of_step:
+                continue
+            result["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            for _ in range(1 if plugin else dp_size):
+                scheduler.step()
+            optimizer.zero_grad()
+            result["rates"].append(scheduler.get_last_lr()[0])
+    samples, guesses = [], []
+    for batch in held_out:
+        with torch.no_grad():
+            output = evaluate(batch, logits=True)
+        samples.append(accelerator.gather_for_metrics(output.loss.detach().repeat(len(batch["input_ids"]))))
+        guesses.append(accelerator.gather_for_metrics(output.logits))
+    result |= {"eval": torch.cat(samples).tolist(), "logits": torch.cat(guesses).numpy().copy()}
+    model.save_pretrained(folder)
+    if plugin:
+        model.engine.close()
+    return result
+
+
+def misuse(helix: dict[str, Any]) -> dict[str, str]:
+    """What is said to those who go on as if the model were whole."""
+    accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, **helix)), 2, 8)
+    batch = next(iter(loader))
+    parameters = list(model.parameters())
+    result = {
+        "backward": said(lambda: accelerator.backward(torch.zeros(()))),
+        "accumulate": said(lambda: accelerator.accumulate(model)),
+        "unwrap_model": said(lambda: accelerator.unwrap_model(model)),
+        "save_model": said(lambda: accelerator.save_model(model, "anywhere")),
+        "get_state_dict": said(lambda: accelerator.get_state_dict(model)),
+        "save_state": said(lambda: accelerator.save_state("anywhere")),
+        "load_state": said(lambda: accelerator.load_state("anywhere")),
+        "call": said(lambda: model(**batch)),
+        "module": said(lambda: model.module(**batch)),
+        "some parameters": said(lambda: accelerator.clip_grad_norm_(parameters[:2], 1.0)),
+        "another norm": said(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)),
+        "no batch": said(lambda: model.train_window([])),
+        "no labels": said(lambda: model.train_window([{"input_ids": batch["input_ids"]}])),
+        "cut twice": said(lambda: accelerator.parallelism_config.prepare(accelerator, model.module)),
+    }
+    model.engine.close()
+    return result
+
+
+def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]:
+    """What is said where the model's own parameters are given; the largest gradient before its values are clipped, and
+    after."""
+    accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, plan="sequential", **helix)), 1, 8)
+    model.train_window([next(iter(loader))])
+    result = [max(float(p.grad.abs().max()) for p in model.parameters())]
+    words = said(lambda: accelerator.clip_grad_value_(model.module.parameters(), limit))
+    result.append(max(float(p.grad.abs().max()) for p in model.parameters()))
+    model.engine.close()
+    return words, *result
+
+
+def stray(option: str) -> dict[str, str]:
+    """What is said, where ranks share parameters or the optimizer, when optimizers step that were not prepared with the
+    model. Nothing watches them once the model is gone."""
+    plugin = HelixPlugin(HelixConfig(cache=False, plan="sequential", **{option: True}))
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    made(plugin, 1, 8)[1].engine.close()
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+    reset()
+    accelerator, whole = Accelerator(cpu=True, parallelism_config=plugin), llama()
+    first = torch.optim.AdamW(whole.parameters())
+    model, prepared, loader = plugin.prepare(accelerator, whole, torch.optim.SGD(whole.parameters()), batches_of(8))
+    model.train_window([next(iter(loader))])
+    found = {
+        "made before": said(first.step),
+        "made afterwards": said(torch.optim.AdamW(whole.lm_head.parameters()).step),
+        "of Accelerate": said(accelerator.prepare_optimizer(torch.optim.SGD(whole.parameters())).step),
+        "of matrices": said(torch.optim.Adafactor(model.parameters()).step),
+        "another model's": said(torch.optim.SGD(llama().parameters()).step),
+        "prepared": said(prepared.step),
+    }
+    prepared.param_groups[0]["params"].append(whole.lm_head.weight)
+    found["changed by hand"] = said(prepared.step)
+    model.engine.close()
+    return found
+
+
+def stepped(option: str, prepared: bool) -> list[float]:
+    """Losses of windows and evaluations with an optimizer that does not count the versions of what it steps, prepared
+    with the model, or made of what that has returned."""
+    reset()
+    plugin = HelixPlugin(HelixConfig(cache=False, plan="greedy", **{option: True}))
+    accelerator, model, loader = Accelerator(cpu=True, parallelism_config=plugin), llama(), batches_of(16)
+    options: dict[str, Any] = {"lr": 1e-2, "fused": True}
+    if prepared:
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        model, optimizer, loader = plugin.prepare(accelerator, model, optimizer, loader)
+    else:
+        model, loader = plugin.prepare(accelerator, model, loader)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    losses = []
+    for batch in loader:
+        losses += [float(model.train_window([batch])), float(model.evaluate(batch).loss)]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(model.evaluate(batch).loss))
+    model.engine.close()
+    return losses
+
+
+def other_options_of_rank(seeds: tuple[int, ...]) -> None:
+    """Every rank gives another seed."""
+    reset()
+    plugin = HelixPlugin(tp_size=2)
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True)
+    plugin.prepare(accelerator, llama(), seed=seeds[torch.distributed.get_rank()])
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
 SLOW = pytest.mark.slow
 
 
@@ -28,7 +220,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
         count: int, accumulate: int, dp_size: int, kind: str = "AdamW", **options: Any
     ) -> tuple[dict[str, Any], Path]:
         folder = tmp_path_factory.mktemp("stock")
-        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind, **options), folder
+        return follow(str(folder), None, count, accumulate, dp_size, kind=kind, **options), folder
 
     return run
 
@@ -55,7 +247,7 @@ def test_as_the_stock_loop(
     dp_size = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1) * helix.get("cp_size", 1))
     wanted, folder = stock(count, accumulate, dp_size)
     options = {"folder": str(tmp_path), "helix": helix, "count": count, "accumulate": accumulate}
-    every = cluster_of(ranks).run(JOBS + "follow", **options)
+    every = cluster_of(ranks).run(follow, **options)
     for result in every:
         assert result["rates"] == wanted["rates"]
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
@@ -87,7 +279,7 @@ def test_an_optimizer_that_starts_with_states(
     """They are cut with the parameters."""
     options = {"count": 12, "accumulate": 4 // dp_size, "kind": "Adagrad"}
     wanted, _ = stock(12, 4 // dp_size, dp_size, "Adagrad")
-    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix=helix, **options):
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
@@ -99,7 +291,7 @@ def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tm
     options = {"count": 12, "accumulate": 2, "later": "lm_head"}
     wanted, _ = stock(12, 2, 2, later="lm_head")
     helix = {option: True} if option else {}
-    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix=helix, **options):
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
@@ -107,7 +299,7 @@ def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tm
 def test_gradients_of_two_windows_add_up(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     options = {"count": 16, "accumulate": 1, "windows_of_step": 2}
     wanted, _ = stock(16, 1, 2, windows_of_step=2)
-    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix={option: True}, **options):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix={option: True}, **options):
         assert len(result["losses"]) == 2 * len(result["norms"]) > 4
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
@@ -124,12 +316,12 @@ def test_from_a_folder(helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp
     llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
     options = {"count": 12, "accumulate": 4 // dp_size, "weights": str(tmp_path / "start")}
     wanted, _ = stock(12, 4 // dp_size, dp_size)
-    for result in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path / "end"), helix=helix, **options):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "end"), helix=helix, **options):
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
-    for result in cluster_of(2).run(JOBS + "misuse", helix={"tp_size": 2}):
+    for result in cluster_of(2).run(misuse, helix={"tp_size": 2}):
         for name, words in {
             "backward": "has run backward already; leave it out",
             "accumulate": "use `for window in model.windows(dataloader):`",
@@ -150,7 +342,7 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
 @pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
 def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of: Any) -> None:
     limit = 2**-10  # has no error in fp32
-    for words, before, after in cluster_of(2).run(JOBS + "clip_values", helix={option: True}, limit=limit):
+    for words, before, after in cluster_of(2).run(clip_values, helix={option: True}, limit=limit):
         assert words == ""
         assert before > limit >= after > limit / 2
 
@@ -158,7 +350,7 @@ def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of:
 @pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
 def test_optimizers_that_nobody_has_prepared(option: str, cluster_of: Any) -> None:
     """They step the model's parameters, however they have come to them."""
-    for found in cluster_of(2).run(JOBS + "stray", option=option):
+    for found in cluster_of(2).run(stray, option=option):
         assert "use one of AdamW, Adam, SGD" in found.pop("of matrices")
         assert set(found.values()) == {""}, found
 
@@ -166,7 +358,7 @@ def test_optimizers_that_nobody_has_prepared(option: str, cluster_of: Any) -> No
 @pytest.mark.parametrize("option", ["shard_optimizer", pytest.param("shard_parameters", marks=SLOW)])
 def test_an_optimizer_of_the_parts_of_a_prepared_model(option: str, cluster_of: Any) -> None:
     """It is what it would be had it been prepared with the model: evaluation and windows have what it has stepped."""
-    wanted, losses = (cluster_of(2).run(JOBS + "stepped", option=option, prepared=given) for given in (True, False))
+    wanted, losses = (cluster_of(2).run(stepped, option=option, prepared=given) for given in (True, False))
     assert losses == wanted
     assert len(losses[0]) == 12
     assert all(before != after for before, after in zip(losses[0][1::3], losses[0][2::3], strict=True))
@@ -188,18 +380,18 @@ def test_an_optimizer_of_the_parts_of_a_prepared_model(option: str, cluster_of: 
     ],
 )
 def test_refusals(helix: dict[str, Any], kind: str, words: str, cluster_of: Any) -> None:
-    for failure in cluster_of(2).errors(JOBS + "refused", helix=helix, kind=kind):
+    for failure in cluster_of(2).errors(refused, helix=helix, kind=kind):
         assert failure.kind == "ValueError"
         assert words in failure.message
 
 
 def test_precision_and_seed() -> None:
-    _, model, *_ = loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="bf16")
+    _, model, *_ = made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="bf16")
     assert model.engine.runner.precision.autocast_dtype is torch.bfloat16
     model.engine.close()
     with pytest.raises(ValueError, match="mixed_precision='fp16': use mixed_precision='bf16'"):
-        loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="fp16")
-    accelerator, model, *_ = loop_jobs.made(HelixPlugin(tp_size=1), 1, 4)
+        made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="fp16")
+    accelerator, model, *_ = made(HelixPlugin(tp_size=1), 1, 4)
     model.engine.close()
     plugin = accelerator.parallelism_config
     for options, expected in (({}, 77), ({"seed": 78}, 78)):
@@ -221,5 +413,5 @@ def test_a_plugin_without_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_ranks_with_other_options(cluster_of: Any) -> None:
-    for failure in cluster_of(2).errors(JOBS + "other_options_of_rank", seeds=(1, 2)):
+    for failure in cluster_of(2).errors(other_options_of_rank, seeds=(1, 2)):
         assert "seed given" in failure.message

@@ -20,16 +20,97 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from support import jobs, parity, peft_jobs
-from support.comparisons import compare_adapters
+from support import jobs, parity, pipeline_jobs
+from support.comparisons import assert_same_bits, compare_adapters, compare_runs
 from support.derived_models import HOME
+from support.jobs import frozen
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.planning.graph.operator import Part
+from hf_helix.runtime.divided import plain_parameters
 
-JOB = "support.peft_jobs:"
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+@plain_parameters()
+def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The weight gradients in this rank's graphs, and the bytes of gradients that a window leaves."""
+    made = frozen(tiny(**model), freeze)
+    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
+    made.train()
+    trainer.helix.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
+    stage = trainer.helix.runner.stage
+    return {
+        "weights": {
+            unit.label: [op.forward_name for op in unit.graphs.backward.operators if op.part is Part.W]
+            for unit in stage.units.values()
+        },
+        "names": {unit.label: unit.name for unit in stage.units.values()},
+        "gradients": sum(p.grad.nbytes for p in stage.placements if p.grad is not None),
+        "trained": sum(p.nbytes for p in stage.placements if p.requires_grad),
+        "held": sum(p.nbytes for p in stage.placements),
+    }
+
+
+def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[str, Any]) -> list[float]:
+    """Load saved adapters, train a little more on other data, save; the losses."""
+    common: dict[str, Any] = {
+        "model": PeftModel.from_pretrained(tiny(**model), source, is_trainable=True),
+        "args": arguments(folder, max_steps=3, gradient_accumulation_steps=2),
+        "train_dataset": sequences(20, seed=7),
+    }
+    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer.train()
+    trainer.save_model(folder)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, **training: Any) -> dict[str, Any]:
+    """As `sft_jobs.train`, with adapters."""
+    from support import sft_jobs  # TRL takes seconds to import
+
+    sizes = {"num_hidden_layers": 4, "vocab_size": sft_jobs.VOCABULARY, "max_position_embeddings": 512}
+    return sft_jobs.train(folder, tokenizer, helix, kind="completions", training=training, model=tiny(lora={}, **sizes))
+
+
+def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
+    """Load saved adapters into a cut model."""
+    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix)).helix.load_weights(
+        folder
+    )
+
+
+def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any], **training: Any) -> dict[str, float]:
+    """Losses with the adapters that are trained, without adapters, with the idle one if there is one, and as first."""
+    common: dict[str, Any] = {"args": arguments(folder, **training), "eval_dataset": sequences(4)}
+    common |= {"model": tiny(**model)}
+    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    result = {"trained": trainer.evaluate()["eval_loss"]}
+    with trainer.model.disable_adapter():
+        result["none"] = trainer.evaluate()["eval_loss"]
+    if idle := model["lora"].get("idle"):
+        trainer.model.set_adapter(idle)
+        result["idle"] = trainer.evaluate()["eval_loss"]
+        trainer.model.set_adapter("default")
+    return result | {"again": trainer.evaluate()["eval_loss"]}
+
+
+def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any], **training: Any) -> list[float]:
+    """Losses of a run that trains the adapter which was idle when the model was cut; of an evaluation behind it."""
+    args = arguments(folder, max_steps=3, **training)
+    common: dict[str, Any] = {"args": args, "train_dataset": sequences(20), "eval_dataset": sequences(4)}
+    trainer = HelixTrainer(model=tiny(**model), **common, helix_config=HelixConfig(**helix))
+    trainer.model.set_adapter(model["lora"]["idle"])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
 GREEDY = {"plan": "greedy"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERYWHERE = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -117,9 +198,7 @@ def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -
     (without,) = cluster_of(2).run("support.pipeline_jobs:windows", cases=plans[:1], **case)[0]
     assert first["losses"] != without["losses"]
     for other in others:
-        assert other["losses"] == first["losses"]
-        for name, gradient in first["gradients"].items():
-            np.testing.assert_array_equal(other["gradients"][name], gradient, err_msg=name)
+        assert_same_bits(other, first)
 
 
 def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> None:
@@ -135,9 +214,7 @@ def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> N
         for mode in ("none", "selective", "full")
     )
     for other in others:
-        assert other["losses"] == kept["losses"]
-        for name, gradient in kept["gradients"].items():
-            np.testing.assert_array_equal(other["gradients"][name], gradient, err_msg=name)
+        assert_same_bits(other, kept)
 
 
 # -- what is frozen ------------------------------------------------------------------------------------------------
@@ -145,14 +222,14 @@ def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> N
 
 def test_frozen_weights_have_no_weight_gradients(tmp_path: Path) -> None:
     model = {"num_hidden_layers": 3, "lora": {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]}}
-    result = peft_jobs.parts(str(tmp_path), {}, model)
+    result = parts(str(tmp_path), {}, model)
     labels = ("layers.0", "layers.1", "layers.2")
     assert [result["weights"][label] for label in labels] == [["attn.qkv"], [], ["attn.qkv"]]
     assert [result["names"][label] for label in labels] == ["layer", "layer.2", "layer"]
     assert result["weights"]["head"] == []
     assert result["gradients"] == result["trained"] < 0.02 * result["held"]
 
-    without = peft_jobs.parts(str(tmp_path), {}, {"num_hidden_layers": 3})
+    without = parts(str(tmp_path), {}, {"num_hidden_layers": 3})
     assert without["weights"]["layers.1"] == ["mlp.down", "mlp.up", "attn.out", "attn.qkv"]
     assert set(without["names"].values()) == {"embedding", "layer", "head"}
     assert without["gradients"] == without["held"]
@@ -165,7 +242,7 @@ def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path:
     )
     model = {"family": "mixtral", "num_hidden_layers": 3}
     helix = {"tp_size": 2, **GREEDY}
-    result = cluster_of(2).run(f"{JOB}parts", folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
+    result = cluster_of(2).run(parts, folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
     for rank in result:
         kinds = [rank["weights"][f"layers.{index}"] for index in range(3)]
         assert kinds == [[], [], ["experts.down", "experts.up", "attn.out", "attn.qkv"]]
@@ -242,20 +319,6 @@ RUNS = [("llama", "tp2"), ("qwen3", "pp2")]
 NOT_BUILT = [("gemma2", "cp2"), ("deepseek_v3", "cp2")]
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The stock Trainer on one process, run once a case, and what it saved."""
-    result: dict[str, Any] = {}
-
-    def get(case: str) -> Any:
-        if case not in result:
-            folder = str(tmp_path_factory.mktemp("stock"))
-            result[case] = jobs.train(folder, None, **TRAINED[case]), folder
-        return result[case]
-
-    return get
-
-
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -267,14 +330,12 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_training_equals_the_stock_trainer(case: str, layout: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Losses, norms, evaluation; and the files of the adapters, which stock PEFT loads, runs and merges."""
-    expected, theirs = stock(case)
+    expected, theirs = stock(jobs.train, **TRAINED[case])
     sizes = LAYOUTS[layout]
     ranks = int(np.prod(list(sizes.values())))
     for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix={**sizes, **GREEDY}, **TRAINED[case]):
         assert result["flos"] == expected["flos"]
-        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
-        np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
+        compare_runs(result, expected, steps=3)
     compare_adapters(tmp_path, Path(theirs))
     model = {name: value for name, value in TRAINED[case]["model"].items() if name != "lora"}
     loaded = PeftModel.from_pretrained(tiny(**model), tmp_path).eval()
@@ -304,8 +365,8 @@ KEPT = {"modules_to_save": ["embed_tokens"], "idle": "other"}
 def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(
     lora: Any, helix: Any, cluster_of: Any, tmp_path: Path
 ) -> None:
-    job = {"helix": {**helix, **GREEDY}, "model": {"lora": lora}}
-    cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", folder=str(tmp_path / "ours"), **job)
+    job = {"helix": {**helix, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": lora}}
+    cluster_of(2).run("save_untrained", folder=str(tmp_path / "ours"), **job)
     tiny(num_hidden_layers=5, lora=lora).save_pretrained(str(tmp_path / "theirs"))
     result = sorted((tmp_path / "theirs").rglob("*.safetensors"))
     assert len(result) == (2 if "idle" in lora else 1)
@@ -321,57 +382,31 @@ def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
     base = {"num_hidden_layers": 4}
     source = tmp_path / "source"
     tiny(**base, lora={}).save_pretrained(str(source))
-    expected = peft_jobs.go_on(str(tmp_path / "theirs"), None, str(source), base)
+    expected = go_on(str(tmp_path / "theirs"), None, str(source), base)
     job = {"folder": str(tmp_path / "ours"), "source": str(source), "model": base}
-    for losses in cluster_of(2).run(f"{JOB}go_on", helix={"pp_size": 2, **GREEDY}, **job):
+    for losses in cluster_of(2).run(go_on, helix={"pp_size": 2, **GREEDY}, **job):
         np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
     compare_adapters(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.parametrize(
-    ("helix", "other"),
-    [
-        ({"tp_size": 2}, {"tp_size": 2}),
-        pytest.param({"tp_size": 2}, {"pp_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"shard_parameters": True}, {"shard_parameters": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_run_goes_on_from_a_checkpoint(helix: Any, other: Any, cluster_of: Any, tmp_path: Path) -> None:
-    """Adapters, optimizer states and data; the same layout bit for bit."""
-    model = {"num_hidden_layers": 4, "lora": {"modules_to_save": ["norm"], "lora_dropout": 0.1, "idle": "other"}}
-    job = {"folder": str(tmp_path), "model": model}
-    if helix != other:
-        model["lora"]["lora_dropout"] = 0.0  # ranks draw for their own part
-    whole = cluster_of(2).run(f"{JOB}resume", helix={**helix, **GREEDY}, **job)[0]
-    last = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
-    source = str(tmp_path / "checkpoint-2")
-    resumed = cluster_of(2).run(f"{JOB}resume", helix={**other, **GREEDY}, source=source, **job)[0]
-    again = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
-    if helix == other:
-        assert resumed == whole
-        assert all(torch.equal(weight, last[name]) for name, weight in again.items())
-    np.testing.assert_allclose(resumed, whole, rtol=0, atol=1e-5)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = {"lora": {"target_modules": ["q_proj"]}}
     tiny(**model).save_pretrained(str(tmp_path))
-    peft_jobs.load_into(str(tmp_path), {}, model)
+    load_into(str(tmp_path), {}, model)
     with pytest.raises(ValueError, match=r"lora_A.weight is \[3, 32\] there, and \[2, 32\] in the model"):
-        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "r": 2}})
+        load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "r": 2}})
     with pytest.raises(ValueError, match=r"k_proj.lora_A.weight: it is not there"):
-        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj", "k_proj"]}})
+        load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj", "k_proj"]}})
     with pytest.raises(ValueError, match=r"other.adapter_model.safetensors is missing"):
-        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "idle": "other"}})
+        load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "idle": "other"}})
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
-        peft_jobs.load_into(str(tmp_path), {}, model)
+        load_into(str(tmp_path), {}, model)
 
 
 def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
     model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
-    result, expected = (peft_jobs.evaluations(str(tmp_path), helix, model) for helix in ({}, None))
+    result, expected = (evaluations(str(tmp_path), helix, model) for helix in ({}, None))
     assert result == pytest.approx(expected, abs=1e-5)
     assert result["trained"] == result["again"] != result["none"]
 
@@ -387,9 +422,9 @@ def test_evaluation_with_what_was_idle_when_it_was_spread(
 ) -> None:
     """Without adapters, the head is the frozen one."""
     job = {"folder": str(tmp_path), "model": CHOICES, **training}
-    expected = peft_jobs.evaluations(helix=None, **job)
+    expected = evaluations(helix=None, **job)
     assert len({*expected.values()}) == 3
-    for result in cluster_of(2).run(f"{JOB}evaluations", helix={option: True, **GREEDY}, **job):
+    for result in cluster_of(2).run(evaluations, helix={option: True, **GREEDY}, **job):
         assert result == pytest.approx(expected, abs=1e-2 if training else 1e-5)
 
 
@@ -400,9 +435,7 @@ def test_training_what_was_idle_when_it_was_spread(
     option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:
     job = {"folder": str(tmp_path), "model": CHOICES, "max_grad_norm": 1e6, **training}
-    whole, spread = (
-        cluster_of(2).run(f"{JOB}train_the_idle_one", helix={option: on, **GREEDY}, **job) for on in (False, True)
-    )
+    whole, spread = (cluster_of(2).run(train_the_idle_one, helix={option: on, **GREEDY}, **job) for on in (False, True))
     assert spread == whole
     assert len({*whole[0]}) == len(whole[0])
 
@@ -426,8 +459,8 @@ def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_pat
 
     sft_jobs.save_tokenizer(tmp_path / "tokenizer")
     job = {"tokenizer": str(tmp_path / "tokenizer"), **training}
-    wanted = peft_jobs.fine_tune(str(tmp_path / "theirs"), helix=None, **job)
-    for result in cluster_of(2).run(f"{JOB}fine_tune", folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
+    wanted = fine_tune(str(tmp_path / "theirs"), helix=None, **job)
+    for result in cluster_of(2).run(fine_tune, folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
         assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)

@@ -2,17 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch
 from support.fault_script import OUT
 from support.forked_ranks import ForkedRank, fork_ranks
 from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, torchrun
-from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_room
+from support.models import arguments, llama, sequences
+from support.resume_jobs import TRAINING, make, run
+from transformers import TrainerCallback
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.runtime.gradients.reduce import gradient_norm
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def run_into_nan(folder: str, victim: int) -> None:
+    """Two data-parallel ranks; the embedding of a token that one of them meets in its second step is broken."""
+    training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "save_steps": 1}
+    rows = [{name: value.clamp(max=120) for name, value in row.items()} for row in sequences(8)]
+    rows[2 + victim]["input_ids"][5] = 127  # the samples 2 and 3 are those of the second step
+    model = llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[127] = torch.nan
+    args = arguments(folder, **{**TRAINING, **training, "train_sampling_strategy": "sequential", "weight_decay": 0.0})
+    config = HelixConfig(plan="sequential")
+    HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=config).train()
+
+
+def run_into_bad_gradients(folder: str) -> None:
+    """A gradient that is infinite in the second step, while all losses are sound."""
+    trainer = make(folder, {"plan": "sequential"}, training={"save_steps": 1, "max_grad_norm": 0.0})
+    steps = iter(range(100))
+
+    def spoil(*given: Any) -> Any:
+        return gradient_norm(*given) * (1.0 if next(steps) == 0 else torch.inf)
+
+    with mock.patch("hf_helix.engine.engine.gradient_norm", spoil):
+        trainer.train()
+
+
+ROOM = {
+    "for the model": "hf_helix.checkpoint.folders.write_slice",
+    "for states": "hf_helix.checkpoint.training_state.FileSystemWriter.write_data",
+    "for generators": "hf_helix.integrations.trainer.checkpoints.generators",
+    "on the disk": "hf_helix.checkpoint.folders._sync",
+}
+
+
+def run_out_of_room(folder: str, where: str) -> None:
+    """Train, and find the disk full in the second save."""
+    trainer = make(folder, {"plan": "greedy"})
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Arm(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                stack.enter_context(mock.patch(ROOM[where], fail))
+
+    trainer.add_callback(Arm())
+    with contextlib.ExitStack() as stack:
+        trainer.train()
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 SCRIPT = SUPPORT / "fault_script.py"
 SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
@@ -200,7 +264,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_a_loss_that_is_not_finite_ends_all_ranks(dp_rank: int, cluster_of: Any, tmp_path: Path) -> None:
-    failures = cluster_of(2).errors("support.resume_jobs:run_into_nan", folder=str(tmp_path), victim=dp_rank)
+    failures = cluster_of(2).errors(run_into_nan, folder=str(tmp_path), victim=dp_rank)
     for failure in failures:
         assert failure.kind == "FloatingPointError"
         assert f"step 2: the loss of rank {dp_rank} is not finite" in failure.message

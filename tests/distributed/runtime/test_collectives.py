@@ -219,40 +219,28 @@ def test_backward_is_the_transpose(ranks: int, operator: str, cluster_of: Any) -
     assert forward == pytest.approx(backward, rel=1e-12)
 
 
-def test_groups_of_a_mesh(cluster_of: Any) -> None:
-    """Data parallelism is the outermost dimension."""
-    results = cluster_of(4).run(group_ranks, tp_size=2)
-    assert [result["tp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["dp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["places"] for result in results] == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
+ALL, PAIRS, ACROSS = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+GROUPS: list[tuple[dict[str, int], dict[str, list[list[int]]]]] = [
+    # Data parallelism is the outermost dimension, tensor parallelism the innermost.
+    ({"tp_size": 2}, {"tp": PAIRS, "dp": ACROSS, "experts": PAIRS, "expert copies": ACROSS}),
+    ({"tp_size": 4}, {"tp": ALL, "dp": []}),
+    ({"tp_size": 1}, {"tp": [], "dp": ALL}),
+    # Whoever shares a pipeline or a tensor-parallel group shares every batch.
+    ({"tp_size": 1, "pp_size": 2}, {"tp": [], "pp": PAIRS, "dp": ACROSS, "batch": PAIRS}),
+    ({"tp_size": 2, "pp_size": 2}, {"tp": PAIRS, "pp": ACROSS, "dp": [], "batch": ALL}),
+    # Tensor-parallel ranks hold experts, too; the rest of data parallelism has copies.
+    ({"tp_size": 1, "ep_size": 2}, {"dp": ALL, "experts": PAIRS, "expert copies": ACROSS}),
+    ({"tp_size": 2, "ep_size": 2}, {"experts": ALL, "expert copies": []}),
+]
 
 
-def test_groups_of_a_mesh_with_a_pipeline(cluster_of: Any) -> None:
-    """Tensor parallelism is innermost; whoever shares a pipeline or a tensor-parallel group shares every batch."""
-    results = cluster_of(4).run(group_ranks, tp_size=1, pp_size=2)
-    assert [result["pp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["dp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["batch"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["tp"] for result in results] == [None] * 4
-    results = cluster_of(4).run(group_ranks, tp_size=2, pp_size=2)
-    assert [result["tp"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["pp"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["batch"] for result in results] == [[0, 1, 2, 3]] * 4
-    assert [result["dp"] for result in results] == [None] * 4
-
-
-def test_groups_that_share_experts(cluster_of: Any) -> None:
-    """Tensor-parallel ranks hold experts, too; the rest of data parallelism has copies."""
-    results = cluster_of(4).run(group_ranks, tp_size=1, ep_size=2)
-    assert [result["experts"] for result in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [result["expert copies"] for result in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [result["dp"] for result in results] == [[0, 1, 2, 3]] * 4
-    results = cluster_of(4).run(group_ranks, tp_size=2, ep_size=2)
-    assert [result["experts"] for result in results] == [[0, 1, 2, 3]] * 4
-    assert [result["expert copies"] for result in results] == [None] * 4
-    results = cluster_of(4).run(group_ranks, tp_size=2)
-    assert [result["experts"] for result in results] == [result["tp"] for result in results]
-    assert [result["expert copies"] for result in results] == [result["dp"] for result in results]
+@pytest.mark.parametrize(("sizes", "groups"), GROUPS, ids=str)
+def test_groups_of_a_mesh(sizes: dict[str, int], groups: dict[str, list[list[int]]], cluster_of: Any) -> None:
+    tp_size, dp_size = sizes["tp_size"], 4 // (sizes["tp_size"] * sizes.get("pp_size", 1))
+    for rank, result in enumerate(cluster_of(4).run(group_ranks, **sizes)):
+        assert result["places"] == (rank % tp_size, tp_size, dp_size)
+        for name, rows in groups.items():
+            assert result[name] == next((row for row in rows if rank in row), None), name
 
 
 @pytest.mark.parametrize(("ranks", "pp_size"), [(2, 2), (3, 3), (4, 2)])
@@ -264,13 +252,6 @@ def test_ways_of_a_pipeline_do_not_mix(ranks: int, pp_size: int, cluster_of: Any
         ways = [b for b in range(2 * pp_size - 1) if b != pp_size - 1]
         ends = [(b, outward) for b in ways for outward in (False, True) if (b if outward else b + 1) in stages]
         assert result == [[b, outward, *(100.0 * b + 10 * k + (not outward) for k in range(3))] for b, outward in ends]
-
-
-@pytest.mark.parametrize(("tp_size", "dp"), [(4, None), (1, [0, 1, 2, 3])])
-def test_groups_of_one_dimension(tp_size: int, dp: Any, cluster_of: Any) -> None:
-    for result in cluster_of(4).run(group_ranks, tp_size=tp_size):
-        assert result["dp"] == dp
-        assert result["tp"] == ([0, 1, 2, 3] if tp_size == 4 else None)
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), (2, 2), (3, 3), (4, 2)])

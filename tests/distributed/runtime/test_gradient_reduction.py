@@ -2,16 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support import pipeline_trainer_jobs as jobs
+from support import jobs, pipeline_jobs, pipeline_trainer_jobs
 from support.comparisons import compare_runs
-from support.models import llama
+from support.models import llama, sequences
 from support.pipeline_jobs import batches_of, reference
+from support.pipeline_trainer_jobs import model_of, with_buckets
+from torch import Tensor
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.gradients import reduce as gradients
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def samples_of(folder: str, helix: dict[str, Any] | None, count: int, streamed: bool, steps: int) -> list[list[int]]:
+    """The first tokens of every sample that this rank trains on, in order."""
+    rows = sequences(count)
+    options: dict[str, Any] = {"max_steps": steps, "gradient_accumulation_steps": 2}
+    if streamed:
+        options["accelerator_config"] = {"dispatch_batches": False}
+    dataset: Any = jobs.Stream(rows) if streamed else rows
+    trainer = jobs.build(folder, helix, options, model=llama(**model_of()), train_dataset=dataset)
+    seen: list[list[int]] = []
+    prepare = trainer._prepare_inputs
+
+    def noted(batch: dict[str, Tensor]) -> Any:
+        seen.extend(row[:6].tolist() for row in batch["input_ids"])
+        return prepare(batch)
+
+    trainer._prepare_inputs = noted  # type: ignore[method-assign]
+    trainer.train()
+    return seen
+
+
+@plain_parameters()
+def reductions(
+    folder: str, helix: dict[str, Any], sizes: Sequence[int], model: dict[str, Any], count: int = 3
+) -> dict[str, Any]:
+    """One window: this rank's gradients as it saw them, and complete for every size of buckets; norm and traces."""
+    trainer: Any = pipeline_jobs.make(folder, helix, model_of(**model))
+    trainer.model.train()
+    runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
+    window = pipeline_jobs.window_of(trainer, count, 2, (9, 5, 8))
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    placements = runner.stage.placements
+
+    def run(runner: Runner, complete: bool) -> dict[str, Any]:
+        trainer.model.zero_grad()
+        runner.train_window(window, complete=complete)
+        return {names[p]: p.grad.numpy().copy() for p in placements if p.grad is not None}
+
+    issue = streams.issue
+
+    def noted(kind: Kind, work: Any, after: Any, label: str, lane: str = "") -> Any:
+        if kind is Kind.GRADIENTS and streams.trace is not None:
+            streams.trace.note("issue", label)
+        return issue(kind, work, after, label, lane)
+
+    streams.issue = noted
+    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
+    for size in sizes:
+        changed = with_buckets(runner, size)
+        streams.trace = trace = Trace()
+        result["complete"][size] = run(changed, complete=True)
+        streams.trace = None
+        result["to come"][size] = computations_to_come(trace)
+    result["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
+    result["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
+    result["whole"] = pipeline_jobs.whole_gradients(trainer)
+    streams.close()
+    return result
+
+
+def computations_to_come(trace: Trace) -> list[int]:
+    """Of every sum over data-parallel ranks, how many computations were issued after it."""
+    runs = [place for place, (verb, _) in enumerate(trace.events) if verb == "run"]
+    sums = [place for place, event in enumerate(trace.events) if event == ("issue", "gradients.average")]
+    return [sum(run > place for run in runs) for place in sums]
+
+
+def optimizer_bytes(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, int]:
+    """Bytes of the optimizer's states on this rank after a step, and of the parameters that the rank trains."""
+    trainer: Any = jobs.make_trainer(folder, helix, model=model_of(), **options)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    held = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    trained = [parameter for parameter in trainer.helix.runner.stage.placements if parameter.requires_grad]
+    return {
+        "states": sum(value.nbytes for value in held if value.dim()),
+        "parameters": sum(parameter.nbytes for parameter in trained),
+        "kind": type(optimizer).__name__,  # type: ignore[dict-item]
+    }
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.pipeline_trainer_jobs:"
 SMALL, TINY = 8_000, 1  # bytes: a few parameters in a bucket, and one in each
@@ -36,7 +129,7 @@ def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
             job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
             model = {"tie_word_embeddings": tied}
-            result[key] = cluster_of(tp * pp * dp).run(f"{JOB}reductions", model=model, **job)
+            result[key] = cluster_of(tp * pp * dp).run(reductions, model=model, **job)
         return result[key]
 
     return get
@@ -91,7 +184,7 @@ def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduce
 def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bool, reduced: Any) -> None:
     """Against the unsplit model on the batches of all ranks; what several ranks copy counts once."""
     ranks = reduced(tp, pp, dp, tied)
-    model = jobs.model_of(tie_word_embeddings=tied)
+    model = pipeline_trainer_jobs.model_of(tie_word_embeddings=tied)
     expected = np.sqrt(squared(reference(model, batches_of(3 * dp, lengths=LENGTHS))["gradients"]))
     assert len({result["norm"] for result in ranks}) == 1
     assert ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
@@ -125,7 +218,13 @@ def test_plans_and_schedules_give_the_same_bits(
     rules = ("sequential", "greedy", "round_robin", "dhelix")
     cases = [(rule, schedule, 4) for schedule in ("folded_1f1b", "dualpipe_v")[:pp] for rule in rules]
     helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
-    job = {"folder": str(tmp_path), "helix": helix, "model": jobs.model_of(), "cases": cases, "lengths": LENGTHS}
+    job = {
+        "folder": str(tmp_path),
+        "helix": helix,
+        "model": pipeline_trainer_jobs.model_of(),
+        "cases": cases,
+        "lengths": LENGTHS,
+    }
     for result in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
         for case, run in zip(cases, result, strict=True):
             assert run["losses"] == result[0]["losses"], case
@@ -136,29 +235,7 @@ def test_plans_and_schedules_give_the_same_bits(
 
 # Shares of the optimizer
 
-STEPS = {
-    "training": {"max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}
-}
 SHARED = [(1, 1, 2), (1, 2, 2), (2, 2, 2)]
-
-
-@pytest.mark.slow  # one of them is compared with the stock Trainer in test_shard_optimizer.py
-@pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
-def test_a_sharded_optimizer_does_the_same(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
-    helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy"}
-    runs = []
-    for share in (False, True):
-        job = {"folder": str(tmp_path / str(share)), "helix": {**helix, "shard_optimizer": share}, **STEPS}
-        runs.append(cluster_of(tp * pp * dp).run(f"{JOB}train", **job))
-    for plain, shared in zip(*runs, strict=True):
-        for key in ("losses", "norms", "rates", "eval"):
-            np.testing.assert_allclose(shared[key], plain[key], rtol=0, atol=1e-6, err_msg=key)
-    weights = [torch.nn.utils.parameters_to_vector(loaded(tmp_path / str(share))) for share in (False, True)]
-    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
-
-
-def loaded(folder: Path) -> Any:
-    return type(llama()).from_pretrained(folder).parameters()
 
 
 OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_torch_fused", "rmsprop"))]
@@ -174,19 +251,19 @@ def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of:
     np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow  # test_shard_optimizer.py counts the bytes of one
+@pytest.mark.slow  # test_sharding.py counts the bytes of one
 @pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
 def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
     """AdamW has two states a parameter; together the data-parallel ranks hold each once, none much more than half."""
     helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy", "shard_optimizer": True}
     job = {"folder": str(tmp_path), "training": {"max_steps": 2}}
-    ranks = cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job)
+    ranks = cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job)
     for place in range(tp * pp):
         mine = ranks[place :: tp * pp]
         assert sum(result["states"] for result in mine) == 2 * mine[0]["parameters"]
         assert max(result["states"] for result in mine) <= 0.6 * 2 * mine[0]["parameters"]
     helix["shard_optimizer"] = False
-    for result in cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job):
+    for result in cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job):
         assert result["states"] == 2 * result["parameters"]
         assert result["kind"] == "AdamW"
 
@@ -207,7 +284,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Against the stock Trainer on two processes (DDP)."""
-    expected, _ = stock(jobs.train, 2, **UNEVEN[case])
+    expected, _ = stock(pipeline_trainer_jobs.train, 2, **UNEVEN[case])
     helix = {"pp_size": pp, "plan": "greedy"}
     for result in cluster_of(2 * pp).run(f"{JOB}train", folder=str(tmp_path), helix=helix, **UNEVEN[case]):
         compare_runs(result, expected, steps=4)
@@ -217,8 +294,8 @@ def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, 
 def test_every_batch_goes_to_the_ranks_that_share_it(streamed: bool, cluster_of: Any, tmp_path: Path) -> None:
     """Two pipelines of two ranks, 40 samples, 5 steps of 2 x 2: an epoch, each sample once; as DDP deals them out."""
     job = {"folder": str(tmp_path), "count": 40, "streamed": streamed, "steps": 5}
-    expected = cluster_of(2).run(f"{JOB}samples_of", helix=None, **job)
-    ranks = cluster_of(4).run(f"{JOB}samples_of", helix={"pp_size": 2, "plan": "greedy"}, **job)
+    expected = cluster_of(2).run(samples_of, helix=None, **job)
+    ranks = cluster_of(4).run(samples_of, helix={"pp_size": 2, "plan": "greedy"}, **job)
     assert ranks[0] == ranks[1] == expected[0]
     assert ranks[2] == ranks[3] == expected[1]
     together = [tuple(sample) for sample in ranks[0] + ranks[2]]

@@ -102,7 +102,15 @@ def _kept_by(step: Step) -> tuple[int, str, str]:
     return microbatch, unit, operator if part == "F" else operator.removesuffix(".I").removesuffix(".W")
 
 
-def check_w(ranks: list[list[Step]], size: int, count: int) -> None:
+def sizes(quick: tuple[int, ...], slow: tuple[int, ...]) -> list[Any]:
+    """Pipelines of two ranks and, in slow runs, of four, with counts of micro-batches."""
+    return [*((2, count) for count in quick), *(pytest.param(4, count, marks=pytest.mark.slow) for count in slow)]
+
+
+@pytest.mark.parametrize(("size", "count"), sizes((1, 2, 3, 7), (1, 3, 4, 5, 12)))
+@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
+def test_slots_of_w(rule: str, size: int, count: int, ran: Any) -> None:
+    ranks = ran(size, rule, "folded_1f1b", count)
     observed: Schedule = [slots_of(steps) for steps in ranks]
     assert text(observed) == text(build_schedule("folded_1f1b", size, count))
     fused = 2 * max(0, count - size)
@@ -118,41 +126,19 @@ def check_w(ranks: list[list[Step]], size: int, count: int) -> None:
         assert {length - len(slots) for slots in observed} == {2 * (size - 1)}
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
-def test_slots_of_w(rule: str, count: int, ran: Any) -> None:
-    check_w(ran(2, rule, "folded_1f1b", count), 2, count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 12])
-@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
-def test_slots_of_w_on_four_ranks(rule: str, count: int, ran: Any) -> None:
-    check_w(ran(4, rule, "folded_1f1b", count), 4, count)
-
-
-def check_as_scheduled(ranks: list[list[Step]], schedule: str, size: int, count: int) -> None:
-    wanted = build_schedule(schedule, size, count)
+@pytest.mark.parametrize(("size", "count"), sizes((1, 4, 6), (3, 8, 12)))
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
+def test_slots_of_the_other_schedules(schedule: str, size: int, count: int, ran: Any) -> None:
+    ranks, wanted = ran(size, "sequential", schedule, count), build_schedule(schedule, size, count)
     assert text([slots_of(steps) for steps in ranks]) == text(wanted)
     assert [live_chunks(steps) for steps in ranks] == [live_activations(slots) for slots in wanted]
     if schedule == "1f1b":
         assert [live_chunks(steps) for steps in ranks] == [min(count, size - rank) for rank in range(size)]
 
 
-@pytest.mark.parametrize("count", [1, 4, 6])
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
-def test_slots_of_the_other_schedules(schedule: str, count: int, ran: Any) -> None:
-    check_as_scheduled(ran(2, "sequential", schedule, count), schedule, 2, count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 8, 12])
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
-def test_slots_of_the_other_schedules_on_four_ranks(schedule: str, count: int, ran: Any) -> None:
-    check_as_scheduled(ran(4, "sequential", schedule, count), schedule, 4, count)
-
-
-def check_flow(ran: Any, schedule: str, size: int, count: int) -> None:
+@pytest.mark.parametrize(("size", "count"), sizes((1, 2, 3, 7), (1, 3, 5, 12)))
+@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
+def test_a_flow_keeps_at_most_one_layer_more_than_its_schedule(schedule: str, size: int, count: int, ran: Any) -> None:
     """A flow has no slots, but the schedule's memory: with turns by layer at most one more, and one for the flow."""
     turns = ran(size, "sequential", schedule, count)
     for rank, (steps, in_turns) in enumerate(zip(ran(size, "greedy", schedule, count), turns, strict=True)):
@@ -161,16 +147,3 @@ def check_flow(ran: Any, schedule: str, size: int, count: int) -> None:
         assert live_layers(steps) <= live_layers(in_turns) + 1 + 1e-6, f"rank {rank}"
         if schedule == "folded_1f1b":
             assert live_layers(steps) <= 2 * size * LAYERS + 2 + 1e-6, f"rank {rank}"
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
-def test_a_flow_keeps_at_most_one_layer_more_than_its_schedule(schedule: str, count: int, ran: Any) -> None:
-    check_flow(ran, schedule, 2, count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3, 5, 12])
-@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
-def test_a_flow_on_four_ranks_keeps_at_most_one_layer_more(schedule: str, count: int, ran: Any) -> None:
-    check_flow(ran, schedule, 4, count)

@@ -2,22 +2,118 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import jobs
-from support.comparisons import compare_runs, compare_weights
+import torch
+from support.comparisons import assert_same_bits
 from support.derived_models import HOME
-from support.expert_jobs import reference_that_draws, reference_that_drops, windows
+from support.models import arguments, tiny
 from support.parity import KINDS, check, references
+from support.pipeline_jobs import batches_of, items_in, make, runner_of, whole_gradients, window_of
+from torch import Tensor
+
+from hf_helix.engine.diagnostics import router_entries
+from hf_helix.runtime.microbatch import derive_seed
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def kept_in_order(chosen: Tensor, rows: int, num_experts: int, factor: float) -> Tensor:
+    """Which choices [tokens, k] of a batch find room: first choices first, then position by position of all rows."""
+    tokens, choices = chosen.shape
+    room = [math.ceil(factor * tokens * choices / num_experts)] * num_experts
+    kept = torch.zeros_like(chosen, dtype=torch.bool)
+    length = tokens // rows
+    for choice in range(choices):
+        for position in range(length):
+            for row in range(rows):
+                token = row * length + position
+                expert = int(chosen[token, choice])
+                if room[expert]:
+                    room[expert] -= 1
+                    kept[token, choice] = True
+    return kept
+
+
+def reference_that_drops(model: dict[str, Any], count: int, lengths: Sequence[int], factor: float) -> dict[str, Any]:
+    """Losses and gradients of the unsplit model, whose experts never see what does not fit; and how much that is."""
+    made = tiny(**model).train()
+    batches = batches_of(count, lengths=lengths)
+    dropped: list[float] = []
+    for layer in made.model.layers:
+        experts = layer.mlp.experts
+
+        def drop(_: Any, given: tuple[Tensor, Tensor, Tensor], num_experts: int = len(experts.gate_up_proj)) -> Any:
+            hidden, chosen, weights = given
+            kept = kept_in_order(chosen, 2, num_experts, factor)
+            dropped.append(1 - kept.float().mean().item())
+            return hidden, chosen, weights * kept
+
+        experts.register_forward_pre_hook(drop)
+    losses = []
+    for batch in batches:
+        loss = made(**batch, num_items_in_batch=items_in(batches), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in made.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "dropped": sum(dropped) / len(dropped)}
+
+
+def reference_that_draws(model: dict[str, Any], count: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """Losses and gradients of the unsplit model, one row at a time, whose routers draw what one rank of ours draws."""
+    made = tiny(**model).train()
+    batches = batches_of(count, rows=1, lengths=lengths)
+    seed, place = arguments("unused").seed, 0
+    for number, layer in enumerate(made.model.layers):
+
+        def draw_alike(*_: Any, unit: str = f"layers.{number}") -> None:
+            torch.manual_seed(derive_seed(seed, 0, place, unit, "mlp.router"))
+
+        layer.mlp.register_forward_pre_hook(draw_alike)
+    losses = []
+    for place, batch in enumerate(batches):  # noqa: B007  (the hooks read it)
+        loss = made(**batch, num_items_in_batch=items_in(batches), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in made.named_parameters()}
+    return {"losses": losses, "gradients": gradients}
+
+
+def windows(
+    folder: str,
+    helix: dict[str, Any],
+    model: dict[str, Any],
+    plans: Sequence[str],
+    lengths: Sequence[int],
+    rows: int = 2,
+) -> list[dict[str, Any]]:
+    """A window of three micro-batches for each plan: losses, whole gradients, and what the routers did."""
+    trainer = make(folder, helix, model)
+    trainer.model.train()
+    result = []
+    for plan in plans:
+        runner = runner_of(trainer, plan, "folded_1f1b")
+        window = window_of(trainer, 3, rows, lengths)
+        losses = [loss.item() for loss in runner.train_window(window)]
+        capped = trainer.helix_config.expert_capacity_factor is not None
+        entries = router_entries(runner.stage, trainer.helix.mesh, capped)
+        result.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
+        trainer.model.zero_grad()
+    trainer.helix.runner.executor.streams.close()
+    return result
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 PHIMOE = {"family": "phimoe", "num_hidden_layers": 2}
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 BALANCED = {**PHIMOE, **BALANCE}
 LENGTHS = (24, 16, 8)
-JOB = "support.expert_jobs:windows"
 CASE = {
     "model": BALANCED,
     "data": {"lengths": (17, 9), "padding": "right"},
@@ -34,20 +130,18 @@ CASE = {
     ],
     ids=str,
 )
-def test_training_equals_the_stock_trainer(
-    ranks: int, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
-) -> None:
+def test_training_equals_the_stock_trainer(ranks: int, helix: dict[str, Any], like_stock: Any) -> None:
     """On two processes (DDP)."""
-    case = {**CASE, "model": {**BALANCED, "num_hidden_layers": 4}} if helix.get("pp_size") else CASE
-    expected, folder = stock(jobs.train, 2, **case)
-    ours = str(tmp_path / "helix")
-    for result in cluster_of(ranks).run("support.tuning_jobs:train", folder=ours, helix=helix, **case):
-        compare_runs(result, expected)
-        for entry in result["logs"]:
-            assert entry["helix/router_z"] > 0
-            assert entry["helix/expert_imbalance"] >= 1
-            assert "helix/dropped_tokens" not in entry
-    compare_weights(ours, folder)
+    layers = 4 if helix.get("pp_size") else 2
+    check_logs(like_stock(ranks, helix, **{**CASE, "model": {**BALANCED, "num_hidden_layers": layers}}))
+
+
+def check_logs(results: list[Any]) -> None:
+    """The logs tell how even the loads are; nothing was dropped."""
+    for entry in (entry for result in results for entry in result["logs"]):
+        assert entry["helix/router_z"] > 0
+        assert entry["helix/expert_imbalance"] >= 1
+        assert "helix/dropped_tokens" not in entry
 
 
 DERIVED: dict[str, dict[str, Any]] = {
@@ -68,31 +162,19 @@ DERIVED: dict[str, dict[str, Any]] = {
     ],
     ids=str,
 )
-def test_derived_mixtures_balance_their_experts(
-    name: str, ranks: int, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
-) -> None:
-    """The loss has the part of the routers, and the logs tell how even the loads are."""
-    case = {**CASE, "model": {**DERIVED[name], "num_hidden_layers": 2 * helix.get("pp_size", 1)}}
-    case["training"] = {**CASE["training"], "max_steps": 3}
-    dp = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1))
-    expected, folder = stock(jobs.train, dp, **case)
-    ours = str(tmp_path / "helix")
-    for result in cluster_of(ranks).run("train", folder=ours, helix={**helix, "plan": "greedy"}, **case):
-        compare_runs(result, expected, steps=3)
-        assert all(entry["helix/router_z"] > 0 and entry["helix/expert_imbalance"] >= 1 for entry in result["logs"])
-    compare_weights(ours, folder)
+def test_derived_mixtures_balance_their_experts(name: str, ranks: int, helix: dict[str, Any], like_stock: Any) -> None:
+    """The loss has the part of the routers."""
+    model = {**DERIVED[name], "num_hidden_layers": 2 * helix.get("pp_size", 1)}
+    training = {**CASE["training"], "max_steps": 3}
+    check_logs(like_stock(ranks, {**helix, "plan": "greedy"}, **{**CASE, "model": model, "training": training}))
 
 
 @pytest.mark.slow
-def test_routers_without_a_balance_are_counted_as_well(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+def test_routers_without_a_balance_are_counted_as_well(like_stock: Any) -> None:
     """DeepSeek-V3 records what its routers say, and adds nothing to its loss."""
-    case = {**CASE, "model": {"family": f"{HOME}deepseek_v3", "num_hidden_layers": 2, "output_router_logits": True}}
-    case["training"] = {**CASE["training"], "max_steps": 2}
-    expected, _ = stock(jobs.train, 1, **case)
-    helix = {"tp_size": 2, "plan": "greedy"}
-    for result in cluster_of(2).run("train", folder=str(tmp_path), helix=helix, **case):
-        compare_runs(result, expected, steps=2)
-        assert all(entry["helix/router_z"] > 0 and entry["helix/expert_imbalance"] >= 1 for entry in result["logs"])
+    model = {"family": f"{HOME}deepseek_v3", "num_hidden_layers": 2, "output_router_logits": True}
+    training = {**CASE["training"], "max_steps": 2}
+    check_logs(like_stock(2, {"tp_size": 2, "plan": "greedy"}, **{**CASE, "model": model, "training": training}))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +202,7 @@ def test_with_a_capacity_experts_drop_what_a_plain_loop_drops(
         "plans": ("greedy", "sequential"),
         "lengths": LENGTHS,
     }
-    results = cluster_of(ranks).run(JOB, **job)
+    results = cluster_of(ranks).run(windows, **job)
     for result in results[0]:
         for name, gradient in expected["gradients"].items():
             distance = np.linalg.norm(result["gradients"][name].astype(np.float64) - gradient)
@@ -157,31 +239,8 @@ def test_what_routers_draw_depends_on_no_plan(cluster_of: Any, tmp_path: Path) -
     model = {**BALANCED, "random": True, "input_jitter_noise": 0.1}
     plans = ("sequential", "greedy", "round_robin", "dhelix", "greedy")
     job = {"folder": str(tmp_path), "helix": {"ep_size": 2}, "model": model, "plans": plans, "lengths": LENGTHS}
-    first, *others = cluster_of(2).run(JOB, **job)[0]
-    steady = cluster_of(2).run(JOB, **{**job, "model": BALANCED, "plans": ("greedy",)})[0][0]
+    first, *others = cluster_of(2).run(windows, **job)[0]
+    steady = cluster_of(2).run(windows, **{**job, "model": BALANCED, "plans": ("greedy",)})[0][0]
     assert first["losses"] != steady["losses"], "something was drawn"
     for other in others:
-        assert other["losses"] == first["losses"]
-        for name, gradient in first["gradients"].items():
-            np.testing.assert_array_equal(other["gradients"][name], gradient, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "helix", "model", "words"),
-    [
-        (2, {"ep_size": 2}, {**PHIMOE, "num_local_experts": 5}, ["ep_size=2", "5 experts", "ep_size: 1, 5"]),
-        (2, {"ep_size": 4}, PHIMOE, ["ep_size=4 must divide the world size, 2 processes", "data-parallel", "1, 2"]),
-        (2, {"ep_size": 2, "tp_size": 2}, PHIMOE, ["ep_size=2 must divide the 1 process that tp_size=2 leaves of 2"]),
-        (2, {"ep_size": 2}, {"family": "llama"}, ["ep_size", "LlamaForCausalLM has no experts", "ep_size=1"]),
-        (2, {"expert_capacity_factor": 2.0}, {"family": "gpt2"}, ["expert_capacity_factor=None", "no experts"]),
-        (2, {"tp_size": 2}, {**PHIMOE, "num_local_experts": 5}, ["tp_size=2", "5 experts", "a tp_size that divides 5"]),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_shared_is_refused(
-    ranks: int, helix: dict[str, Any], model: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path
-) -> None:
-    for failure in cluster_of(ranks).errors("train", folder=str(tmp_path), helix=helix, model=model):
-        assert failure.kind == "ValueError"
-        for word in words:
-            assert word in failure.message
+        assert_same_bits(other, first)

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.jobs import make_trainer
 from support.models import llama
+from support.tuning_jobs import hasty
 
 from hf_helix.report.flops import token_flops
 from hf_helix.report.live import SHORT
 
-JOB = "support.tuning_jobs:score"
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = False, **options: Any) -> dict[str, Any]:
+    """Train, and return the logs; write a trace; measure the overlap at the end."""
+    with hasty(), contextlib.redirect_stdout(io.StringIO()):
+        trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
+        trainer.train()
+    if trace:
+        trainer.trace(trace)
+    result = {
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
+        "figures": trainer.helix.figures,
+        "plan": trainer.plan.rule,
+        "still_traced": trainer.helix.runner.executor.streams.trace is not None,
+        "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
+    }
+    if measure:
+        overlap = trainer.measure_overlap(repeats=1)
+        result["overlap"] = {
+            "bytes_moved": overlap.bytes_moved,
+            "by_kind": dict(overlap.overlapped_by_kind),
+            "overlapped": overlap.overlapped_fraction,
+            "tokens": overlap.tokens,
+        }
+    return result
+
+
+def trace_untrained(folder: str) -> None:
+    make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
 CASE = {
     "model": {"num_hidden_layers": 2},
     "data": {"count": 40, "lengths": (16,)},
@@ -28,7 +66,7 @@ def tuned_case(folder: Path) -> dict[str, Any]:
 
 def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
     """After tuning, in the same training; and what everything else logs is still there."""
-    result = cluster_of(2).run(JOB, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
+    result = cluster_of(2).run(score, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
     for rank in result:
         assert rank["plan"] == "search"
@@ -68,7 +106,7 @@ def check_trace(path: Path) -> None:
 def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Path) -> None:
     """Nothing was measured alone, so nothing is said of it; `measure_overlap` says what a window moves."""
     case = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, **CASE}
-    first, second = cluster_of(2).run(JOB, **case, measure=True)
+    first, second = cluster_of(2).run(score, **case, measure=True)
     for entry in first["logs"] + second["logs"]:
         assert {key for key in entry if key.startswith("helix/")} == {"helix/overlapped_fraction"}
     for rank in (first, second):
@@ -86,36 +124,17 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     assert hidden < first["overlap"]["bytes_moved"] < 1.2 * hidden
 
 
-@pytest.mark.slow
-def test_tensorboard_shows_them(cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    case = tuned_case(tmp_path)
-    case["training"] = {**CASE["training"], "report_to": ["tensorboard"]}
-    logs = cluster_of(2).run(JOB, **case)[0]["logs"]
-    files = list(tmp_path.rglob("events.out.tfevents.*"))
-    assert len(files) == 1, "rank 0 alone writes"
-    events = accumulator.EventAccumulator(str(files[0]))
-    events.Reload()
-    names = [key for key in logs[0] if key.startswith("helix/")]
-    assert "helix/overlapped_fraction" in names
-    for name in names:
-        scalars = events.Scalars(f"train/{name}")
-        logged = [entry for entry in logs if name in entry]
-        assert [scalar.step for scalar in scalars] == [entry["step"] for entry in logged]
-        assert [scalar.value for scalar in scalars] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
-
-
 @pytest.mark.parametrize("helix", [{"cp_size": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
 def test_a_trace_has_the_sums_of_gradients(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Of ranks that see other tokens, be they of other sequences or of the same."""
     path, options = tmp_path / "trace.json", {"tp_size": 1, "plan": "greedy", **helix}
-    cluster_of(2).run(JOB, folder=str(tmp_path), helix=options, trace=str(path), **CASE)
+    cluster_of(2).run(score, folder=str(tmp_path), helix=options, trace=str(path), **CASE)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events if event["cat"] == "gradients"} == {1, 2}
 
 
 def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
-    for failure in cluster_of(2).errors("support.tuning_jobs:trace_untrained", folder=str(tmp_path)):
+    for failure in cluster_of(2).errors(trace_untrained, folder=str(tmp_path)):
         assert failure.kind == "ValueError"
         assert "after train()" in failure.message
 
@@ -124,7 +143,7 @@ def test_data_parallel_ranks_have_nothing_to_hide(cluster_of: Any, tmp_path: Pat
     """Each with a batch of its own: twice the tokens, and no communication that a plan could order."""
     case = {"folder": str(tmp_path), "helix": {"tp_size": 1, "plan": "auto"}, **CASE}
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
-    for rank in cluster_of(2).run(JOB, **case):
+    for rank in cluster_of(2).run(score, **case):
         assert not any(key.startswith("helix/") for entry in rank["logs"] for key in entry)
         figures = rank["figures"]
         assert figures.keys() == SPEED

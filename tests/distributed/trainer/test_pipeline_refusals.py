@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import jobs
 from support.cluster import Failure
+from support.models import arguments, llama, sequences
+from support.pipeline_trainer_jobs import model_of, own_rank
 
+from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.named import build_schedule
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+class OwnLength(jobs.Stream):
+    """A stream that ends at another place on every data-parallel rank."""
+
+    def __init__(self, rows: list[dict[str, Any]], lengths: Sequence[int], ranks_per_batch: int) -> None:
+        super().__init__(rows[: lengths[own_rank() // ranks_per_batch]])
+
+
+def train_on_streams_of_other_lengths(folder: str, helix: dict[str, Any], lengths: Sequence[int]) -> None:
+    """Streams that end early on some data-parallel ranks."""
+    config = HelixConfig(**helix)
+    dataset = OwnLength(sequences(60), lengths, config.ranks_per_batch)
+    args = arguments(folder, gradient_accumulation_steps=3, max_steps=6, accelerator_config={"dispatch_batches": False})
+    HelixTrainer(model=llama(**model_of()), args=args, train_dataset=dataset, helix_config=config).train()
+
+
+def train_with_accumulation_of_rank(folder: str, helix: dict[str, Any], late: bool) -> None:
+    """Windows of another number of micro-batches on every rank; `late`: from after construction on."""
+    steps = 2 + own_rank()
+    training = {"gradient_accumulation_steps": 2 if late else steps, "max_steps": 2}
+    trainer = jobs.make_trainer(folder, helix, model=model_of(), training=training)
+    trainer.args.gradient_accumulation_steps = steps
+    trainer.train()
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.pipeline_trainer_jobs:"
 PIPE = {"pp_size": 2, "plan": "greedy"}
@@ -20,51 +54,6 @@ def same_error(failures: list[Failure], kind: str = "ValueError") -> str:
     assert {failure.kind for failure in failures} == {kind}, failures[0].trace
     assert len({failure.message for failure in failures}) == 1
     return failures[0].message
-
-
-# What the model and the layout do not allow
-
-
-@pytest.mark.parametrize(
-    ("helix", "layers", "words"),
-    [
-        ({}, 3, ["the model has 3 layers", "pp_size=2 needs at least 4", "largest pp_size that fits is 1"]),
-        ({"layers_per_stage": [1, 1, 1, 1]}, 5, ["add up to 4", "the model's 5 layers", "such as layers_per_stage=["]),
-        ({"layers_per_stage": [1, 1, 2, 1], "schedule": "1f1b"}, 5, ["has 4 counts", "it needs 2"]),
-    ],
-    ids=str,
-)
-def test_layers_that_do_not_fit(
-    helix: dict[str, Any], layers: int, words: list[str], cluster_of: Any, tmp_path: Path
-) -> None:
-    result = cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix={**PIPE, **helix}, layers=layers)
-    message = same_error(result)
-    for word in words:
-        assert word in message
-
-
-@pytest.mark.parametrize(
-    ("helix", "words"),
-    [
-        ({"pp_size": 3}, ["pp_size=3 must divide the world size, 4 processes", "values that work: 1, 2, 4"]),
-        ({"tp_size": 2, "pp_size": 4}, ["pp_size=4 must divide the 2 processes that tp_size=2 leaves of 4", "1, 2"]),
-        ({"tp_size": 3, "pp_size": 2}, ["tp_size=3 must divide the world size, 4 processes"]),
-    ],
-    ids=str,
-)
-def test_a_pipeline_that_does_not_divide_the_world(
-    helix: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path
-) -> None:
-    message = same_error(cluster_of(4).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))
-    for word in words:
-        assert word in message
-
-
-def test_tied_weights_need_the_fold(cluster_of: Any, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "model": {"tie_word_embeddings": True}}
-    message = same_error(cluster_of(2).errors(f"{JOB}construct", helix={**PIPE, "schedule": "1f1b"}, **job))
-    for word in ("shares a weight", "tied embeddings", "schedule='auto'", "tie_word_embeddings=False"):
-        assert word in message
 
 
 # Schedules
@@ -149,10 +138,10 @@ def test_ranks_with_other_action_files(cluster_of: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("helix", [PIPE, {**PIPE, "schedule": "1f1b"}, {"plan": "greedy"}], ids=str)
 def test_windows_of_other_lengths(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": helix}
-    message = same_error(cluster_of(2).errors(f"{JOB}train_with_accumulation_of_rank", late=True, **job))
+    message = same_error(cluster_of(2).errors(train_with_accumulation_of_rank, late=True, **job))
     assert "windows of different length (micro-batches by rank: [2, 3])" in message
     assert "max_steps" in message
-    message = same_error(cluster_of(2).errors(f"{JOB}train_with_accumulation_of_rank", late=False, **job))
+    message = same_error(cluster_of(2).errors(train_with_accumulation_of_rank, late=False, **job))
     assert "'gradient_accumulation_steps=2' against 'gradient_accumulation_steps=3'" in message
 
 
@@ -162,7 +151,7 @@ def test_a_dataset_that_ends_early_on_some_ranks(
 ) -> None:
     """Streams of 32 and 40 samples, of which each of two ranks gets half: 8 and 10 batches of 2, in windows of 3."""
     job = {"folder": str(tmp_path), "helix": helix, "lengths": [32, 40]}
-    message = same_error(cluster_of(processes).errors(f"{JOB}train_on_streams_of_other_lengths", **job))
+    message = same_error(cluster_of(processes).errors(train_on_streams_of_other_lengths, **job))
     assert f"micro-batches by rank: {counts}" in message
     assert "the dataset of some ranks ends before that of the others" in message
     assert "Give every data-parallel rank as many samples" in message
@@ -172,5 +161,5 @@ def test_a_dataset_that_ends_early_on_some_ranks(
 def test_a_dataset_that_ends_between_windows(cluster_of: Any, tmp_path: Path) -> None:
     """One rank has a window more, the other nothing at all."""
     job = {"folder": str(tmp_path), "helix": PIPE, "lengths": [24, 36]}
-    message = same_error(cluster_of(4).errors(f"{JOB}train_on_streams_of_other_lengths", **job))
+    message = same_error(cluster_of(4).errors(train_on_streams_of_other_lengths, **job))
     assert "micro-batches by rank: [0, 0, 3, 3]" in message

@@ -9,12 +9,34 @@ import numpy as np
 import pytest
 import torch
 from support import pipeline_trainer_jobs as jobs
-from support.comparisons import compare_predictions, compare_runs, compare_weights
-from support.models import llama
-from transformers import AutoModelForCausalLM
+from support.comparisons import compare_weights
+from support.models import arguments, sequences
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_helix import HelixConfig, HelixTrainer
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def train_on(folder: str, helix: dict[str, Any] | None, source: str, steps: int = 5) -> list[float]:
+    """Load a checkpoint, train a little more on other data, save; the losses."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    common: dict[str, Any] = {
+        "model": model,
+        "args": arguments(folder, max_steps=steps, gradient_accumulation_steps=3),
+        "train_dataset": sequences(40, seed=7),
+    }
+    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer.train()
+    trainer.save_model(folder)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.pipeline_trainer_jobs:"
 GREEDY = {"plan": "greedy"}
+SLOW = pytest.mark.slow
 
 # What the pipeline runs, and what both trainers run.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -47,129 +69,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SOME = ("w, tied, padded left, last window shorter", "dualpipe_v, untied, fewer micro-batches than ranks")
 
 
-def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, stock: Any, folder: Path) -> None:
-    expected, expected_folder = stock(jobs.train, dp, **CASES[case][1])
-    helix = {"tp_size": tp, "pp_size": pp, **GREEDY, **CASES[case][0]}
-    for result in cluster_of(tp * pp * dp).run(f"{JOB}train", folder=str(folder), helix=helix, **CASES[case][1]):
-        compare_runs(result, expected, steps=4)
-    compare_weights(folder, expected_folder)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in SOME)) for c in CASES])
-def test_two_pipeline_ranks_equal_the_stock_trainer(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    check(case, 1, 2, 1, cluster_of, stock, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("case", "tp", "dp"),
     [
-        pytest.param(case, *sizes, marks=() if (case, sizes) == (SOME[0], (2, 1)) else pytest.mark.slow)
-        for case in SOME
-        for sizes in ((2, 1), (1, 2))
+        *(pytest.param(case, 1, 1, marks=() if case in SOME else SLOW) for case in CASES),
+        *(
+            pytest.param(case, tp, dp, marks=() if (case, tp) == (SOME[0], 2) else SLOW)
+            for case in CASES
+            for tp, dp in ((2, 1), (1, 2))
+        ),
+        *(pytest.param(case, 2, 2, marks=SLOW) for case in CASES if "by hand" not in case),
     ],
 )
-def test_beside_tensor_or_data_parallelism(
-    case: str, tp: int, dp: int, cluster_of: Any, stock: Any, tmp_path: Path
-) -> None:
-    """With dp, against DDP, which evaluates an odd number of samples on two ranks, too."""
-    check(case, tp, 2, dp, cluster_of, stock, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in SOME])
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
-def test_every_case_beside_tensor_or_data_parallelism(
-    case: str, tp: int, dp: int, cluster_of: Any, stock: Any, tmp_path: Path
-) -> None:
-    check(case, tp, 2, dp, cluster_of, stock, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if "by hand" not in case])
-def test_eight_processes(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    check(case, 2, 2, 2, cluster_of, stock, tmp_path)
-
-
-# Evaluation
-
-PREDICTIONS: dict[str, dict[str, Any]] = {
-    "odd number": {"count": 5},
-    "lengths differ between batches": {"count": 7, "lengths": (17, 17, 8, 8, 13, 13)},
-    "padded left": {"count": 5, "lengths": (17, 9, 13), "padding": "left"},
-}
-
-
-@pytest.mark.parametrize("case", PREDICTIONS)
-@pytest.mark.parametrize(
-    ("tp", "dp", "schedule"),
-    [
-        (1, 1, "folded_1f1b"),
-        pytest.param(1, 1, "1f1b", marks=pytest.mark.slow),
-        pytest.param(2, 1, "folded_1f1b", marks=pytest.mark.slow),
-        (1, 2, "folded_1f1b"),
-        pytest.param(2, 2, "dualpipe_v", marks=pytest.mark.slow),
-    ],
-)
-def test_predictions_and_metrics(case: str, tp: int, dp: int, schedule: str, cluster_of: Any, tmp_path: Path) -> None:
-    """Logits of every sample once and in order, on every rank, also of those without the head."""
-    expected = jobs.predict(str(tmp_path), None, **PREDICTIONS[case])
-    helix = {"tp_size": tp, "pp_size": 2, "schedule": schedule, **GREEDY}
-    ranks = cluster_of(2 * tp * dp).run(f"{JOB}predict", folder=str(tmp_path), helix=helix, **PREDICTIONS[case])
-    for result in ranks:
-        compare_predictions(result, expected, with_loss=dp == 1)  # a mean over batches, which are others with dp
-
-
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 2)])
-def test_input_tokens_and_callbacks(tp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
-    """Tokens are counted once, and callbacks hear what they hear from the stock Trainer with as large a batch."""
-    training = {"gradient_accumulation_steps": 2, "max_steps": 4, "include_num_input_tokens_seen": "all"}
-    batch = {"per_device_train_batch_size": 2 * dp}
-    expected = jobs.train_with(str(tmp_path), None, training={**training, **batch})
-    helix = {"tp_size": tp, "pp_size": 2, **GREEDY}
-    for result in cluster_of(2 * tp * dp).run(f"{JOB}train_with", folder=str(tmp_path), helix=helix, training=training):
-        assert result["seen"] == expected["seen"] > 0
-        assert result["tokens"] == expected["tokens"]
-        assert result["events"] == expected["events"]
-
-
-@pytest.mark.parametrize("how", ["streamed", "from_init"])
-def test_iterable_datasets_and_model_init(how: str, cluster_of: Any, tmp_path: Path) -> None:
-    training = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    expected = jobs.train_with(str(tmp_path), None, training=training, **{how: True})
-    helix = {"pp_size": 2, **GREEDY}
-    ranks = cluster_of(2).run(f"{JOB}train_with", folder=str(tmp_path), helix=helix, training=training, **{how: True})
-    for result in ranks:
-        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
+def test_pipelines_equal_the_stock_trainer(case: str, tp: int, dp: int, like_stock: Any) -> None:
+    """Beside tensor parallelism, too; with dp, against DDP, which evaluates an odd number of samples on two ranks."""
+    options, given = CASES[case]
+    like_stock(2 * tp * dp, {"tp_size": tp, "pp_size": 2, **GREEDY, **options}, jobs.train, **given)
 
 
 # Checkpoints
-
-
-@pytest.mark.parametrize(
-    ("processes", "helix", "tied"),
-    [
-        (2, {"pp_size": 2}, True),
-        (4, {"pp_size": 2, "tp_size": 2}, False),
-        (4, {"pp_size": 2, "tp_size": 2}, True),
-        (4, {"pp_size": 2}, False),
-        (2, {"pp_size": 2, "schedule": "1f1b"}, False),
-    ],
-    ids=str,
-)
-def test_a_pipeline_saves_the_model_bit_for_bit(
-    processes: int, helix: dict[str, Any], tied: bool, cluster_of: Any, tmp_path: Path
-) -> None:
-    """Rank 0's weights, as one process would save them, from any layout."""
-    model = {"tie_word_embeddings": tied}
-    job = {"folder": str(tmp_path), "helix": {**helix, **GREEDY}, "model": model, "own_weights": True}
-    cluster_of(processes).run(f"{JOB}save_untrained", **job)
-    original = llama(**jobs.model_of(**model)).state_dict()
-    loaded, how = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert loaded.state_dict().keys() == original.keys()
-    for name, weight in original.items():
-        assert torch.equal(loaded.state_dict()[name], weight), name
 
 
 def test_training_goes_on_from_a_checkpoint(cluster_of: Any, tmp_path: Path) -> None:
@@ -180,8 +98,8 @@ def test_training_goes_on_from_a_checkpoint(cluster_of: Any, tmp_path: Path) -> 
         "training": {"gradient_accumulation_steps": 2, "max_steps": 3},
     }
     cluster_of(4).run(f"{JOB}train", folder=source, **job)
-    expected = jobs.train_on(theirs, None, source)
-    for losses in cluster_of(2).run(f"{JOB}train_on", folder=ours, helix={"pp_size": 2, **GREEDY}, source=source):
+    expected = train_on(theirs, None, source)
+    for losses in cluster_of(2).run(train_on, folder=ours, helix={"pp_size": 2, **GREEDY}, source=source):
         np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
     compare_weights(ours, theirs)
 

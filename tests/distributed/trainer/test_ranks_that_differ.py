@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.habit_jobs import is_close, plain
+from support.comparisons import is_close, plain
 from support.jobs import build
 from support.models import sequences, tiny
 from torch.utils.data import default_collate

@@ -2,19 +2,172 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from support.derived_models import HOME, gemma2
-from support.models import arguments
-from support.trainer_jobs import follow, noise, noisy_losses
+from support.jobs import Recorder, Stream, build, make_trainer
+from support.models import arguments, llama, padded, sequences, tiny
+from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.engine.microbatches import LossScale
+from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.runtime.divided import plain_parameters
 
-JOB = "support.trainer_jobs:"
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+LIVENESS = "hf_helix-liveness"  # one a process, however many trainers it has
+
+
+class Accuracy:
+    """Metrics of all predictions at once, or batch by batch."""
+
+    def __init__(self) -> None:
+        self.right = self.all = self.rows = 0
+
+    def __call__(self, result: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions, labels = (torch.as_tensor(value) for value in (result.predictions, result.label_ids))
+        counted = labels != -100
+        self.right += int((predictions == labels)[counted].sum())
+        self.all += int(counted.sum())
+        self.rows += len(labels)
+        if not compute_result:
+            return {}
+        metrics = {"accuracy": self.right / self.all, "rows": self.rows}
+        self.__init__()  # type: ignore[misc]
+        for name in ("inputs", "losses"):
+            value = getattr(result, name, None)
+            if value is not None and not isinstance(value, dict):
+                metrics[name] = float(torch.as_tensor(value).double().sum())
+        return metrics
+
+
+def follow(
+    folder: str,
+    helix: dict[str, Any] | None,
+    training: dict[str, Any],
+    *,
+    model: dict[str, Any] | None = None,
+    patience: int = 0,
+    optimizer: str = "",
+    streamed: bool = False,
+    metrics: bool = False,
+    lengths: tuple[int, ...] = (17,),
+    count: int = 24,
+) -> dict[str, Any]:
+    """Train, and evaluate where the arguments say so: the log, the events, and the checkpoints that are left."""
+    made, recorder = tiny(**(model or {})), Recorder()
+    rows = sequences(count, lengths=lengths)
+    options: dict[str, Any] = {
+        "model": made,
+        "train_dataset": Stream(rows) if streamed else rows,
+        "eval_dataset": sequences(5, lengths=lengths, seed=9),
+        "data_collator": padded,
+        "callbacks": [recorder, *([EarlyStoppingCallback(patience)] if patience else [])],
+    }
+    if optimizer.startswith("passed in"):
+        kind = torch.optim.Adagrad if optimizer == "passed in with states" else torch.optim.NAdam
+        given = kind(made.parameters(), lr=0.01)
+        options["optimizers"] = given, torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
+    if optimizer == "class":
+        options["optimizer_cls_and_kwargs"] = torch.optim.RAdam, {"lr": 0.01, "eps": 1e-6}
+    if metrics:
+        options["compute_metrics"] = Accuracy()
+        options["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1).roll(1, 1)
+    trainer = build(folder, helix, training, **options)
+    trainer.train()
+    return {
+        "log": trainer.state.log_history,
+        "events": recorder.events,
+        "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        "best": trainer.state.best_global_step,
+    }
+
+
+def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int]]:
+    """The threads that trainers of a loop leave behind, by name, and how many the system sees after each of them."""
+    before, left, counts = set(threading.enumerate()), set(), []
+    for _ in range(3):
+        trainer = make_trainer(folder, helix, {"num_hidden_layers": 4}, training={"max_steps": 1})
+        trainer.train()
+        mine = set(threading.enumerate()) - before
+        del trainer
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while any(thread.is_alive() for thread in mine if thread.name != LIVENESS) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left |= {thread.name for thread in mine if thread.is_alive()} - {LIVENESS}
+        counts.append(len(os.listdir("/proc/self/task")))
+    return left, counts
+
+
+def refused(folder: str, helix: dict[str, Any], training: dict[str, Any], **options: Any) -> None:
+    """Only construct."""
+    made = llama()
+    if options.pop("optimizer", None):
+        options["optimizers"] = torch.optim.LBFGS(made.parameters()), None
+    if options.pop("streamed", None):
+        options["eval_dataset"] = Stream(sequences(4))
+    build(folder, helix, training, model=made, **options)
+
+
+def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train with a folder of its own for every rank, to see who writes."""
+    training = {"report_to": ["tensorboard"], "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = sequences(8)
+    trainer = build(f"{folder}/{rank}", helix, training, model=llama(), train_dataset=rows, eval_dataset=rows[:3])
+    trainer.train()
+    return trainer.state.log_history
+
+
+@plain_parameters()
+def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What NEFTune adds to this rank's embeddings in training and in evaluation."""
+    result: dict[str, Any] = {}
+    for given in (None, alpha):
+        made = tiny(**{"num_hidden_layers": 4, **(model or {})})
+        args = arguments(folder, neftune_noise_alpha=given)
+        trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
+        stage = trainer.helix.runner.stage
+        if stage.layout.rank_of(0) != stage.rank:
+            continue
+        batch = next(iter(trainer.get_train_dataloader()))
+        side = trainer.helix.microbatch(batch, LossScale(torch.ones(())), (0, 0)).prepare()
+        for mode in (True, False):
+            made.train(mode)
+            with explicit_gradients():
+                first = stage.model[0].graphs.forward.operators[0].name  # the lookup
+                (value,) = stage.model[0].operators[first].forward(Call(side, 5, mode))
+            result.setdefault(mode, []).append(value.numpy().copy())
+        result["length"], result["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
+    return result
+
+
+def noisy_losses(folder: str, helix: dict[str, Any], alpha: float | None) -> dict[str, Any]:
+    """The losses of a run that learns nothing, and those of its evaluation."""
+    training = {"neftune_noise_alpha": alpha, "learning_rate": 0.0, "max_steps": 2, "gradient_accumulation_steps": 2}
+    model, rows = llama(num_hidden_layers=2), sequences(8)
+    trainer = build(folder, helix, training, model=model, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "eval": trainer.evaluate()["eval_loss"],
+    }
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
+
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
 SMOOTHED = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, **EVALUATED}
 ON_ITS_WAY: dict[str, dict[str, Any]] = {
@@ -87,7 +240,7 @@ def names(cases: dict[str, Any]) -> list[Any]:
 def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: Any, tmp_path: Path) -> None:
     expected = follow(str(tmp_path / "stock"), None, **ON_ITS_WAY[case])
     helix = {"tp_size": 2, "plan": "sequential"}
-    for result in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
         compare(result, expected)
     if case.startswith("best"):
         assert expected["checkpoints"]
@@ -98,7 +251,7 @@ def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: A
 
 @pytest.mark.parametrize("case", names(SHARED_OUT))
 def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    job, cluster = f"{JOB}follow", cluster_of(2)
+    job, cluster = follow, cluster_of(2)
     expected = cluster.run(job, folder=str(tmp_path / "stock"), helix=None, **SHARED_OUT[case])[0]
     for result in cluster.run(job, folder=str(tmp_path / "helix"), helix={"plan": "sequential"}, **SHARED_OUT[case]):
         compare(result, expected)
@@ -107,7 +260,7 @@ def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_o
 @pytest.mark.parametrize("size", ["tp_size", "pp_size"])
 def test_trainers_that_are_gone_leave_no_threads(size: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {size: 2, "plan": "sequential"}}
-    for left, (first, *others) in cluster_of(2).run(f"{JOB}threads_left", **job):
+    for left, (first, *others) in cluster_of(2).run(threads_left, **job):
         assert left == set()
         assert max(others) <= first, others
 
@@ -150,38 +303,14 @@ def test_other_layouts(case: str, cluster_of: Any, tmp_path: Path) -> None:
     if "shard_optimizer" in helix:
         whole["training"] = {"max_steps": 4}
     expected = follow(str(tmp_path / "stock"), None, **whole)
-    for result in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **given):
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **given):
         compare(result, expected)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "adafactor": (
-        {"helix": {"tp_size": 2}, "training": {"optim": "adafactor"}},
-        ["optim='adafactor'", "tp_size=2", "optim='adamw_torch'"],
-    ),
-    "stable_adamw, pipeline": (
-        {"helix": {"pp_size": 2}, "training": {"optim": "stable_adamw"}},
-        ["optim='stable_adamw'", "pp_size=2", "optim='adamw_torch'"],
-    ),
-    "adafactor, sharded states": (
-        {"helix": {"shard_optimizer": True}, "training": {"optim": "adafactor"}},
-        ["optim='adafactor'", "shard_optimizer=True"],
-    ),
     "an optimizer of whole tensors": (
         {"helix": {"tp_size": 2}, "training": {}, "optimizer": True},
         ["optimizers=(LBFGS, ...)", "tp_size=2", "AdamW", "elementwise = True"],
-    ),
-    "uneven batches": (
-        {"helix": {}, "training": {"accelerator_config": {"even_batches": False}}},
-        ["'even_batches': False", "2 data-parallel ranks", "'even_batches': True"],
-    ),
-    "dispatched batches": (
-        {"helix": {}, "training": {"accelerator_config": {"dispatch_batches": True}}},
-        ["'dispatch_batches': True", "2 data-parallel ranks", "'dispatch_batches': False"],
-    ),
-    "rebalanced batches": (
-        {"helix": {"tp_size": 2}, "training": {"train_sampling_strategy": "batch_rebalance"}},
-        ["train_sampling_strategy='batch_rebalance'", "'group_by_length'"],
     ),
     "a stream to evaluate on": (
         {"helix": {}, "training": {"accelerator_config": {"dispatch_batches": False}}, "streamed": True},
@@ -193,7 +322,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_what_some_layouts_refuse(case: str, cluster_of: Any, tmp_path: Path) -> None:
     options, words = REFUSALS[case]
-    for failure in cluster_of(2).errors(f"{JOB}refused", folder=str(tmp_path), **options):
+    for failure in cluster_of(2).errors(refused, folder=str(tmp_path), **options):
         assert failure.kind == "ValueError"
         for word in words:
             assert word in failure.message
@@ -202,13 +331,16 @@ def test_what_some_layouts_refuse(case: str, cluster_of: Any, tmp_path: Path) ->
 def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
     """Rank 0 writes what it logs, and nobody else writes anything."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = cluster_of(2).run(f"{JOB}board", folder=str(tmp_path), helix={"tp_size": 2, "plan": "sequential"})[0]
+    log = cluster_of(2).run(board, folder=str(tmp_path), helix={"tp_size": 2, "plan": "sequential"})[0]
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     assert file.is_relative_to(tmp_path / "0")
     read = events.EventAccumulator(str(file))
     read.Reload()
-    for tag, name in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss")):
+    overlapped = "helix/overlapped_fraction"
+    names = {"train/loss": "loss", "train/grad_norm": "grad_norm", "eval/loss": "eval_loss"}
+    for tag, name in {**names, f"train/{overlapped}": overlapped}.items():
         logged = [(entry["step"], entry[name]) for entry in log if name in entry]
+        assert logged, name
         result = [(event.step, event.value) for event in read.Scalars(tag)]
         assert [step for step, _ in result] == [step for step, _ in logged]
         np.testing.assert_allclose([value for _, value in result], [value for _, value in logged], rtol=1e-6)
@@ -231,7 +363,7 @@ def test_neftune_adds_the_noise_of_the_stock_hook(
 ) -> None:
     """Its distribution: uniform within alpha / sqrt(length * hidden), once for every embedding, in training only."""
     alpha, drawn = 5.0, []
-    for result in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha, model=model):
+    for result in cluster_of(2).run(noise, folder=str(tmp_path), helix=helix, alpha=alpha, model=model):
         if not result:  # a rank without the embedding
             continue
         np.testing.assert_array_equal(*result[False])
@@ -261,7 +393,7 @@ def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:
     assert not set(alone["losses"]) & set(plain["losses"])
     np.testing.assert_allclose(alone["losses"], plain["losses"], rtol=0.05)
     runs = [
-        cluster_of(2).run(f"{JOB}noisy_losses", folder=str(tmp_path), helix={"tp_size": 2, "plan": plan}, alpha=5.0)
+        cluster_of(2).run(noisy_losses, folder=str(tmp_path), helix={"tp_size": 2, "plan": plan}, alpha=5.0)
         for plan in ("sequential", "greedy")
     ]
     assert runs[0] == runs[1]

@@ -16,8 +16,9 @@ from hf_helix.tuning.budget import CANDIDATES, FULL
 
 pytestmark = pytest.mark.slow
 
-TUNE = "support.pipeline_trainer_jobs:tune"
+TUNE = "support.tuning_jobs:tune"
 SMALL: dict[str, Any] = {
+    "model": {"num_hidden_layers": jobs.LAYERS},
     "data": {"count": 40, "lengths": (9,)},
     "training": {"gradient_accumulation_steps": 5, "max_steps": 2},
 }
@@ -26,7 +27,7 @@ SCHEDULES = (*FOLDED, "auto")
 
 def tune(cluster: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """All ranks, which have found and trained the same; only rank 0 talks."""
-    helix = {"pp_size": 2, **options.pop("helix", {})}
+    helix = {"tp_size": 1, "pp_size": 2, **options.pop("helix", {})}
     job = {"folder": str(folder), "cache": str(options.pop("cache", folder / "cache")), "helix": helix}
     ranks: list[dict[str, Any]] = cluster.run(TUNE, **job, **{**SMALL, **options})
     for result in ranks[1:]:

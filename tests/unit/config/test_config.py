@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import json
+import pickle
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from hf_helix.config import PLANS, RECOMPUTE, SCHEDULES, HelixConfig
 from hf_helix.integrations.accelerate import launcher
@@ -16,8 +20,12 @@ from hf_helix.integrations.accelerate.launcher import (
     launcher_config_file,
     resolve_config,
 )
+from hf_helix.planning.schedule.named import PLACEMENT_OF
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
+from hf_helix.runtime.distributed.mesh import check_world
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
+UNREAL = 1, 0, "yes", None, []
 
 
 @pytest.fixture(autouse=True)
@@ -31,390 +39,301 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-# Values
+# -- values ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_are_one_rank_and_auto():
+def test_the_defaults_are_one_rank_and_auto() -> None:
     assert dataclasses.asdict(HelixConfig()) == {
         **dict.fromkeys(SIZES, 1),
-        "plan": "auto",
+        **dict.fromkeys(("plan", "schedule"), "auto"),
+        **dict.fromkeys(("compile", "cuda_graphs", "shard_optimizer", "shard_parameters"), False),
+        **dict.fromkeys(("profile", "layers_per_stage", "expert_capacity_factor", "inter_node_axes"), None),
+        **dict.fromkeys(("recompute", "link"), None),
         "tuning_share": 0.05,
-        "schedule": "auto",
-        "profile": None,
-        "compile": False,
-        "cuda_graphs": False,
         "cache": True,
-        "layers_per_stage": None,
-        "shard_optimizer": False,
-        "shard_parameters": False,
         "cp_method": "ring",
-        "expert_capacity_factor": None,
-        "inter_node_axes": None,
-        "recompute": None,
-        "link": None,
     }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        HelixConfig().tp_size = 2  # type: ignore[misc]
 
 
-def test_ranks_per_batch():
+def test_what_follows_from_options() -> None:
     assert HelixConfig(tp_size=3).ranks_per_batch == 3
     assert HelixConfig(tp_size=3, pp_size=2).ranks_per_batch == 6
+    assert HelixConfig(cp_size=2).ranks_per_batch == 2
     assert HelixConfig(ep_size=2).ranks_per_batch == 1
     assert HelixConfig(ep_size=2).communicates
     assert not HelixConfig().communicates
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("value", [2.0, "2", None, True, False, [2]])
-def test_a_size_that_is_no_whole_number_is_refused(name: str, value: object):
-    with pytest.raises(TypeError, match=f"^{name} must be a whole number, such as {name}=1; got ") as error:
-        HelixConfig(**{name: value})
-    assert str(error.value).endswith(repr(value))
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("value", [0, -2])
-def test_a_size_below_one_is_refused(name: str, value: int):
-    with pytest.raises(ValueError, match=f"^{name} must be at least 1, such as {name}=1; got {value}$"):
-        HelixConfig(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["plan", "schedule"])
-@pytest.mark.parametrize("value", [None, 1, True, "", Path("plan.json")])
-def test_a_name_that_is_no_text_is_refused(name: str, value: object):
-    with pytest.raises(TypeError, match=f"^{name} must be a string, such as {name}='auto'; got "):
-        HelixConfig(**{name: value})
-
-
-@pytest.mark.parametrize("factor", [1, 1.25, 8.0])
-def test_a_capacity_leaves_room_for_every_choice(factor: float):
-    assert HelixConfig(expert_capacity_factor=factor).expert_capacity_factor == factor
-
-
-@pytest.mark.parametrize("factor", [0.5, 0, -1.0, float("nan")])
-def test_a_capacity_below_what_the_choices_need_is_refused(factor: float):
-    with pytest.raises(ValueError, match=r"expert_capacity_factor=.* leaves less room.*use 1\.0 or more"):
-        HelixConfig(expert_capacity_factor=factor)
-
-
-@pytest.mark.parametrize("factor", ["1.25", True, [1.0]])
-def test_a_capacity_that_is_no_number_is_refused(factor: object):
-    with pytest.raises(TypeError, match=r"expert_capacity_factor must be a number, such as 1\.25, or None"):
-        HelixConfig(expert_capacity_factor=factor)
-
-
-def test_what_is_spread():
     assert HelixConfig().zero_stage == 0
     assert HelixConfig(shard_optimizer=True, ep_size=2).zero_stage == 1
     assert HelixConfig(shard_parameters=True).zero_stage == 3
 
 
-def test_options_of_context_parallelism():
-    made = HelixConfig.from_mapping({"cp_size": 2, "cp_method": "all_gather", "inter_node_axes": ["cp"]}, "here")
-    assert (made.cp_size, made.cp_method, made.inter_node_axes) == (2, "all_gather", ("cp",))
-    assert made.ranks_per_batch == 2
-    with pytest.raises(
-        ValueError, match=r"cp_method='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"
-    ):
-        HelixConfig(cp_method="rings")
-    with pytest.raises(ValueError, match="inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"):
-        HelixConfig(inter_node_axes=("pp",))
-    with pytest.raises(
-        TypeError, match=r"inter_node_axes must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"
-    ):
-        HelixConfig(inter_node_axes="cp")
-
-
 @pytest.mark.parametrize(
-    ("share", "error"), [(-0.1, ValueError), (5, ValueError), ("5%", TypeError), (True, TypeError)]
+    ("name", "values"),
+    [
+        ("plan", PLANS),
+        ("schedule", SCHEDULES),
+        ("recompute", (None, *RECOMPUTE)),
+        ("expert_capacity_factor", (1, 1.25, 8.0)),
+        ("tuning_share", (0, 0.5, 1)),
+    ],
 )
-def test_a_share_of_the_run_is_a_part_of_one(share: object, error: type[Exception]):
-    with pytest.raises(error, match=r"tuning_share.* a number from 0 to 1, such as 0\.05"):
-        HelixConfig(tuning_share=share)
-    assert HelixConfig(tuning_share=1).tuning_share == 1
+def test_values_that_are_taken(name: str, values: tuple[object, ...]) -> None:
+    assert {"intra_batch", "dhelix"} < set(PLANS)
+    assert tuple(getattr(HelixConfig(**{name: value}), name) for value in values) == values
 
 
-@pytest.mark.parametrize("mode", [None, *RECOMPUTE])
-def test_recompute(mode: str | None):
-    assert HelixConfig.from_mapping({"recompute": mode}, "here").recompute == mode
+@pytest.mark.parametrize("name", ["plan", "schedule", "profile"])
+def test_an_option_may_be_an_existing_file_but_not_a_folder(name: str, tmp_path: Path) -> None:
+    path = str(write(tmp_path / "file", "{}"))
+    assert getattr(HelixConfig(**{name: path}), name) == path
+    with pytest.raises(ValueError, match=r"(neither a (rule|schedule) nor|is not) an existing file"):
+        HelixConfig(**{name: str(tmp_path)})
 
 
-@pytest.mark.parametrize("mode", ["ful", True, "", 1])
-def test_other_ways_to_recompute_are_refused(mode: object):
-    with pytest.raises(ValueError, match=r"recompute=.* is unknown; use one of none, selective, full"):
-        HelixConfig(recompute=mode)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_that_is_offered_is_taken(schedule: str):
-    assert HelixConfig(schedule=schedule).schedule == schedule
-
-
-def test_a_schedule_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
-    path = str(write(tmp_path / "schedule.txt", "0F0 1F0 1B0 0B0"))
-    assert HelixConfig(schedule=path).schedule == path
-    with pytest.raises(ValueError, match="neither a schedule nor an existing file"):
-        HelixConfig(schedule=str(tmp_path))
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_that_is_offered_is_taken(plan: str):
-    assert HelixConfig(plan=plan).plan == plan
-
-
-def test_an_unknown_plan_names_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"plan='gredy' is neither a rule nor an existing file; .*did you mean 'greedy'"
-    ):
-        HelixConfig(plan="gredy")
-
-
-def test_a_plan_that_is_near_to_nothing_lists_the_rules():
-    with pytest.raises(ValueError, match=r"rules: auto, search, greedy, dhelix, round_robin, intra_batch, sequential$"):
-        HelixConfig(plan="xyz.json")
-
-
-def test_a_plan_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
-    path = str(write(tmp_path / "plan.json", "{}"))
-    assert HelixConfig(plan=path).plan == path
-    with pytest.raises(ValueError, match="neither a rule nor an existing file"):
-        HelixConfig(plan=str(tmp_path))
-
-
-@pytest.mark.parametrize("plan", ["intra_batch", "dhelix"])
-def test_the_papers_rules_are_built(plan: str):
-    assert plan in PLANS
-
-
-@pytest.mark.parametrize("value", [True, 5, "absent.json", "", ["profile.json"]])
-def test_a_profile_must_be_an_existing_file(value: object):
-    with pytest.raises((TypeError, ValueError), match=r"^profile=.*hf-helix profile.*profile=None") as caught:
-        HelixConfig(profile=value)
-    assert repr(value) in str(caught.value)
-
-
-def test_a_profile_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
-    path = str(write(tmp_path / "profile.json", "{}"))
-    assert HelixConfig(profile=path).profile == path
-    with pytest.raises(ValueError, match="is not an existing file"):
-        HelixConfig(profile=str(tmp_path))
-
-
-def test_ablations_are_no_option():
-    """They are for benchmarks: `benchmarks.paper.ablate`."""
-    with pytest.raises(TypeError, match="HelixConfig: unknown option 'without'"):
-        HelixConfig(without=("wgrad",))
-
-
-@pytest.mark.parametrize("name", ["cache", "shard_optimizer"])
-@pytest.mark.parametrize("value", [1, 0, "yes", None, []])
-def test_a_switch_that_is_no_yes_or_no_is_refused(name: str, value: object):
-    with pytest.raises(TypeError, match=f"^{name} must be true or false, such as {name}=True; got ") as error:
-        HelixConfig(**{name: value})
-    assert str(error.value).endswith(repr(value))
-
-
-def test_an_unknown_schedule_lists_the_known_and_names_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"schedule='v' is neither .*; schedules: auto, folded_1f1b, dualpipe_v, 1f1b$"
-    ):
-        HelixConfig(schedule="v")
-    with pytest.raises(ValueError, match=r"did you mean 'dualpipe_v'"):
-        HelixConfig(schedule="dualpipev")
-
-
-def test_layers_per_stage_are_taken_as_a_tuple_or_a_list():
+def test_layers_per_stage_are_taken_as_a_tuple_or_a_list() -> None:
     config = HelixConfig(pp_size=2, layers_per_stage=[3, 2, 2, 3])
     assert config.layers_per_stage == (3, 2, 2, 3)
     assert hash(config) == hash(HelixConfig(pp_size=2, layers_per_stage=(3, 2, 2, 3)))
+    given = HelixConfig(tp_size=2, inter_node_axes=("tp",))
+    assert copy.deepcopy(given) == pickle.loads(pickle.dumps(given)) == given
 
 
-@pytest.mark.parametrize("value", [2, "2,2", [2, "2"], [2.0], [True], {2}])
-def test_layers_per_stage_that_are_no_whole_numbers_are_refused(value: object):
-    with pytest.raises(TypeError, match=r"^layers_per_stage must be a list of whole numbers, such as .*; got "):
-        HelixConfig(layers_per_stage=value)
+REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
+    *(
+        (name, (2.0, "2", None, True, False, [2]), TypeError, f"^{name} must be a whole number, such as {name}=1; got ")
+        for name in SIZES
+    ),
+    *((name, (0, -2), ValueError, rf"^{name} must be at least 1, such as {name}=1; got (0|-2)$") for name in SIZES),
+    *(
+        (name, (None, 1, True, "", Path("plan.json")), TypeError, f"^{name} must be a string, such as {name}='auto'; ")
+        for name in ("plan", "schedule")
+    ),
+    *(
+        (name, UNREAL, TypeError, f"^{name} must be true or false, such as {name}=True; got ")
+        for name in ("cache", "shard_optimizer")
+    ),
+    ("expert_capacity_factor", (0.5, 0, -1.0, float("nan")), ValueError, r"=.* leaves less room.*use 1\.0 or more"),
+    ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
+    ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
+    ("inter_node_axes", (("pp",),), ValueError, "inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"),
+    ("inter_node_axes", ("cp",), TypeError, r" must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"),
+    ("tuning_share", (-0.1, 5), ValueError, r".* a number from 0 to 1, such as 0\.05"),
+    ("tuning_share", ("5%", True), TypeError, r".* a number from 0 to 1, such as 0\.05"),
+    ("recompute", ("ful", True, "", 1), ValueError, r"=.* is unknown; use one of none, selective, full"),
+    ("plan", ("gredy",), ValueError, r"='gredy' is neither a rule nor an existing file; .*did you mean 'greedy'"),
+    (
+        "plan",
+        ("xyz.json",),
+        ValueError,
+        r".*rules: auto, search, greedy, dhelix, round_robin, intra_batch, sequential$",
+    ),
+    ("schedule", ("v",), ValueError, r"='v' is neither .*; schedules: auto, folded_1f1b, dualpipe_v, 1f1b$"),
+    ("schedule", ("dualpipev",), ValueError, r".*did you mean 'dualpipe_v'"),
+    (
+        "profile",
+        (True, 5, "absent.json", "", ["profile.json"]),
+        ValueError,
+        r"=.*hf-helix profile.*, or use profile=None",
+    ),
+    (
+        "layers_per_stage",
+        (2, "2,2", [2, "2"], [2.0], [True], {2}),
+        TypeError,
+        r"^layers_per_stage must be a list of whole numbers, such as .*; got ",
+    ),
+    # Ablations are for benchmarks: `hf_helix.planning.graph.ablation`.
+    ("without", (("wgrad",),), TypeError, "HelixConfig: unknown option 'without'"),
+    ("tp", (2,), TypeError, r"HelixConfig: unknown option 'tp' \(did you mean 'tp_size'\?\)"),
+    ("tp_sise", (2,), TypeError, r"HelixConfig: unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
+    ("plans", ("auto",), TypeError, r"HelixConfig: unknown option 'plans' \(did you mean 'plan'\?\)"),
+]
 
 
-def test_a_config_does_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        HelixConfig().tp_size = 2  # type: ignore[misc]
+@pytest.mark.parametrize(("name", "values", "error", "words"), REFUSED)
+def test_values_that_are_refused(name: str, values: tuple[object, ...], error: type[Exception], words: str) -> None:
+    for value in values:
+        with pytest.raises(error, match=words if name in words else name + words) as caught:
+            HelixConfig(**{name: value})
+        said = str(caught.value)
+        assert not words.startswith("=") or said.startswith(f"{name}={value!r}")
+        assert not words.endswith("got ") or name == "layers_per_stage" or said.endswith(repr(value))
 
 
-# Mappings and files
-
-
-def test_an_unknown_key_names_the_nearest_and_the_known():
-    with pytest.raises(
-        ValueError, match=r"here: unknown option 'tpsize' \(did you mean 'tp_size'\?\); known: tp_size, "
-    ):
-        HelixConfig.from_mapping({"tpsize": 2}, "here")
-
-
-def test_a_key_that_is_no_text_is_refused():
-    with pytest.raises(ValueError, match="here: unknown option 1; known: "):
-        HelixConfig.from_mapping({1: 2}, "here")
-
-
-@pytest.mark.parametrize("options", [None, 2, "tp_size: 2", ["tp_size"]])
-def test_what_is_no_mapping_is_refused(options: object):
-    with pytest.raises(TypeError, match="here: expected options such as 'tp_size: 2', got "):
-        HelixConfig.from_mapping(options, "here")
+# -- mappings and files ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [({"tp_size": "2"}, TypeError), ({"tp_size": 0}, ValueError), ({"cp_method": "rings"}, ValueError)],
+    ("options", "error", "words"),
+    [
+        ({"tpsize": 2}, ValueError, r"unknown option 'tpsize' \(did you mean 'tp_size'\?\); known: tp_size, "),
+        ({1: 2}, ValueError, "unknown option 1; known: "),
+        *((other, TypeError, "expected options such as 'tp_size: 2', got ") for other in (None, 2, "tp: 2", ["tp"])),
+        ({"tp_size": "2"}, TypeError, "tp_size"),
+        ({"tp_size": 0}, ValueError, "tp_size"),
+        ({"cp_method": "rings"}, ValueError, "cp_method"),
+    ],
 )
-def test_a_wrong_value_says_where_it_came_from(options: dict[str, object], error: type[Exception]):
-    with pytest.raises(error, match=r"^here: (tp_size|cp_method)"):
+def test_a_wrong_mapping_says_where_it_came_from(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^here: {words}"):
         HelixConfig.from_mapping(options, "here")
 
 
-def test_a_file_may_hold_the_block_alone(tmp_path: Path):
-    path = write(tmp_path / "helix.yaml", "tp_size: 2\nplan: greedy\n")
-    assert HelixConfig.from_file(path) == HelixConfig(tp_size=2, plan="greedy")
-
-
-def test_a_file_may_hold_the_block_among_the_options_of_accelerate(tmp_path: Path):
-    text = "mixed_precision: 'no'\nparallelism_config:\n  helix:\n    tp_size: 2\n    plan: greedy\n"
-    assert HelixConfig.from_file(write(tmp_path / "a.yaml", text)) == HelixConfig(tp_size=2, plan="greedy")
-
-
-def test_a_file_may_be_json(tmp_path: Path):
-    path = write(tmp_path / "helix.json", json.dumps({"tp_size": 2}))
-    assert HelixConfig.from_file(str(path)) == HelixConfig(tp_size=2)
+BLOCK = {"tp_size": 2, "plan": "greedy"}
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("text", "expected"),
+    [
+        ("tp_size: 2\nplan: greedy\n", BLOCK),
+        ('{"tp_size": 2, "plan": "greedy"}', BLOCK),
+        ("mixed_precision: 'no'\nparallelism_config:\n  helix:\n    tp_size: 2\n    plan: greedy\n", BLOCK),
+        ("inter_node_axes: [tp, cp]\ncache: no\n", {"inter_node_axes": ("tp", "cp"), "cache": False}),
+        ("cache: false\ninter_node_axes:\n  - tp\n  - cp\n", {"inter_node_axes": ("tp", "cp"), "cache": False}),
+        (
+            "pp_size: 2\nschedule: dualpipe_v\nlayers_per_stage: [2, 1, 1, 2]\nshard_optimizer: true\n",
+            {"pp_size": 2, "schedule": "dualpipe_v", "layers_per_stage": (2, 1, 1, 2), "shard_optimizer": True},
+        ),
+        ("recompute: full", {"recompute": "full"}),
+        ("cp_size: 2\ncp_method: all_gather", {"cp_size": 2, "cp_method": "all_gather"}),
+    ],
+)
+def test_files(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    assert HelixConfig.from_file(write(tmp_path / "helix.yaml", text)) == HelixConfig(**expected)
+    assert HelixConfig.from_file(str(write(tmp_path / "helix.json", text))) == HelixConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
     [
         ("tp_sise: 2", ValueError, r"unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
+        ("pp_sise: 2", ValueError, r"did you mean 'pp_size'\?"),
         ("parallelism_config: {helix: {tp_sise: 2}}", ValueError, "unknown option 'tp_sise'"),
         ("parallelism_config: {helix: 2}", TypeError, "expected options such as"),
         ("parallelism_config: {tp_size: 2}", ValueError, "unknown option 'parallelism_config'"),
+        ("parallelism_config:\n  helix:\n", TypeError, "expected options such as 'tp_size: 2', got None"),
+        ("tp_size: 4\nparallelism_config: {helix: {tp_size: 2}}", ValueError, "tp_size stands beside the helix block"),
         ("tp_size: two", TypeError, "tp_size must be a whole number"),
         ("tp_size: yes", TypeError, "tp_size must be a whole number"),
+        ("pp_size: two", TypeError, "pp_size must be a whole number"),
         ("", TypeError, "expected options such as"),
         ("- tp_size", TypeError, "expected options such as"),
         ("tp_size: [2", ValueError, "is not valid YAML"),
+        ("without: [wgrad]", ValueError, "unknown option 'without'"),
+        ("inter_node_axes: tp", TypeError, "inter_node_axes must be a list"),
+        ("inter_node_axes: [tq]", ValueError, "inter_node_axes='tq' is no axis"),
+        ("inter_node_axes: [yes]", ValueError, "inter_node_axes=True is no axis"),
+        ("cache: 1", TypeError, "cache must be true or false"),
+        ("shard_optimizer: 1", TypeError, "shard_optimizer must be true or false"),
+        ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
+        ("layers_per_stage: 4", TypeError, "layers_per_stage must be a list of whole numbers"),
+        ("layers_per_stage: [2, two]", TypeError, "layers_per_stage must be a list of whole numbers"),
+        ("schedule: 1f1", ValueError, r"did you mean '1f1b'\?"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_error(tmp_path: Path, text: str, error: type[Exception], message: str):
+def test_a_wrong_file_is_named_with_its_error(tmp_path: Path, text: str, error: type[Exception], words: str) -> None:
     path = write(tmp_path / "helix.yaml", text)
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=words) as caught:
         HelixConfig.from_file(path)
+    assert "not valid YAML" in words or str(caught.value).startswith(f"{path}: ")
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_does_not_exist_is_named(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the configuration file .*absent\.yaml"):
         HelixConfig.from_file(tmp_path / "absent.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"bytes\.yaml"):
+        HelixConfig.from_file(tmp_path / "bytes.yaml")
 
 
-# Precedence
+# -- precedence ------------------------------------------------------------------------------------------------------
 
 
-def launched_with(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+@pytest.fixture
+def launched(given_nowhere: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of the launcher, which asks for two tensor-parallel ranks."""
+    path = write(tmp_path / "launch.yaml", "parallelism_config: {helix: {tp_size: 2}}")
     monkeypatch.setattr(launcher, "launcher_config_file", lambda: path)
+    return path
 
 
-def test_argument_before_plugin_before_environment_before_launcher(monkeypatch, tmp_path: Path):
+def test_argument_before_plugin_before_environment_before_launcher(
+    launched: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     argument, plugin = HelixConfig(tp_size=5), HelixConfig(tp_size=4)
-    launched_with(monkeypatch, write(tmp_path / "launch.yaml", "parallelism_config: {helix: {tp_size: 2}}"))
-    assert resolve_config(None, None).tp_size == 2
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(write(tmp_path / "helix.yaml", "tp_size: 3")))
-    assert resolve_config(None, None).tp_size == 3
+    for value, expected in (("", 2), (str(write(tmp_path / "helix.yaml", "tp_size: 3")), 3)):
+        monkeypatch.setenv(CONFIG_FILE_VARIABLE, value)
+        assert resolve_config(None, None).tp_size == expected
     assert resolve_config(None, plugin) is plugin
     assert resolve_config(argument, plugin) is argument
     assert resolve_config(argument, None) is argument
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "absent.yaml"))
+    with pytest.raises(ValueError, match=r"absent\.yaml"):  # and does not fall through to a lower place
+        resolve_config(None, None)
 
 
-def assert_every_way_is_shown(message: str) -> None:
-    assert "no helix options were given" in message
+def test_a_wrong_block_of_the_launcher_names_its_file(launched: Path) -> None:
+    launched.write_text("parallelism_config: {helix: {tp: 2}}")
+    with pytest.raises(ValueError, match=r"launch\.yaml: unknown option 'tp'"):
+        resolve_config(None, None)
+
+
+@pytest.mark.parametrize("text", ["", "num_processes: 2\nparallelism_config: {tp_size: 2}"])
+def test_given_nowhere_shows_every_way(text: str, launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched.write_text(text)
+    if not text:
+        monkeypatch.setattr(launcher, "launcher_config_file", lambda: None)
+    with pytest.raises(ValueError, match="no helix options were given") as error:
+        resolve_config(None, None)
     ways = (
         "HelixTrainer(..., helix_config=HelixConfig(",
         "TrainingArguments(..., parallelism_config=HelixPlugin(",
         "HELIX_CONFIG_FILE=",
         "accelerate launch --config_file",
     )
-    for way in ways:
-        assert way in message
-
-
-def test_given_nowhere_shows_every_way():
-    with pytest.raises(ValueError, match="no helix options") as error:
-        resolve_config(None, None)
-    assert_every_way_is_shown(str(error.value))
-
-
-def test_a_launcher_file_without_the_block_is_nowhere(monkeypatch, tmp_path: Path):
-    launched_with(monkeypatch, write(tmp_path / "launch.yaml", "num_processes: 2\nparallelism_config: {tp_size: 2}"))
-    with pytest.raises(ValueError, match="no helix options") as error:
-        resolve_config(None, None)
-    assert_every_way_is_shown(str(error.value))
-
-
-def test_an_empty_variable_is_not_a_file(monkeypatch, tmp_path: Path):
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, "")
-    launched_with(monkeypatch, write(tmp_path / "launch.yaml", "parallelism_config: {helix: {tp_size: 2}}"))
-    assert resolve_config(None, None).tp_size == 2
-
-
-def test_a_wrong_file_is_not_passed_over(monkeypatch, tmp_path: Path):
-    """An error in a place of higher precedence does not fall through to a lower one."""
-    launched_with(monkeypatch, write(tmp_path / "launch.yaml", "parallelism_config: {helix: {tp_size: 2}}"))
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "absent.yaml"))
-    with pytest.raises(ValueError, match=r"absent\.yaml"):
-        resolve_config(None, None)
-
-
-def test_a_wrong_block_of_the_launcher_names_its_file(monkeypatch, tmp_path: Path):
-    launched_with(monkeypatch, write(tmp_path / "launch.yaml", "parallelism_config: {helix: {tp: 2}}"))
-    with pytest.raises(ValueError, match=r"launch\.yaml: unknown option 'tp'"):
-        resolve_config(None, None)
+    assert [way for way in ways if way not in str(error.value)] == []
+    assert not text or "launch.yaml has parallelism_config without" in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", [{"tp_size": 2}, "helix.yaml", 2])
-def test_only_a_config_is_a_config(wrong: object):
+def test_only_a_config_is_a_config(wrong: Any) -> None:
     for arguments in ((wrong, None), (None, wrong)):
         with pytest.raises(TypeError, match="must be a HelixConfig, got "):
             resolve_config(*arguments)
 
 
-# The launcher
+# -- the launcher ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "file"),
     [
-        "accelerate launch --config_file X.yaml s.py",
-        "accelerate launch --config_file=X.yaml s.py",
-        "accelerate launch --num_processes 2 --config_file X.yaml s.py --lr 1",
-        "accelerate-launch --config_file X.yaml s.py",
-        "python -m accelerate.commands.launch --config_file X.yaml s.py",
-        "/usr/bin/python3 /venv/bin/accelerate launch --config_file X.yaml s.py",
-        "/usr/bin/python3 /venv/bin/accelerate-launch --config_file=X.yaml s.py",
-        "/usr/bin/python3 /site-packages/accelerate/commands/launch.py --config_file X.yaml s.py",
+        ("accelerate launch --config_file X.yaml s.py", "X.yaml"),
+        ("accelerate launch --config_file=X.yaml s.py", "X.yaml"),
+        ("accelerate launch --config-file X.yaml s.py", "X.yaml"),
+        ("accelerate launch --num_processes 2 --config_file X.yaml s.py --lr 1", "X.yaml"),
+        ("accelerate-launch --config_file X.yaml s.py", "X.yaml"),
+        ("python -m accelerate.commands.launch --config_file X.yaml s.py", "X.yaml"),
+        ("python -u -m accelerate.commands.launch --config_file X.yaml s.py", "X.yaml"),
+        ("/usr/bin/python3 /venv/bin/accelerate launch --config_file X.yaml s.py", "X.yaml"),
+        ("/usr/bin/python3 /venv/bin/accelerate-launch --config_file=X.yaml s.py", "X.yaml"),
+        ("/usr/bin/python3 /site-packages/accelerate/commands/launch.py --config_file X.yaml s.py", "X.yaml"),
+        ("", None),
+        ("python script.py --config_file X.yaml", None),
+        ("python launch.py --config_file X.yaml", None),
+        ("torchrun --nproc_per_node 2 script.py --config_file X.yaml", None),
+        ("python script.py --backend accelerate --config_file X.yaml", None),
+        ("python train/accelerate_it.py --config_file X.yaml", None),
+        ("accelerate launch s.py", None),
+        ("accelerate launch --config_file", None),
+        ("accelerate launch --deepspeed_config_file X.yaml s.py", None),
+        ("accelerate launch --cpu s.py --config_file own.ini", None),
     ],
 )
-def test_the_file_of_a_launcher_is_found(command: str):
-    assert config_file_of(command.split()) == "X.yaml"
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "python script.py --config_file X.yaml",
-        "torchrun --nproc_per_node 2 script.py --config_file X.yaml",
-        "python script.py --backend accelerate --config_file X.yaml",
-        "python train/accelerate_it.py --config_file X.yaml",
-        "accelerate launch s.py",
-        "accelerate launch --config_file",
-        "accelerate launch --deepspeed_config_file X.yaml s.py",
-    ],
-)
-def test_other_commands_have_no_such_file(command: str):
-    assert config_file_of(command.split()) is None
+def test_only_the_launchers_own_option_counts(command: str, file: str | None) -> None:
+    assert config_file_of(command.split()) == file
 
 
 class FakeProcess:
@@ -429,8 +348,6 @@ class FakeProcess:
         return [FakeProcess(command) for command in self.tree]
 
     def cmdline(self) -> list[str]:
-        import psutil
-
         if self.command is None:
             raise psutil.AccessDenied
         return self.command.split()
@@ -448,72 +365,40 @@ class FakeProcess:
         ((), None),
     ],
 )
-def test_the_launcher_is_looked_for_among_the_parents(monkeypatch, tree: tuple[str | None, ...], path: str | None):
+def test_the_launcher_is_looked_for_among_the_parents(
+    monkeypatch: pytest.MonkeyPatch, tree: tuple[str | None, ...], path: str | None
+) -> None:
     monkeypatch.setattr(FakeProcess, "tree", tree)
     monkeypatch.setattr("psutil.Process", FakeProcess)
     assert launcher_config_file() == (path and Path(path))
 
 
-@pytest.mark.parametrize(
-    ("command", "file"),
-    [
-        ("accelerate launch --cpu t.py --config_file own.ini", None),
-        ("python -u -m accelerate.commands.launch --config_file c.yaml t.py", "c.yaml"),
-        ("accelerate launch --config-file c.yaml t.py", "c.yaml"),
-        ("python launch.py --config_file x.yaml", None),
-        ("python /lib/accelerate/commands/launch.py --config_file c.yaml t.py", "c.yaml"),
-    ],
-)
-def test_only_the_launchers_own_option_counts(command, file):
-    assert config_file_of(command.split()) == file
+# -- pipelines -------------------------------------------------------------------------------------------------------
 
 
-def test_options_beside_the_block_are_not_dropped(tmp_path):
-    path = tmp_path / "both.yaml"
-    path.write_text("tp_size: 4\nparallelism_config:\n  helix:\n    tp_size: 2\n")
-    with pytest.raises(ValueError, match="tp_size stands beside the helix block"):
-        HelixConfig.from_file(path)
-
-
-def test_an_empty_block_is_named(tmp_path):
-    path = tmp_path / "empty.yaml"
-    path.write_text("parallelism_config:\n  helix:\n")
-    with pytest.raises(TypeError, match=r"empty.yaml: expected options such as 'tp_size: 2', got None"):
-        HelixConfig.from_file(path)
-
-
-def test_a_file_of_bytes_is_named(tmp_path):
-    path = tmp_path / "bytes.yaml"
-    path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match=r"bytes\.yaml"):
-        HelixConfig.from_file(path)
+@pytest.mark.parametrize("schedule", PLACEMENT_OF)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_split_that_an_error_suggests_is_taken(schedule: str, num_ranks: int) -> None:
+    ranks = stage_ranks(PLACEMENT_OF[schedule], num_ranks)
+    assert len(ranks) == num_ranks * {FOLD: 2, LINEAR: 1}[PLACEMENT_OF[schedule]]
+    with pytest.raises(ValueError, match="such as layers_per_stage=") as caught:
+        split_layers(13, ranks, head_cost=1.5, layers_per_stage=[13])
+    suggested = yaml.safe_load(str(caught.value).rpartition("layers_per_stage=")[2])
+    HelixConfig(pp_size=num_ranks, layers_per_stage=suggested)
+    stages = split_layers(13, ranks, layers_per_stage=suggested)
+    assert [len(stage) for stage in stages] == suggested
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("world", "tp", "pp", "message"),
     [
-        "tp_size: 2\ninter_node_axes: [tp, cp]\ncache: no\n",
-        "tp_size: 2\ncache: false\ninter_node_axes:\n  - tp\n  - cp\n",
+        (4, 1, 3, "pp_size=3 must divide the world size, 4 processes; values that work: 1, 2, 4"),
+        (6, 2, 2, "pp_size=2 must divide the 3 processes that tp_size=2 leaves of 6; values that work: 1, 3"),
+        (1, 1, 2, "pp_size=2 must divide the world size, 1 process; values that work: 1"),
     ],
 )
-def test_lists_and_cache_in_yaml(tmp_path: Path, text: str):
-    config = HelixConfig.from_file(write(tmp_path / "helix.yaml", text))
-    assert config == HelixConfig(tp_size=2, inter_node_axes=("tp", "cp"), cache=False)
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("without: [wgrad]", ValueError, "unknown option 'without'"),
-        ("inter_node_axes: tp", TypeError, "inter_node_axes must be a list"),
-        ("inter_node_axes: [tq]", ValueError, "inter_node_axes='tq' is no axis"),
-        ("inter_node_axes: [yes]", ValueError, "inter_node_axes=True is no axis"),
-        ("cache: 1", TypeError, "cache must be true or false"),
-        ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
-    ],
-)
-def test_wrong_lists_and_caches_in_yaml_name_the_file(tmp_path: Path, text: str, error: type[Exception], message: str):
-    path = write(tmp_path / "helix.yaml", text)
-    with pytest.raises(error, match=message) as caught:
-        HelixConfig.from_file(path)
-    assert str(caught.value).startswith(f"{path}: ")
+def test_worlds_that_do_not_divide(world: int, tp: int, pp: int, message: str) -> None:
+    with pytest.raises(ValueError, match="must divide") as caught:
+        check_world(world, tp, pp)
+    assert message in str(caught.value)
+    assert ("accelerate launch --num_processes N" in str(caught.value)) == (world == 1)

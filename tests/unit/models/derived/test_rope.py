@@ -33,11 +33,6 @@ def cosines() -> dict[str, Tensor]:
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
-class OfQwen(Rotated):
-    def changed(self, q: Tensor, k: Tensor, v: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return *modeling_qwen3.apply_rotary_pos_emb(q, k, *rope), v
-
-
 class Interleaved(Rotated):
     """A function of the same name and other code."""
 

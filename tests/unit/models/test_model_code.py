@@ -79,7 +79,7 @@ def patched(path: str, **options: Any) -> Callable[[Any], None]:
 REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "a hook on a layer": (
         lambda model: model.model.layers[0].register_forward_hook(hook),
-        ["model.model.layers.0 has a forward hook, test_forwards.hook", "handle.remove()"],
+        ["model.model.layers.0 has a forward hook, test_model_code.hook", "handle.remove()"],
     ),
     "a pre-hook on a projection": (
         lambda model: model.model.layers[0].mlp.up_proj.register_forward_pre_hook(hook),
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     ),
     "a hook on the embedding": (
         lambda model: model.get_input_embeddings().register_forward_hook(functools.partial(hook, 1)),
-        ["model.model.embed_tokens has a forward hook, test_forwards.hook"],
+        ["model.model.embed_tokens has a forward hook, test_model_code.hook"],
     ),
     "a hook on a gradient": (
         lambda model: model.lm_head.weight.register_hook(hook),
@@ -103,16 +103,16 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     ),
     "a patched projection": (
         patched("model.layers.0.mlp.up_proj"),
-        ["model.model.layers.0.mlp.up_proj.forward was replaced by test_forwards.scaled", "without the patch"],
+        ["model.model.layers.0.mlp.up_proj.forward was replaced by test_model_code.scaled", "without the patch"],
     ),
     "a patched forward of the model": (
         lambda model: setattr(model, "forward", types.MethodType(scaled, model)),
-        ["model.forward was replaced by test_forwards.scaled"],
+        ["model.forward was replaced by test_model_code.scaled"],
     ),
     "layers over devices": (dispatched, ["model.model.layers.0 has a hook of Accelerate", "without device_map"]),
     "a loss of one's own": (
         lambda model: setattr(model, "loss_function", hook),
-        ["model.loss_function is test_forwards.hook", "ForCausalLMLoss"],
+        ["model.loss_function is test_model_code.hook", "ForCausalLMLoss"],
     ),
     "a loss of another type": (
         lambda model: setattr(model, "loss_type", "ForMaskedLM"),
@@ -141,7 +141,7 @@ def test_a_class_whose_loss_was_patched_is_refused(
         LlamaForCausalLM, "forward", functools.wraps(before)(lambda *_: scaled(*_)) if wraps else scaled
     )
     with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM\.forward was replaced by test_forwards\..*without the patch"
+        ValueError, match=r"LlamaForCausalLM\.forward was replaced by test_model_code\..*without the patch"
     ):
         trainer_of(small(), tmp_path)
 
@@ -150,7 +150,7 @@ def test_a_patch_that_cannot_be_derived_is_named(tmp_path: Path) -> None:
     model = small()
     patched("model.layers.0.mlp")(model)
     words = (
-        r"cannot be derived: .*never run; model\.model\.layers\.0\.mlp\.forward was replaced by test_forwards\.scaled"
+        r"cannot be derived: .*never run; model\.model\.layers\.0\.mlp\.forward was replaced by test_model_code\.scaled"
     )
     with pytest.raises(ValueError, match=words):
         trainer_of(model, tmp_path)
@@ -194,7 +194,7 @@ class OwnLoss(LlamaForCausalLM):
 
 def test_classes_of_ones_own(tmp_path: Path) -> None:
     config = small().config
-    with pytest.raises(ValueError, match=r"model is a test_forwards\.SameName\.LlamaForCausalLM with a forward"):
+    with pytest.raises(ValueError, match=r"model is a test_model_code\.SameName\.LlamaForCausalLM with a forward"):
         trainer_of(SameName.LlamaForCausalLM(config), tmp_path)
     with pytest.raises(ValueError, match=r"has the name of transformers\..*LlamaForCausalLM.*adding_a_model"):
         trainer_of(Unrelated.LlamaForCausalLM(), tmp_path)
@@ -328,7 +328,7 @@ def test_patches_that_come_later(tmp_path: Path) -> None:
         trainer = trainer_of(model, tmp_path)
         model.model.layers[1].mlp.forward = types.MethodType(halved, model.model.layers[1].mlp)
         with pytest.raises(
-            ValueError, match=rf"layers\.1\.mlp\.forward was replaced by test_forwards\.halved.*{words}"
+            ValueError, match=rf"layers\.1\.mlp\.forward was replaced by test_model_code\.halved.*{words}"
         ):
             trainer.train()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
-from support.fake_graphs import FakeGraph, FakeRecorder
 from support.windows_on_fakes import one_rank
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import TrainingArguments
 
 from benchmarks.gpu.models import batches, on, targets, tiny
@@ -28,6 +29,89 @@ from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.streams import CudaStreams
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+READS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select")
+EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class FakeGraph(TorchDispatchMode):
+    """The operators of a window, in the order of issue. Everything that they read or made stays alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = 0
+        self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        assert name not in READS, f"{name}: the host reads a value while a window is captured"
+        result = func(*args, **(kwargs or {}))
+        if name not in EMPTY and not _is_view(func):
+            # The same memory, and nothing of autograd's, whose part was over when this was dispatched.
+            given, made = tree_map_only(Tensor, _bare, ((args, kwargs or {}), result))
+            # Collectives say of nothing that they write to it, and return what they were given.
+            memory = {each.untyped_storage()._cdata for each in _tensors(given)}
+            new = [each for each in _tensors(made) if each.untyped_storage()._cdata not in memory]
+            self._tape.append((func, *given, new if len(new) == len(_tensors(made)) else []))
+        return result
+
+    @torch.no_grad()
+    def poison(self) -> None:
+        """Of the numbers that were made while recording, none is there before the first replay."""
+        for func, *_, outputs in self._tape:
+            if not func._schema.is_mutable:
+                for output in outputs:
+                    output.fill_(float("nan") if output.is_floating_point() else 0)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, outputs in self._tape:
+            result = func(*args, **kwargs)
+            if outputs and not func._schema.is_mutable:
+                for output, value in zip(outputs, _tensors(result), strict=True):
+                    output.copy_(value)
+
+    def reset(self) -> None:
+        self._tape.clear()
+
+
+class FakeRecorder:
+    """Attributes: graphs: that were recorded."""
+
+    def __init__(self) -> None:
+        self.graphs: list[FakeGraph] = []
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, FakeGraph]:
+        graph = FakeGraph()
+        with graph:
+            result = work()
+        graph.poison()
+        self.graphs.append(graph)
+        return result, graph
+
+    def forget(self) -> None:
+        pass
+
+
+def _bare(value: Tensor) -> Tensor:
+    with torch.no_grad():
+        return value.detach()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    """Whether it gives another view of a storage and touches nothing."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
+
+
+# -- the tests --------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 512}
