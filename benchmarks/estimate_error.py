@@ -42,7 +42,7 @@ def main() -> None:
 def work(options: argparse.Namespace) -> None:
     """One rank."""
     from hf_helix.measure.cluster_file import measure_cluster
-    from hf_helix.simulation.cluster import load_cluster, parse_cluster
+    from hf_helix.planning.timing.cluster import load_cluster, parse_cluster
 
     if options.cluster:
         cluster = load_cluster(options.cluster)
@@ -66,7 +66,7 @@ def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any
     from hf_helix.doctor.simulated import amounts_of
     from hf_helix.engine.synthetic import Workload, model_on_meta
     from hf_helix.measure.operators import measure_profile
-    from hf_helix.simulation.sizes import Sizes
+    from hf_helix.planning.timing.sizes import Sizes
 
     config, shape = HelixConfig(tp_size=tp_size, link=options.link), model_config(options)
     dtype = torch.bfloat16 if options.bf16 else None

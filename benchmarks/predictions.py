@@ -47,13 +47,13 @@ from hf_helix.measure.machine import describe_device
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import forget_gradients, time_steps, transports
 from hf_helix.operators.communication.transport import Recorder
+from hf_helix.planning.timing.cluster import Cluster, parse_cluster
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import make_streams
-from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.sizes import Sizes
 from hf_helix.tuning.candidates import plan_runners
 
 CPU = torch.device("cpu")

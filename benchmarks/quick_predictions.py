@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.simulation.cluster import load_cluster
-from hf_helix.simulation.sizes import Sizes, size_text
+from hf_helix.planning.timing.cluster import load_cluster
+from hf_helix.planning.timing.sizes import Sizes, size_text
 
 
 def main() -> None:

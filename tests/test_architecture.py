@@ -23,7 +23,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("operators",),
     ("models", "runtime"),
-    ("measure", "tuning", "simulation", "checkpoint"),
+    ("measure", "tuning", "checkpoint"),
     ("report",),
     ("engine",),
     ("doctor",),

@@ -31,7 +31,7 @@ from benchmarks.paper.ablation import gains
 from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, FIGURE_15, INCREMENTS, MEGATRON
 from benchmarks.paper.runs import Runs
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.cluster import Cluster, Curve, Link, load_cluster
+from hf_helix.planning.timing.cluster import Cluster, Curve, Link, load_cluster
 
 A40, A800 = "a40x64", "a800x64"
 ROWS = {A40: (*FIGURE_11, *FIGURE_12), A800: FIGURE_13A}

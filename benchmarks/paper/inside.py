@@ -36,10 +36,10 @@ from hf_helix.doctor.step import memory_of_case
 from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.report.strands import draw_strips, strips_of_plans
-from hf_helix.simulation.cluster import Cluster
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
 PARTS = ("computation", *AXES.values(), "DP")

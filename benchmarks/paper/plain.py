@@ -15,7 +15,7 @@ from hf_helix.config import RECOMPUTE
 from hf_helix.doctor.layouts import check_sizes, layouts
 from hf_helix.doctor.step import Step, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.simulation.sizes import Sizes
+from hf_helix.planning.timing.sizes import Sizes
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:

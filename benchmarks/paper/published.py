@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hf_helix.simulation.sizes import Sizes
+from hf_helix.planning.timing.sizes import Sizes
 
 MEGATRON, INTRA_BATCH, WAVELET, DHELIX = "Megatron", "Intra-batch", "Wavelet+", "DHelix"
 METHODS = (MEGATRON, INTRA_BATCH, WAVELET, DHELIX)

@@ -36,10 +36,10 @@ from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout, Name, named_operators
-from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {

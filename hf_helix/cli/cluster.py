@@ -51,7 +51,7 @@ class ClusterCommand(Command):
     def run(self) -> None:
         """Measure, in processes started by a launcher, or here by torchrun."""
         if self.show is not None:
-            from hf_helix.simulation.cluster import cluster_file, shipped_clusters
+            from hf_helix.planning.timing.cluster import cluster_file, shipped_clusters
 
             print(cluster_file(self.show).read_text() if self.show else "\n".join(shipped_clusters()))
         elif "WORLD_SIZE" not in os.environ:
@@ -75,7 +75,7 @@ class ClusterCommand(Command):
 
         from hf_helix.measure.cluster_file import measure_cluster
         from hf_helix.measure.progress import progress_bar
-        from hf_helix.simulation.cluster import parse_cluster
+        from hf_helix.planning.timing.cluster import parse_cluster
 
         device = join()
         with progress_bar(dist.get_rank() == 0) as progress:

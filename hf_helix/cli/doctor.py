@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
-    from hf_helix.simulation.cluster import Cluster
+    from hf_helix.planning.timing.cluster import Cluster
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -57,7 +57,7 @@ class DoctorCommand(OnCluster):
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
-        from hf_helix.simulation.sizes import size_text
+        from hf_helix.planning.timing.sizes import size_text
 
         tokens = parse_count(self.batch_tokens)
         self.check_counts("top", "sequence_length")
@@ -99,8 +99,8 @@ class DoctorCommand(OnCluster):
     def _search(self, paper: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
         """Returns the layouts with enough memory, the fastest first."""
         from hf_helix.doctor.layouts import Search
+        from hf_helix.doctor.processes import usable_cores
         from hf_helix.measure.progress import progress_bar
-        from hf_helix.simulation.processes import usable_cores
 
         with progress_bar() as progress:
             return Search(

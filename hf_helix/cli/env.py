@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hf_helix import __version__
 from hf_helix.cli.options import Command
-from hf_helix.simulation.processes import usable_cores
+from hf_helix.doctor.processes import usable_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),

@@ -20,7 +20,7 @@ from hf_helix.planning.collection import without_collection
 if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Case
-    from hf_helix.simulation.cluster import Cluster
+    from hf_helix.planning.timing.cluster import Cluster
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -49,7 +49,7 @@ class OnCluster(Command):
 
     def scaled_cluster(self) -> Cluster:
         """Returns the cluster of the file, with the devices and the network of the options."""
-        from hf_helix.simulation.cluster import load_cluster
+        from hf_helix.planning.timing.cluster import load_cluster
 
         cluster = load_cluster(self.cluster)
         if self.gpus is not None:
@@ -150,7 +150,7 @@ class SimulateCommand(OnCluster):
 
     def _case(self, cluster: Cluster) -> Case:
         from hf_helix.doctor.step import Case
-        from hf_helix.simulation.sizes import Sizes
+        from hf_helix.planning.timing.sizes import Sizes
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()

@@ -11,5 +11,6 @@ memory        the memory of a rank, by part
 step          an optimizer step: time, throughput, memory
 fsdp          a step of plain FSDP, as the stock Trainer runs it
 layouts       the search of layouts
+processes     simulations in several processes                                              (no torch)
 report        steps and rankings as text
 """

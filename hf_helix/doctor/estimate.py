@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, Kernel, Transfer
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES, Sizes
 
 LEAST = 1e-7
 """Seconds of an operator that does nothing on the device."""

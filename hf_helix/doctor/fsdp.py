@@ -45,8 +45,8 @@ from hf_helix.doctor.step import (
     model_flops,
 )
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair
-from hf_helix.simulation.cluster import Cluster
 
 FP32_LOGITS = 3
 """Tensors in fp32 as large as the logits that are alive at once in the loss of Transformers. On an H100, cross-entropy

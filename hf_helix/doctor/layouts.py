@@ -17,13 +17,13 @@ from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.fsdp import FSDP, simulate_fsdp
 from hf_helix.doctor.memory import Memory, Peak, bytes_text
+from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
-from hf_helix.simulation.cluster import Cluster, divisors
-from hf_helix.simulation.processes import in_processes
-from hf_helix.simulation.sizes import Sizes
+from hf_helix.planning.timing.cluster import Cluster, divisors
+from hf_helix.planning.timing.sizes import Sizes
 
 BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""

@@ -17,7 +17,9 @@ from hf_helix.doctor.amounts.kernels import Transfer
 from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import (
     GradientReduction,
     Layout,
@@ -28,8 +30,6 @@ from hf_helix.planning.window.layout import (
     named_reductions,
 )
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 COPY = ELEMENT["bf16"]
 """Bytes of an element of a copy of weights, in a type of half the size."""

@@ -16,8 +16,8 @@ from hf_helix.doctor.memory import bytes_text
 from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import size_text
+from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.sizes import size_text
 
 CLOSE = 0.05
 """Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""

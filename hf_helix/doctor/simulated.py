@@ -31,12 +31,12 @@ from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import Layout
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import Sizes
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
 """The types of matrix products, as clusters name them, and what autocast is told."""

@@ -24,13 +24,13 @@ from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.planning.window.program import build_programs
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import Sizes
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the

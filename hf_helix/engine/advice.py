@@ -19,12 +19,12 @@ import torch
 
 from hf_helix.measure.machine import device_in_clusters
 from hf_helix.planning.text import format_json
+from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.sizes import Sizes, size_text
 from hf_helix.tuning.cache import cache_root, model_digest, write_file
 
 CLEARLY = 1.1

@@ -36,11 +36,11 @@ from hf_helix.measure.progress import StageProgress
 from hf_helix.measure.timing import Stopwatch
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import load_cluster, shipped_clusters
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backend_of, host_name
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, world_size
 from hf_helix.runtime.streams import make_streams
-from hf_helix.simulation.cluster import load_cluster, shipped_clusters
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -21,10 +21,10 @@ from hf_helix.measure.device import decoder_work
 from hf_helix.measure.timing import ISSUING_SLOWEST, MOST, Work, record, time_in_a_row
 from hf_helix.operators.communication.transport import Axis, bytes_moved
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import MOST_EFFICIENT, contention_key
 from hf_helix.planning.timing.profile import slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
-from hf_helix.simulation.cluster import MOST_EFFICIENT, contention_key
 
 METHODS = ("all_gather", "exchange", "shift")
 

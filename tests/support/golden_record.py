@@ -45,13 +45,13 @@ from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.clock import stage_costs
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_program, build_programs
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.cluster import load_cluster
-from hf_helix.simulation.sizes import Sizes, size_text
 
 PLANS = ("sequential", "round_robin", "greedy", "search", "dhelix")
 REPLICAS = {"replica": "copies", "expert_replica": "expert_copies"}  # groups of a mesh by the axes of the simulator

@@ -15,9 +15,9 @@ from hf_helix.doctor.simulated import Kinds, amounts_of
 from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
 from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.planning.timing.cluster import Cluster, parse_cluster
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import Layout
-from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.sizes import Sizes
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,

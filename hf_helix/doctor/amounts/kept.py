@@ -17,8 +17,8 @@ from hf_helix.doctor.amounts.mesh import simulated_mesh
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.runtime.zero import readers_of
-from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 
 @dataclass(frozen=True)

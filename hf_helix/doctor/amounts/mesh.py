@@ -16,9 +16,9 @@ from torch import Tensor
 from hf_helix.doctor.amounts.kernels import Transfer
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.sizes import COPIES, EXPERT_COPIES
 
 META = torch.device("meta")
 

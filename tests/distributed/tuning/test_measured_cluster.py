@@ -19,9 +19,9 @@ from support.cluster import Cluster
 from hf_helix.cli.cluster import written
 from hf_helix.measure import cluster_file, device, links
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
 from hf_helix.runtime.streams import make_streams
-from hf_helix.simulation.cluster import load_cluster
 
 LEAST = {
     (device, "SIDES"): (32, 64),

@@ -14,9 +14,9 @@ from hf_helix.cli.doctor import parse_count
 from hf_helix.cli.main import main
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
+from hf_helix.doctor import processes
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.simulation import processes
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 

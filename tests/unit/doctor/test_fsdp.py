@@ -13,7 +13,7 @@ from hf_helix.doctor.fsdp import simulate_fsdp
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.cluster import Cluster, Curve
+from hf_helix.planning.timing.cluster import Cluster, Curve
 
 LAYERS, RANKS, MICROBATCHES = 4, 4, 3
 FREE: dict[str, Any] = {"peak_tflops": {"bf16": 1e6}, "memory_gb_per_s": 1e9}

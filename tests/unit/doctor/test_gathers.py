@@ -27,8 +27,8 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.clock import simulate
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.program import build_program
-from hf_helix.simulation.sizes import Sizes
 
 CLUSTER = cluster_with(
     nodes=2,

@@ -17,8 +17,8 @@ from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.simulation.cluster import Cluster, divisors
-from hf_helix.simulation.sizes import Sizes
+from hf_helix.planning.timing.cluster import Cluster, divisors
+from hf_helix.planning.timing.sizes import Sizes
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -41,7 +41,7 @@ def search(paper: SimulatedModel, cluster: Cluster = CLUSTER, sequences: int = 3
 def ranking() -> Ranking:
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Search, "_fsdp", lambda _: None)  # no layout; tests/unit/simulation/test_fsdp.py has it
+        patch.setattr(Search, "_fsdp", lambda _: None)  # no layout; tests/unit/doctor/test_fsdp.py has it
         return search(paper, sequences=SEQUENCES)
 
 

@@ -14,7 +14,7 @@ from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines import dhelix
 from hf_helix.planning.schedule import auto
-from hf_helix.simulation.cluster import Cluster
+from hf_helix.planning.timing.cluster import Cluster
 
 # A network on which communication takes about as long as computation.
 CLUSTER = cluster_with(

@@ -13,8 +13,8 @@ from support.simulated import on_meta
 from hf_helix.doctor.layouts import Ranking, Search
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.engine.advice import Machine, better_layout, known_layouts, remember
-from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.sizes import Sizes
+from hf_helix.planning.timing.cluster import Cluster, load_cluster
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.tuning.cache import model_digest
 
 LENGTH, TOKENS = 2048, 2**17

@@ -15,8 +15,8 @@ from hf_helix.doctor.estimate import Ring, estimate_profile, rings
 from hf_helix.doctor.reductions import gradient_sums, profile_with_sums
 from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.runtime.gradients import buckets
-from hf_helix.simulation.sizes import Sizes
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}

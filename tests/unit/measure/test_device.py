@@ -13,7 +13,7 @@ from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve, link_entry
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
 from hf_helix.measure.links import METHODS, TimedCollective, fit
-from hf_helix.simulation.cluster import Cluster, parse_cluster
+from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 
 
 def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:

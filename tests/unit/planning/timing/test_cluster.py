@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.cluster import Curve, Link, load_cluster, parse_cluster, shipped_clusters
+from hf_helix.planning.timing.cluster import Curve, Link, load_cluster, parse_cluster, shipped_clusters
 
 LEAST: dict[str, Any] = {
     "name": "two",

@@ -52,8 +52,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.text import shorten_list
 
@@ -248,7 +246,7 @@ def divisors(number: int) -> list[int]:
 
 def shipped_clusters() -> dict[str, Path]:
     """Returns the cluster files of the package, by name."""
-    folder = Path(str(resources.files("hf_helix.simulation"))) / "clusters"
+    folder = Path(str(resources.files("hf_helix.planning.timing"))) / "clusters"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -280,6 +278,8 @@ def load_cluster(source: str | Path) -> Cluster:
         ValueError: the file is missing or malformed; names the key.
     """
     path = cluster_file(source)
+    import yaml  # here, so that planning runs on the standard library alone
+
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
