@@ -97,8 +97,6 @@ def write_slice(
 
     Args:
         start: the offset of the tensor in bytes.
-        shape: of the full tensor.
-        value: slice number `rank` of `size` slices.
     """
     value = value.detach().cpu()
     dim = placement.dim

@@ -174,9 +174,6 @@ def staged(folder: Path) -> Iterator[Path]:
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
     """Reads files of tensors back, and compares names, shapes and dtypes with the expected tensors.
 
-    Args:
-        expected: by name, on any device.
-
     Raises:
         ValueError: names the file or tensor that differs.
     """
@@ -213,13 +210,7 @@ def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
 
 
 def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
-    """Moves a checkpoint from the staging folder to its place, in a single step, over a checkpoint of the same name.
-
-    Args:
-        staged: the checkpoint in the staging folder.
-        folder: the folder of all checkpoints.
-        mark: marks the checkpoint as complete; called after everything else is on the disk.
-    """
+    """Moves a checkpoint from the staging folder to its place, in a single step, over a checkpoint of the same name."""
     to_disk(staged)
     mark()
     to_disk(staged)

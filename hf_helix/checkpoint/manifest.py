@@ -109,7 +109,6 @@ class Manifest:
         """Refuses to resume a run from a checkpoint that does not fit.
 
         Args:
-            run: the manifest of the run.
             skips_data: whether the run skips the data of earlier steps.
 
         Raises:
@@ -157,7 +156,6 @@ def describe_parameters(
     """Returns the description of every parameter of the model, on all pipeline ranks. Collective.
 
     Args:
-        local: the positions of this rank's shards, see `local_parameters`.
         optimizer: the optimizer with the parameter groups; None before creation.
     """
     groups = optimizer.param_groups if optimizer is not None else []

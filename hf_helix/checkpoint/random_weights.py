@@ -35,7 +35,6 @@ def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options
     device.
 
     Args:
-        dtype: of the parameters; "auto" for the dtype in `config.json`, or else the first tensor's.
         options: for `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
 
     Raises:
@@ -65,10 +64,6 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     weights do not depend on the layout. The weights differ from a model drawn at once with this seed, whose modules
     draw in
     sequence.
-
-    Args:
-        layers: the decoder layers of the model, each drawn with a single seed.
-        seed: of the run, equal on every rank.
 
     Raises:
         ValueError: a module draws weights of another module.

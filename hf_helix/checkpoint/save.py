@@ -70,10 +70,6 @@ def save_pretrained(
 def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
     """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective.
 
-    Args:
-        model: a Transformers or PEFT model, with any of its parameters divided over the ranks.
-        max_shard_size: see `save_pretrained`.
-
     Raises:
         ValueError: on every rank: the model has no `save_pretrained`, or the written files are not the model.
     """

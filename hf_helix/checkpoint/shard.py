@@ -100,12 +100,6 @@ def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner
     The tensor travels through the hosts' memory: between devices, every pair of ranks would need an NCCL communicator,
     which takes half a gigabyte of the device and is never freed.
 
-    Args:
-        value: this rank's slice of a parameter, or of its gradient; read only on the ranks of the pipeline rank
-            `owner`.
-        placement: how the parameter is cut.
-        owner: the pipeline rank with the parameter.
-
     Returns:
         The full tensor on the first of these ranks, None on the others.
     """

@@ -84,11 +84,6 @@ class FullTensor(Tensor):
 def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
     """Writes the states of an optimizer and the options of its parameter groups. Collective.
 
-    Args:
-        optimizer: of this rank's slices or shards.
-        local: the position of each in its full parameter, see `local_parameters`.
-        folder: created if absent.
-
     Raises:
         RuntimeError: on every rank, names the rank that could not write, and the reason.
     """
@@ -185,9 +180,6 @@ def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, save
     """Returns an empty tensor into which DCP reads a state.
 
     Args:
-        about: the parameter's position in the full tensor.
-        name: of the state in the folder.
-        saved: the state's description in the folder.
         counts: whether the state is a number for any parameter, such as the number of steps.
     """
     dtype = saved.properties.dtype

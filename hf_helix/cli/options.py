@@ -55,15 +55,7 @@ class CommandParser(argparse.ArgumentParser):
 def add_parser(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str
 ) -> argparse.ArgumentParser:
-    """Declare a command.
-
-    Args:
-        commands: of `hf-helix`.
-        name: of the command.
-        run: is called with the options.
-        summary: one line, for the list of commands.
-        text: examples and explanations, below the options in `--help`.
-    """
+    """Declare a command."""
     description = f"{summary[:1].upper()}{summary[1:]}."
     parser = commands.add_parser(
         name, help=summary, description=description, epilog=text, formatter_class=HelpFormatter

@@ -69,13 +69,7 @@ class PlanCommand(Command):
 
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    """The plan of a rule from a profile, for windows of a schedule.
-
-    Args:
-        rule: a key of `RULES`.
-        profile: the times of the operators.
-        schedule: of the plan's windows.
-    """
+    """The plan of a rule from a profile, for windows of a schedule."""
     from hf_helix.measure.progress import progress_bar
     from hf_helix.planning.plan.registry import make_plan
 

@@ -48,12 +48,7 @@ class Ring:
 
 
 def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
-    """Returns where the ranks of an axis stand.
-
-    Args:
-        cluster: its devices are numbered node by node, and in a node island by island.
-        dimensions: of the axis: for each, how many ranks it has, and the distance between two neighbours.
-    """
+    """Returns where the ranks of an axis stand."""
     within = [
         math.prod(max(1, min(size, block // stride)) for size, stride in dimensions) for block, _ in cluster.levels
     ]
@@ -81,8 +76,6 @@ def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> li
     """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them.
 
     Args:
-        cluster: its devices are numbered node by node.
-        sizes: of the layout.
         spreads: whether weights are spread, so that operators communicate over data-parallel ranks, too.
     """
     by_axis = rings(cluster, sizes)
@@ -93,13 +86,7 @@ def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> li
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
-    """Returns what a kernel takes.
-
-    Args:
-        kernel: what it does.
-        cluster: whose device runs it.
-        dtype: the type of matrix products, a key of the device's peaks.
-    """
+    """Returns what a kernel takes."""
     device = cluster.device
     moving = device.moving_seconds(kernel.bytes)
     computing = kernel.exponentials / device.exponentials
@@ -151,15 +138,7 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
 def operator_seconds(
     amounts: OperatorAmounts, kind: Kind, axes: Mapping[str, Ring], cluster: Cluster, dtype: str
 ) -> float:
-    """Returns what an operator takes alone.
-
-    Args:
-        amounts: what it does.
-        kind: what it is.
-        axes: of the layout, see `rings`.
-        cluster: what it runs on.
-        dtype: the type of matrix products.
-    """
+    """Returns what an operator takes alone."""
     if kind.communicates:
         return max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers))
     seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in amounts.kernels)
@@ -208,9 +187,7 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
     evenly. Stages of a pipeline hand on to one another, and do not meet.
 
     Args:
-        layout: what the ranks hold.
         times: seconds of every operator.
-        cluster: says how long ranks wait.
     """
     seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
@@ -228,10 +205,8 @@ def contended(
     """Returns operators beside each other; of those that contention slows alike, the longest stands for all.
 
     Args:
-        layout: what the ranks hold.
         times: seconds of every operator.
         sent: bytes that a rank sends in every operator that communicates.
-        cluster: says how many times longer one kind takes beside another.
 
     Returns:
         The pairs, and for each operator that is in none of them the one that stands for it; for none where one operator

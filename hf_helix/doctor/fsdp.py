@@ -92,9 +92,6 @@ def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batc
     """Returns what an optimizer step takes under FSDP over all devices.
 
     Args:
-        amounts: of a rank of plain data parallelism.
-        case: with data parallelism alone, and the plan `sequential`.
-        cluster: what it runs on.
         sync_each_batch: whether to reduce gradients in every micro-batch.
 
     Raises:

@@ -24,11 +24,7 @@ Held = Mapping[int, int]
 
 
 def held_until_waited(program: Sequence[Instruction]) -> Held:
-    """Returns until when collectives hold memory on a GPU.
-
-    Args:
-        program: the instructions of a rank.
-    """
+    """Returns until when collectives hold memory on a GPU."""
     events = _Events()
     for place, instruction in enumerate(program):
         op = instruction.operator
@@ -52,7 +48,6 @@ def held_until_over(program: Sequence[Instruction], starts: Sequence[float], end
     """Returns until when collectives hold memory on a CPU, which computes while it issues.
 
     Args:
-        program: the instructions of a rank.
         starts: seconds at which each of them starts.
         ends: seconds at which each of them ends.
     """

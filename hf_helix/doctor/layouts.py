@@ -183,9 +183,6 @@ class Search:
         """Returns a step at higher fidelity, without the optimizer in shards where that fits and is faster. Where the
         programs need more memory than the schedule did, returns the fastest way that needs so much less, or why there
         is none.
-
-        Args:
-            quick: a step at `Fidelity.QUICK`.
         """
         room, found = self.cluster.device.memory, quick
         while True:
@@ -245,9 +242,6 @@ class Search:
 
         Two strands keep a layer's activations more. So one is run where there is nothing that two could hide, and tried
         where two need recomputation, or do not fit.
-
-        Args:
-            sizes, other, shard_parameters: as of `_fastest`.
         """
         if self.plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
@@ -265,7 +259,6 @@ class Search:
         """Returns the micro-batches of a data-parallel rank with which a step has about the tokens that are asked for.
 
         Args:
-            sizes: the parallel sizes.
             batch: sequences in a micro-batch.
 
         Raises:
@@ -286,9 +279,6 @@ class Search:
         """Returns the fastest case that fits.
 
         Args:
-            sizes: the parallel sizes.
-            plan: the name of a rule.
-            other: a case that is known; one that cannot be faster is not looked at.
             shard_parameters: whether weights are spread.
         """
         best: Step | None = None
@@ -387,7 +377,6 @@ class Search:
         """Returns the case as it fits, with no more recomputation than needs be; the optimizer in shards, if possible.
 
         Args:
-            case: without anything that saves memory, but for weights that are spread.
             smaller: a case with smaller micro-batches, which needs no more memory and fits; None for the smallest.
 
         Raises:
@@ -427,13 +416,6 @@ class Search:
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
     """Checks what can be known of a layout before anything is counted.
 
-    Args:
-        sizes: of the layout.
-        length: tokens in a sequence.
-        layers: of the model.
-        experts: of a layer; 1 for a dense model.
-        schedule: as in `HelixConfig`.
-
     Raises:
         ValueError: the layout cannot be built, or is never worth it; says why.
     """
@@ -455,7 +437,6 @@ def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
     devices.
 
     Args:
-        cluster: its devices.
         with_experts: whether the model has experts, which data-parallel ranks may share.
     """
     for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):

@@ -106,13 +106,7 @@ def bytes_text(count: float) -> str:
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread.
-
-    Args:
-        amounts: what a rank holds, by unit.
-        layout: which units are on which rank.
-        rank: of the pipeline.
-    """
+    """Returns the parameters of a pipeline rank, as if none were spread."""
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     weights = [amounts.weights[name] for name in names if name in amounts.weights]
     return Weights(
@@ -125,15 +119,7 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
 
 
 def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: Sharing) -> Memory:
-    """Returns the memory of a pipeline rank.
-
-    Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks.
-        rank: in the pipeline.
-        peak: of a window.
-        sharing: what ranks with copies keep.
-    """
+    """Returns the memory of a pipeline rank."""
     held = held_weights(amounts, layout, rank)
     trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]

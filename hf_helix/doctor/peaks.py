@@ -36,9 +36,6 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     The batches are left out, and so are gradients unless weights are spread: else they are there between windows, too.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks.
-        program: the instructions of the rank.
         held: until when collectives hold what they read and work with; None where each ends as it is issued.
     """
     alive = _Alive(amounts, layout)
@@ -61,9 +58,6 @@ def peaks_of_window(
     """Returns what is alive on each rank when most is, operator by operator.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks.
-        programs: the instructions of all ranks, one rank after the other.
         timeline: on CPUs, when each of them runs: collectives hold memory until they are over. None on GPUs, where they
             hold it until they are waited for.
     """
@@ -126,7 +120,6 @@ class _Alive:
         """Counts what an instruction allocates, and what is freed behind it.
 
         Args:
-            instruction: what runs.
             holds: whether it holds what it reads and works with until it is let go.
 
         Returns:
@@ -169,13 +162,7 @@ class _Alive:
         return held
 
     def _held(self, instruction: Instruction, name: Name, sort: int) -> list[_Block]:
-        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive.
-
-        Args:
-            instruction: what runs.
-            name: of its operator.
-            sort: what it works with is for.
-        """
+        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive."""
         left = sum(storage.bytes for storage in self._amounts.lifetimes.left.get(name, ()))
         works = _Block(max(0, self._amounts.operators[name].peak - left), sort)
         self._now[works.sort] += works.bytes
@@ -198,11 +185,7 @@ class _Alive:
         """Counts memory until nothing holds it any more.
 
         Args:
-            instruction: allocates it.
             count: bytes.
-            values: the values of its unit that lie in it.
-            last: an entry of its unit behind which it may be freed.
-            sort: what it is for.
         """
         microbatch, unit, layout = instruction.microbatch, instruction.unit, self._layout
         block = _Block(count, sort)
@@ -259,9 +242,6 @@ def peaks_of_schedules(
     turns, layer by layer.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks.
-        schedules: of a window; one of them is run.
         two_strands: whether the plan may keep one layer more.
     """
     passes = _Passes(amounts, layout)

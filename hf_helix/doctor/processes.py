@@ -21,13 +21,7 @@ _work: Callable[[Any], Any] | None = None
 
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Iterator[Result]:
-    """Yields what work returns for each piece.
-
-    Args:
-        work: what is done; its exceptions are raised here.
-        pieces: what it is done for.
-        workers: how many processes; with 1, or where processes cannot be forked, this one does everything.
-    """
+    """Yields what work returns for each piece."""
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(work, pieces)
         return

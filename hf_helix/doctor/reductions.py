@@ -38,14 +38,7 @@ COPY = ELEMENT["bf16"]
 def gradient_sums(
     amounts: Amounts, layout: Layout, spread: Collection[str] = ()
 ) -> list[tuple[GradientReduction, int]]:
-    """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts.
-
-    Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        spread: the axes over which gradients are reduced to parts. Then those of a flat are one sum; of experts no
-            other rank may have copies.
-    """
+    """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts."""
     found = []
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -69,15 +62,7 @@ def gradient_sums(
 def profile_with_sums(
     profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
 ) -> Profile:
-    """Returns the profile with the sums of gradients in its layout; the same where no other rank sees other tokens.
-
-    Args:
-        profile: the times of the operators.
-        amounts: of a rank of this layout.
-        axes: where the ranks of every axis stand.
-        cluster: what it runs on.
-        spread: the axes over which gradients are reduced to parts.
-    """
+    """Returns the profile with the sums of gradients in its layout; the same where no other rank sees other tokens."""
     if axes[COPIES].size == 1:
         return profile
     found = gradient_sums(amounts, profile.layout, spread)
@@ -135,13 +120,7 @@ def _contended(
 def sums_behind(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
 ) -> float:
-    """Returns the seconds of all sums of the rank that has most, where none begins before the last backward ends.
-
-    Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        axes, cluster, spread: as of `profile_with_sums`.
-    """
+    """Returns the seconds of all sums of the rank that has most, where none begins before the last backward ends."""
     completed = _completed(amounts, layout, axes, cluster, spread)
     return max(
         sum(completed.get(unit, 0.0) for unit in layout.units_of(rank) if layout.units[unit] in amounts.weights)
@@ -166,13 +145,7 @@ def _completed(
 def weight_gathers(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring]
 ) -> list[tuple[WeightGather, KeptWeights]]:
-    """Returns the gathers of all ranks of a pipeline, each with the weights that it gathers.
-
-    Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        axes: where the ranks of every axis stand; what no other rank has copies of is not gathered.
-    """
+    """Returns the gathers of all ranks of a pipeline, each with the weights that it gathers."""
     found = []
     units = list(layout.units)
     for unit, name in enumerate(units):
@@ -188,14 +161,7 @@ def _axis(kept: KeptWeights) -> str:
 
 
 def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
-    """Returns the profile with the gathers of weights in its layout; the same where no rank has copies.
-
-    Args:
-        profile: the times of the operators.
-        amounts: of a rank of this layout.
-        axes: where the ranks of every axis stand.
-        cluster: what it runs on.
-    """
+    """Returns the profile with the gathers of weights in its layout; the same where no rank has copies."""
     found = weight_gathers(amounts, profile.layout, axes)
     if not found:
         return profile
@@ -206,13 +172,7 @@ def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, 
 
 
 def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster) -> float:
-    """Returns the seconds in which a rank casts its part of some weights, if need be, and gathers all of them.
-
-    Args:
-        kept: the weights.
-        axes: where the ranks of every axis stand.
-        cluster: what it runs on.
-    """
+    """Returns the seconds in which a rank casts its part of some weights, if need be, and gathers all of them."""
     ring, device = axes[_axis(kept)], cluster.device
     own = kept.elements / ring.size
     cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
@@ -225,9 +185,6 @@ def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: b
     the type of matrix products; later ones find the copies.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        cluster: what it runs on.
         gathered: whether weights are cast before they are gathered (`gather_seconds`), and only others here.
     """
     found = 0.0

@@ -80,12 +80,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
 
 
 def shards_line(best: Step, shared: Step) -> str:
-    """Returns why a step is proposed without the optimizer in shards.
-
-    Args:
-        best: the step.
-        shared: the same with `shard_optimizer`.
-    """
+    """Returns why a step is proposed without the optimizer in shards."""
     slower = shared.seconds / best.seconds - 1
     less = bytes_text(best.memory.total - shared.memory.total)
     return (
@@ -95,13 +90,7 @@ def shards_line(best: Step, shared: Step) -> str:
 
 
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
-    """Yields the best layouts, and plain data parallelism beside them.
-
-    Args:
-        ranking: at least one layout.
-        cluster: what they run on.
-        top: how many are shown.
-    """
+    """Yields the best layouts, and plain data parallelism beside them."""
     best, plain = ranking.steps[0], ranking.plain()
     if is_plain(best.case):
         spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
@@ -146,15 +135,7 @@ def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step
 
 
 def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
-    """Returns a row of the table.
-
-    Args:
-        name: of the layout.
-        how: it is run, as wide as the column.
-        step: what it takes.
-        best: the fastest.
-        cluster: what they run on.
-    """
+    """Returns a row of the table."""
     peak = cluster.device.peaks[step.case.dtype] / 1e12
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second

@@ -158,9 +158,6 @@ def kinds_of(model: Any) -> Kinds:
 
     The whole model is declared here once, as if for one device, so that what cannot be run is refused.
 
-    Args:
-        model: a Transformers model, perhaps a `PeftModel`.
-
     Raises:
         ValueError: the model cannot be run.
     """
@@ -197,14 +194,9 @@ def amounts_of(
     on the meta device.
 
     Args:
-        model: a Transformers model, perhaps a `PeftModel`.
-        config: the sizes of the mesh, and how the model is cut.
         batch: sequences in a micro-batch.
-        length: tokens in a sequence.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        backend: "nccl", which adds up what it reduces, and operators take the ways of a GPU; or "gloo", those of a CPU.
         kinds: which layers are alike; None to find out.
-        dp_size: data-parallel ranks, over which `config.shard_parameters` spreads weights.
 
     Raises:
         ValueError: the model cannot be cut like this.
@@ -234,14 +226,7 @@ def amounts_of(
 
 
 def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
-    """Returns the mesh of a layout.
-
-    Args:
-        config: the sizes of the mesh.
-        backend: as of `amounts_of`.
-        dp_size: as of `amounts_of`.
-        inter_node_axes: the axes that communicate between nodes.
-    """
+    """Returns the mesh of a layout."""
     return simulated_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
 

@@ -177,9 +177,6 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
     """Returns the times of the operators of a case, with its layout.
 
     Args:
-        amounts: of a rank of this case's layout.
-        case: what is trained how.
-        cluster: what it runs on.
         whole: whether gradient reductions and the gathers of weights that happen once in a window are among them.
 
     Raises:
@@ -190,14 +187,7 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
 
 
 def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
-    """Returns a profile with the gradient reductions and the gathers of weights of a window.
-
-    Args:
-        profile: the times of the operators.
-        amounts: of a rank of this case's layout.
-        case: what is trained how.
-        cluster: what it runs on.
-    """
+    """Returns a profile with the gradient reductions and the gathers of weights of a window."""
     axes = rings(cluster, case.sizes)
     profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
     return profile_with_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else profile
@@ -227,9 +217,7 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     """Returns what is alive on each rank of a pipeline when most is.
 
     Args:
-        amounts: of a rank of this case's layout.
         case: what is trained how; whether states are sharded does not matter.
-        layout: of the case.
     """
     two_strands = not runs_one_strand(case.plan)
     usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
@@ -283,16 +271,7 @@ def simulate_plan(
     plan: Plan,
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
-    """Returns what an optimizer step takes under a plan, whatever the case says of plans.
-
-    Args:
-        amounts: of a rank of this case's layout.
-        case: what is trained how.
-        cluster: what it runs on.
-        profile: the times of the operators, see `profile_of`; without gradient reductions, none are in the window.
-        plan: for this profile.
-        fidelity: how much of the window is predicted.
-    """
+    """Returns what an optimizer step takes under a plan, whatever the case says of plans."""
     has_reductions = profile.layout.reductions or profile.layout.gathers
 
     def complete(profile: Profile) -> Profile:

@@ -192,11 +192,7 @@ class WindowClock:
         return Planned(profile, self._make_plan(profile))
 
     def extrapolated(self, value: Callable[[Planned], Sequence[float]]) -> list[float]:
-        """Returns values of all layers, each at least 0, from the values of few layers.
-
-        Args:
-            value: returns as many values for each number of layers.
-        """
+        """Returns values of all layers, each at least 0, from the values of few layers."""
         made, times = self._reduced
         far = value(made[-1])
         near = value(made[0]) if times else far
@@ -296,10 +292,6 @@ class WindowClock:
 def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[Layout], float]:
     """Returns a layout with few layers on every stage and a layout with more, and by how many times their difference
     the whole layout has more than the latter; the layout itself where it has too few layers to leave any out.
-
-    Args:
-        layout: of all layers.
-        numbers: of layers on a stage, or of their periods where layers differ; stages with more layers keep more.
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
@@ -347,13 +339,7 @@ def rank_layout(layout: Layout, rank: int) -> Layout:
 
 
 def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
-    """Returns some units of a layout as a layout, without gradient reductions and gathers of weights.
-
-    Args:
-        layout: of all units.
-        stages: the units of each virtual stage.
-        ranks: of each virtual stage.
-    """
+    """Returns some units of a layout as a layout, without gradient reductions and gathers of weights."""
     units = [unit for stage in stages for unit in stage]
     numbers = {unit: number for number, unit in enumerate(units)}
     chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
@@ -365,13 +351,7 @@ def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[
 
 @functools.lru_cache(maxsize=64)
 def schedule_of(name: str, num_ranks: int, microbatches: int) -> Schedule:
-    """Returns the schedule of a window, made once: many layouts have the same.
-
-    Args:
-        name: of the schedule.
-        num_ranks: of the pipeline.
-        microbatches: of the window.
-    """
+    """Returns the schedule of a window, made once: many layouts have the same."""
     return Scheduler(name, num_ranks)(microbatches)
 
 
@@ -386,9 +366,6 @@ def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: b
     """Returns the schedules that memory is counted for, of a window as long as memory depends on.
 
     Args:
-        name: of the schedule; "auto" may take any on the fold, and one that puts off weight gradients.
-        num_ranks: of the pipeline.
-        microbatches: of the window.
         two_strands: whether forward and backward run beside each other.
     """
     count = min(microbatches, REMEMBERED * num_ranks)
@@ -403,14 +380,7 @@ def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Sc
 
 
 def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:
-    """Returns the name of the fastest of the schedules that a name stands for.
-
-    Args:
-        name: of a schedule, or "auto".
-        layout: of all ranks of a pipeline.
-        microbatches: of the window.
-        costs: of the virtual stages.
-    """
+    """Returns the name of the fastest of the schedules that a name stands for."""
     names = possible_names(name, layout.num_ranks)
     if len(names) == 1:
         return names[0]

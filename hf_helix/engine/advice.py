@@ -60,12 +60,7 @@ def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype:
     """Writes what the doctor found to a file in the cache.
 
     Args:
-        model: the whole model.
         speeds: predicted tokens per second of each layout, at least one.
-        cluster: the cluster of the predictions.
-        dtype: the type of matrix products.
-        length: tokens in a sequence.
-        tokens: tokens of a step, as asked for.
     """
     layouts = [{"layout": size_text(sizes), "tokens_per_second": round(speed)} for sizes, speed in speeds.items()]
     path = _file(model, cluster.devices)
@@ -103,11 +98,7 @@ class Advice:
             self._data = known_layouts(base, machine)
 
     def say(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Says on rank 0, once, if a layout is known that is clearly faster than the one that runs.
-
-        Args:
-            batches: of the first window of this rank.
-        """
+        """Says on rank 0, once, if a layout is known that is clearly faster than the one that runs."""
         data, self._data = self._data, None
         if data is None:
             return
@@ -120,12 +111,7 @@ class Advice:
 
 
 def known_layouts(base: Any, machine: Machine) -> Any:
-    """Returns what the doctor found for a model on such a machine; None where it was not asked.
-
-    Args:
-        base: the whole Transformers model.
-        machine: what it is to be trained on.
-    """
+    """Returns what the doctor found for a model on such a machine; None where it was not asked."""
     try:
         data = json.loads(_file(base, machine.devices).read_text())
         return data if data["format"] == FORMAT and data["machine"] == vars(machine) else None
@@ -134,14 +120,7 @@ def known_layouts(base: Any, machine: Machine) -> Any:
 
 
 def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int) -> str | None:
-    """Returns what to say of a layout; None where nothing better is known.
-
-    Args:
-        data: of `known_layouts`.
-        sizes: of the mesh, by the names of its dimensions.
-        length: of the longest sequence.
-        tokens: of a step.
-    """
+    """Returns what to say of a layout; None where nothing better is known."""
     mine = Sizes(sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"], sizes["ep"])
     try:
         if not _near(length, data["length"]) or not _near(tokens, data["tokens"]):

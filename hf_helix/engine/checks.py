@@ -34,11 +34,6 @@ logger = logging.getLogger(__name__)
 def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None = None) -> None:
     """Refuses models that are cut already, of other types than fp32 and bf16, or at odds with loss or weights.
 
-    Args:
-        model: the model as given.
-        loss_tweaks: the changes of the loss by training arguments.
-        weights: the folder of its weights, if given.
-
     Raises:
         ValueError: says what the model is and how to load it.
     """
@@ -176,8 +171,6 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
     """Refuses to train nothing, or weights that were frozen at the cut: their gradients are not in the plan.
 
     Args:
-        model: the cut model.
-        stage: this rank's part of the model.
         was_trained: whether any weight was trained at the cut, on any rank.
 
     Raises:

@@ -89,10 +89,6 @@ class Diagnostics:
     def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
         """Measures the plan in use and the plans of other rules, on the last trained window. Collective.
 
-        Args:
-            rules: the rules to compare with, see `HelixConfig.plan`.
-            repeats: the number of times of each plan, whose medians are taken.
-
         Raises:
             ValueError: nothing has been trained yet.
         """
@@ -169,8 +165,6 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
     """Returns the figures of routers since the last log, as means over layers; each token counts once. Collective.
 
     Args:
-        stage: the units of this rank, whose meters are read and reset.
-        mesh: the mesh of ranks.
         capped: whether experts drop tokens beyond their capacity.
 
     Returns:

@@ -84,7 +84,6 @@ def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: Sequenc
 
     Args:
         logits: the logits of this rank [tokens, batch, slice of the vocabulary].
-        runner, head, cut: the runner of the model, the weight of its head, and the cut of the sequence.
     """
     tp, cp = runner.mesh.tp, runner.mesh.cp
     if tp.size > 1:

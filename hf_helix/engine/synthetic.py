@@ -35,12 +35,6 @@ def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
 def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model with LoRA adapters in fp32, on the meta device in training mode.
 
-    Args:
-        model_config: the Transformers configuration of the model, or its path.
-        rank: the rank of the adapters.
-        target_modules: "all-linear", or names of modules with commas between them.
-        dtype: the type of the frozen weights.
-
     Raises:
         ValueError: PEFT is not installed, or the model has no modules of these names.
     """
@@ -95,7 +89,6 @@ class Workload:
         Args:
             count: the number of micro-batches.
             batch: sequences in a micro-batch.
-            length: tokens in a sequence.
         """
         generator = torch.Generator().manual_seed(1)
         scale = LossScale(torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device))

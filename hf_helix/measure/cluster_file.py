@@ -57,9 +57,7 @@ def measure_cluster(
     """Returns the content of a cluster file of this machine. Collective.
 
     Args:
-        device: the device of this rank.
         link: the speed of an emulated link, as in `HelixConfig(link=...)`; None for the links of the machine.
-        progress: called with the current measurement.
 
     Raises:
         ValueError: nodes have different numbers of ranks, or the ranks of a node do not follow each other.

@@ -117,12 +117,7 @@ def _collective_seconds(streams: Streams, kind: Kind, work: Work) -> float:
 
 
 def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
-    """Returns the link fitted to times of collectives.
-
-    Args:
-        timed: collectives of several methods and sizes.
-        sharing: the number of groups of ranks that send the same over the link at once.
-    """
+    """Returns the link fitted to times of collectives."""
     smallest = [min((each for each in timed if each.method == name), key=lambda each: each.bytes) for name in METHODS]
     latency = statistics.median(each.seconds / each.messages for each in smallest)
     most = max(each.bytes // each.messages for each in timed)

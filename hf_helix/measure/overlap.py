@@ -211,13 +211,6 @@ def time_in_turn(
     """Returns the seconds of every work on the slowest rank, round by round, the same on every rank. Collective.
 
     Works are timed in turn, so that a disturbance of the machine slows all of them.
-
-    Args:
-        works: the works, which may leave gradients; all run in every round.
-        first: any of the runners, whose gradients are forgotten before each work.
-        repeats: the number of rounds that count; a round before warms up.
-        keep_gradients: the works that need the gradients of the work before.
-        progress: called in every round.
     """
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):

@@ -184,7 +184,6 @@ def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, for
     Args:
         ids: [batch, sequence].
         mask: 1 for tokens, 0 for padding [batch, sequence].
-        positions: from the collator; a restart of positions begins a document, unless a mask is given.
         form: the form of the batch; None reads it.
 
     Returns:

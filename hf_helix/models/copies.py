@@ -33,12 +33,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Returns a value with what stands in the place of the objects that it refers to, through functions, too.
-
-    Args:
-        value: an attribute of a module, or a variable or a default of a function.
-        memo: as of `copy.deepcopy`.
-    """
+    """Returns a value with what stands in the place of the objects that it refers to, through functions, too."""
     if isinstance(value, functools.partial):
         keywords = {name: rebound(part, memo) for name, part in value.keywords.items()}
         return functools.partial(rebound(value.func, memo), *(rebound(part, memo) for part in value.args), **keywords)

@@ -178,13 +178,7 @@ class DerivedFamily(Family):
     def _place(
         self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: ValuePlacement
     ) -> Placements:
-        """Returns the placements of a trace, after tracing through the norms named by `NeedsInlining`.
-
-        Args:
-            key: identifies the trace, which is made once for all equal layers and all numbers of ranks.
-            make: traces, given the paths of norms to trace through.
-            hidden: the placement of the value that enters.
-        """
+        """Returns the placements of a trace, after tracing through the norms named by `NeedsInlining`."""
         inlined: frozenset[str] = frozenset()
         while True:
             if (key, inlined) not in self._traces:

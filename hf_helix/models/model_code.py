@@ -161,8 +161,6 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
     """Yields code in the place of a `forward`: on this instance, in its class, or in a class of another package.
 
     Args:
-        where: the name of the module in the model.
-        module: the module.
         is_own: whether the model's class is not of Transformers, so that its family declares the user's own code.
         kernels: whether Transformers was asked to use kernels of the Hub.
     """

@@ -117,8 +117,6 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
     """Returns the plain module inside a submodule, with its adapters.
 
     Args:
-        module: a linear or an embedding, perhaps inside PEFT's wrappers.
-        label: the place in the model, for the error.
         embeddings_of_subclasses: whether subclasses of `nn.Embedding` pass, see `Builder.lookup`.
 
     Raises:

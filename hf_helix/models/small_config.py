@@ -112,14 +112,7 @@ HEAD_DIMS = ("head_dim", "swa_head_dim", "kv_channels", "attention_head_size", "
 
 
 def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) -> Any:
-    """Returns the value of a field in the small configuration.
-
-    Args:
-        name: the field.
-        standard: what most configurations call it; `hidden_size` for `n_embd`.
-        value: its value in the configuration of any size.
-        given: all of that configuration's fields.
-    """
+    """Returns the value of a field in the small configuration."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, list):
@@ -143,13 +136,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
 
 
 def _small_head(value: int, given: Mapping[str, Any]) -> int:
-    """Returns the size of heads: as wide together as the model or wider, as they were.
-
-    Args:
-        value: the size in the configuration of any size. With multi-head latent attention it may be that of the part
-            that is rotated, or of both parts.
-        given: all of that configuration's fields.
-    """
+    """Returns the size of heads: as wide together as the model or wider, as they were."""
     rotated, other = given.get("qk_rope_head_dim"), given.get("qk_nope_head_dim")
     if rotated and other and value in (rotated, rotated + other):
         return min(value, SIZE_OF["qk_rope_head_dim" if value == rotated else "qk_head_dim"])
@@ -169,12 +156,7 @@ def _small_changes(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
 
 def small_rope(rope: Any, rotary_size: int) -> Any:
-    """Returns the parameters of a rope, or of the ropes of several kinds of layers, for small heads.
-
-    Args:
-        rope: `rope_parameters` of a configuration; factors stay as they are.
-        rotary_size: the features of a small head that a rope may rotate.
-    """
+    """Returns the parameters of a rope, or of the ropes of several kinds of layers, for small heads."""
     if not isinstance(rope, dict):
         return rope
     size = int(rotary_size * (rope.get("partial_rotary_factor") or 1.0))
@@ -228,13 +210,7 @@ Features = list[Any]
 
 
 def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int = FEWEST) -> Values:
-    """Returns the fields of a configuration with few layers.
-
-    Args:
-        given: the fields.
-        standard: what most configurations call a field, for fields of another name.
-        fewest: the number of layers that stay at least, where there are so many.
-    """
+    """Returns the fields of a configuration with few layers."""
     values = dict(given)
     counts = [name for name in values if standard.get(name, name) in COUNTS and isinstance(values[name], int)]
     if not counts:
@@ -283,13 +259,7 @@ def _restricted(name: str, features: Features, kept: list[int]) -> Any:
 
 
 def _kept(kinds: list[tuple[str, ...]], count: int, fewest: int) -> list[int]:
-    """Returns the layers to keep: the first of each kind; where there are too many, those that show every feature.
-
-    Args:
-        kinds: what is said of each layer; empty if nothing tells them apart.
-        count: the number of layers.
-        fewest: the number of layers that stay at least.
-    """
+    """Returns the layers to keep: the first of each kind; where there are too many, those that show every feature."""
     kept: list[int] = []
     shown: set[tuple[int, str]] = set()
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -315,7 +285,6 @@ def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedCo
 
     Args:
         class_name: a causal-LM class, such as `Gemma2ForCausalLM`.
-        fewest_layers: see `small_config`.
 
     Raises:
         ValueError: Transformers has no such class.
@@ -341,13 +310,7 @@ def _is_multiplier(name: str) -> bool:
 
 
 def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns a small configuration of the same class; the given one stays as it is.
-
-    Args:
-        config: the configuration of a causal LM, of any size. Configurations within it (of text, of images) become
-            small, too.
-        fewest_layers: the number of layers that it has at least; a pipeline needs two for each of its ranks.
-    """
+    """Returns a small configuration of the same class; the given one stays as it is."""
     given = config.to_dict()
     standard = {name: word for word, name in (config.attribute_map or {}).items()}
     values = shorten(given, standard, fewest_layers)

@@ -114,7 +114,6 @@ def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tenso
     Args:
         value: [..., hidden].
         weight: [hidden].
-        epsilon: added to the mean of squares.
     """
     out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
     return out, scale
@@ -128,7 +127,6 @@ def fused_rms_norm_backward(
     Args:
         gradient: of the normed value, [..., hidden].
         value: the input of the norm, [..., hidden].
-        scale: the reciprocals of the roots, from `fused_rms_norm`.
         weight: [hidden].
         trained: whether to return the gradient of the weight.
     """

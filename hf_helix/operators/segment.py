@@ -37,11 +37,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Adds to the gradients of inputs, as `torch.autograd.backward` does, without its checks of arguments, which take
     the host longer than a small graph.
-
-    Args:
-        edges: the begin of backward, see `torch.autograd.graph.get_gradient_edge`.
-        gradients: one for each edge.
-        inputs: the leaves whose gradients are added to.
     """
     engine: Any = Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)

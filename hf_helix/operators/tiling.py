@@ -25,10 +25,6 @@ from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_pair
 def tile_unit(unit: Unit, tiles: int) -> Unit:
     """Returns the unit with its collectives and their linears cut into tiles along the sequence.
 
-    Args:
-        unit: the unit.
-        tiles: how many; with 1, or without communication, the unit stays as it is.
-
     Raises:
         ValueError: fewer than one tile, or a collective beside a linear is neither an `AllGather` nor a
             `ReduceScatter`.
@@ -97,8 +93,6 @@ def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
 
     Args:
         value: [rows, ...].
-        blocks: blocks of equal length along dimension 0, each cut by itself.
-        tiles: how many tiles.
     """
     by_block = value.unflatten(0, (blocks, value.shape[0] // blocks))
     return tuple(piece.flatten(0, 1) for piece in by_block.tensor_split(tiles, dim=1))

@@ -31,8 +31,6 @@ def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_r
     Args:
         ids: [sequence, batch], over the full vocabulary.
         weight: [rows, hidden], rows `first_row` and on of a table of `num_rows`.
-        first_row: the first row on this rank.
-        num_rows: of the full table.
         padding_row: the id whose row gets no gradient, as `nn.Embedding.padding_idx`; None for no such row.
     """
     rows = weight.shape[0]
@@ -50,8 +48,6 @@ def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
 
     Args:
         embeddings: [tokens of this rank, batch, hidden].
-        alpha: the strength of the noise, `neftune_noise_alpha`.
-        length: the length of the sequence from the collator, before cuts and padding.
     """
     bound = alpha / math.sqrt(length * embeddings.shape[-1])
     return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)
@@ -147,7 +143,6 @@ def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: flo
         rows: logits [tokens, slice].
         targets: [tokens], counted from the first row of the slice; they may lie outside the slice.
         smoothing, share: the part of a target for an even share, and each row's share.
-        figures: see `TokenStatistics`.
     """
     # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
@@ -166,7 +161,6 @@ def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: fl
     """Returns the gradient of the logits of some tokens, in their type.
 
     Args:
-        rows, targets, smoothing, share: see `chunk_statistics`.
         factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
     """
     of_all, of_target = factors.unsqueeze(-1)
@@ -190,7 +184,6 @@ def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Te
     figures the result is [3]: the loss, the summed entropy of its tokens, and the number of right predictions.
 
     Args:
-        statistics: see `TokenStatistics`.
         targets: [sequence, batch], already shifted; -100 is ignored.
         loss_scale: the factor of the sum over tokens, such as 1 / number of targets in the window.
     """

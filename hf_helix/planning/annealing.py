@@ -27,13 +27,7 @@ Accept = Callable[[float, float, float, random.Random], bool]
 
 
 def metropolis(current: float, proposed: float, temperature: float, rng: random.Random) -> bool:
-    """Accepts a worse value with the probability exp(-difference / temperature).
-
-    Args:
-        current, proposed: the values.
-        temperature: in the unit of the values.
-        rng: decides.
-    """
+    """Accepts a worse value with the probability exp(-difference / temperature)."""
     return proposed <= current or rng.random() < math.exp((current - proposed) / (temperature + 1e-12))
 
 
@@ -41,9 +35,6 @@ def threshold(current: float, proposed: float, temperature: float, rng: random.R
     """Accepts a value that is worse by at most a random part of the temperature.
 
     It uses no transcendental function, so the walk is the same on every machine.
-
-    Args:
-        current, proposed, temperature, rng: as of `metropolis`.
     """
     return proposed <= current + temperature * rng.random()
 

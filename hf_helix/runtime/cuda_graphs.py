@@ -249,9 +249,6 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None
     """Returns why no window of a run can be captured, if so; the same on every rank.
 
     Args:
-        mesh: of the run.
-        runner: of the run.
-        capacity: see `HelixConfig.expert_capacity_factor`.
         is_peft: whether the model has adapters, which a script may switch and scale at any time.
     """
     if mesh.device.type != "cuda":

@@ -113,8 +113,6 @@ def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tup
 
     Args:
         elements: [n].
-        start: the index of the first element.
-        shape: of the tensor.
     """
     if not elements.numel():
         return

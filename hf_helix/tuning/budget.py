@@ -60,7 +60,6 @@ def affordable(budget: float, cost: Callable[[Tier], float], done: str = "") -> 
     Args:
         budget: the seconds that tuning may take.
         cost: returns an estimate of the seconds of a tier.
-        done: the name of the tier that was done already; empty if none was.
     """
     names = [tier.name for tier in TIERS]
     better = TIERS[names.index(done) + 1 :] if done in names else TIERS
@@ -79,11 +78,7 @@ def tuning_cost(
     """Returns an estimate of the seconds of a tuning.
 
     Args:
-        tier: the thoroughness of the tuning.
-        layout: the units of the model on the ranks of the pipeline.
         window_seconds: the seconds of the timed window.
-        num_instructions: the number of instructions that a rank issues for the window.
-        schedules: the number of schedules to choose from.
         profiled: whether operators are measured; False with a given profile.
         on_gpu: whether the device is held until the host has issued the measured operators.
     """

@@ -78,15 +78,6 @@ def make_plans(
 ) -> dict[str, Plan]:
     """Returns the plan of each rule: rank 0 makes it, and every rank receives it. Collective.
 
-    Args:
-        rules: names of `hf_helix.planning.plan.registry`.
-        profile: the operator times.
-        model: the name of the model's class, for plan files.
-        mesh: the sizes of the mesh by the names of the options, for plan files.
-        schedule: the schedule of the window, for searched plans.
-        progress: called while plans are made.
-        searching: the length of a search, see `make_plan`.
-
     Raises:
         ValueError, RuntimeError: on every rank, if rank 0 could not make a plan; see `decide_on_rank_0`.
     """
@@ -154,12 +145,8 @@ def compare(
     On an emulated link, plans are timed without the link, too.
 
     Args:
-        runner: a runner under the plan in use, without gradients.
         window: the micro-batches.
-        rules: the rules to compare with, see `hf_helix.planning.plan.registry`.
         profile: the operator times; None to measure them.
-        repeats: the number of times of each plan that count.
-        progress: called while plans are timed.
     """
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
@@ -184,9 +171,7 @@ def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 
     The rate has three digits, so that the printed rate is the emulated rate.
 
     Args:
-        runner: a runner whose mesh has a link without a rate; it has no gradients.
         window: the micro-batches.
-        repeats: the number of times of computation that count.
 
     Raises:
         ValueError: on every rank, if nothing goes over the link.

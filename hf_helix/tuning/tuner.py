@@ -73,14 +73,10 @@ def tune(
     """Returns the runner of the fastest plan, and the measurement. Collective; there must be no gradients.
 
     Args:
-        runner: the runner in use.
         window: the timed micro-batches.
-        tier: the rules to choose from, and the thoroughness of the comparison.
-        about: the case of the measurement, see `Profile`.
         profile: the operator times; None to measure them.
         schedules: returns the schedules to choose from, given the profile; None for the runner's own.
         num_microbatches: the number of micro-batches of the windows to plan for; None for that of `window`.
-        progress: called while operators are measured, plans are made and plans are timed.
     """
     if profile is None:
         base = baseline_runner(runner, len(window))

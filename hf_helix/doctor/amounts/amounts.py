@@ -235,11 +235,8 @@ def count_amounts(
     """Returns what the operators of a runner do for a micro-batch.
 
     Args:
-        runner: of one rank, on a mesh on paper, with `SimulatedStreams`, under the plan `sequential`.
         batch: a micro-batch on the meta device.
         handed_on: bytes of what a unit hands to the next.
-        model: the whole model.
-        spread: the axes that weights are spread over, with their ranks.
     """
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)

@@ -51,7 +51,6 @@ def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -
     """Returns the units with the pieces that `shard_optimizer` would keep, as flats that are not spread.
 
     Args:
-        units: whose parameters are not in flats.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
     several = simulated_mesh(
@@ -61,11 +60,7 @@ def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -
 
 
 def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
-    """Returns the pieces of units, whose parameters are this rank's part of them.
-
-    Args:
-        units: of `with_kept_flats`, in forward order.
-    """
+    """Returns the pieces of units, whose parameters are this rank's part of them."""
     return [_kept(flat, names) for flat, names in readers_of((unit.name, unit) for unit in units).items()]
 
 

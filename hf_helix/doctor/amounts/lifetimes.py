@@ -140,10 +140,6 @@ def lifetimes_of(
 
     Args:
         meter: has counted a micro-batch.
-        watch: has followed it.
-        places: the operator of each label.
-        layout: of the units, one of each name.
-        weights: the values that hold gathered weights.
     """
     left: dict[Name, list[Storage]] = defaultdict(list)
     entering: dict[tuple[str, bool, int], str] = {}
@@ -165,13 +161,7 @@ def lifetimes_of(
 
 
 def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[tuple[bool, int]]:
-    """Yields which values leave a unit: whether forward, and as which of its outputs.
-
-    Args:
-        layout: what the ranks hold.
-        unit: its index.
-        values: of the unit.
-    """
+    """Yields which values leave a unit: whether forward, and as which of its outputs."""
     pair = layout.graphs[layout.units[unit]]
     for forward, graph in ((True, pair.forward), (False, pair.backward)):
         yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)

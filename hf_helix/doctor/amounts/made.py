@@ -39,8 +39,6 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     Args:
         function: an overload, such as `aten.mm.default`.
-        args: what it is called with.
-        kwargs: what it is called with by keyword.
     """
     if function in _UNRULED:
         return kwargs["out"]

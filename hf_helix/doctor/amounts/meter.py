@@ -139,10 +139,6 @@ def kernel_of(
 
     Args:
         function: an overload, such as `aten.mm.default`.
-        args: what it was called with.
-        kwargs: what it was called with by keyword.
-        inputs: the tensors among them.
-        outputs: the tensors that it returned.
     """
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:

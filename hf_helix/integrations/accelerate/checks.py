@@ -21,9 +21,6 @@ from accelerate.parallelism_config import ParallelismConfig
 def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int) -> None:
     """Refuses an `Accelerator` whose options cannot be honoured.
 
-    Args:
-        plugin: the required layout of the Accelerator.
-
     Raises:
         ValueError: names every such option and a working value.
     """
@@ -51,9 +48,6 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
 def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
     """Refuses a data loader without an equal number of distinct batches for every data-parallel rank.
 
-    Args:
-        accelerator: its `DataLoaderConfiguration` counts.
-
     Raises:
         ValueError: names the option and a working value.
     """
@@ -73,9 +67,6 @@ def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
 def launch_problems(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
     """Returns problems with blocking kernel launches: a receive ends after the send of another rank, and the other rank
     may first need this rank's next launch.
-
-    Args:
-        full_determinism: the Trainer's option.
     """
     if pp_size == 1 or device.type != "cuda":
         return []

@@ -74,11 +74,7 @@ def prepare(
     seed: int | None,
     weights: str | Path | None,
 ) -> list[Any]:
-    """Prepares the objects of a script, see `HelixPlugin.prepare`. Collective.
-
-    Args:
-        accelerator: checked by `check_accelerator`.
-    """
+    """Prepares the objects of a script, see `HelixPlugin.prepare`. Collective."""
     models = [given for given in objects if isinstance(given, nn.Module)]
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
@@ -173,11 +169,6 @@ class HelixModel:
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
-
-        Args:
-            batches: any number of batches of the data loader, with `input_ids`, `labels` and, if needed,
-                `attention_mask` and
-                `position_ids`.
 
         Returns:
             The mean loss of all tokens with a label, over all ranks; the gradient is the gradient of this mean.

@@ -213,7 +213,6 @@ def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -
     """Gives an Accelerator a layout of its own, so that trainers of several layouts can live in a process.
 
     Args:
-        plugin: the layout.
         shared: the layout of the other Accelerators, see `shared_layout`.
     """
     own = plugin, plugin.build_device_mesh(accelerator.device)

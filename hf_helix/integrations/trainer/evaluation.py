@@ -91,10 +91,6 @@ class EvaluationHooks(TrainerAttributes):
     ) -> tuple[Tensor | None, Any, Tensor | None]:
         """Runs the forward pass of a batch. Collective.
 
-        Args:
-            model: not used: the engine has the cut model.
-            ignore_keys: ignored outputs; logits are gathered over the vocabulary unless ignored.
-
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """

@@ -82,12 +82,7 @@ class RunFacts:
 
 
 def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any]) -> None:
-    """Writes the card of a trainer. Called on rank 0 only.
-
-    Args:
-        stock: the trainer's inherited `create_model_card`.
-        given: the arguments of the call.
-    """
+    """Writes the card of a trainer. Called on rank 0 only."""
     path = Path(trainer.args.output_dir, "README.md")
     base_model = RepoCard.load(path).data.get("base_model") if path.is_file() else None  # of an earlier card
     given = {**given, "tags": _with_tag(given.get("tags"))}

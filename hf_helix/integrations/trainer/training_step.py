@@ -136,9 +136,7 @@ class WindowHooks(TrainerAttributes):
         Outside of `train()`, the micro-batch is a window of its own; gradients are added to existing gradients.
 
         Args:
-            model: not used: the engine has the cut model.
             inputs: the micro-batch, as fetched.
-            num_items_in_batch: the number of tokens of the window with a label.
 
         Raises:
             RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.

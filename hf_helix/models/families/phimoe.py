@@ -48,8 +48,6 @@ class Phimoe(Llama):
         """Declares the router.
 
         Args:
-            b: the builder of the layer.
-            layer: the decoder layer.
             h: the normed tokens of this rank [n, batch, hidden].
             balanced: whether the load-balancing loss is computed.
 

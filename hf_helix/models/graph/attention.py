@@ -92,14 +92,9 @@ def shared_attention(
     See `hf_helix.operators.attention.ring_attention`.
 
     Args:
-        b: the builder of the layer.
         q: queries [batch, heads, tokens of this rank, head_dim].
         kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; values that are shorter are
             filled up with zeros.
-        kernel: computes attention to some of the keys, and its log-sum-exp.
-        scale: the factor of queries times keys.
-        sliding_window: the window of the layer.
-        dtype: the type of the model.
         value_dim: the length of values; None for that of keys.
         sinks: one more logit for each of this rank's heads, or None.
 
@@ -422,15 +417,9 @@ def attend(
     """Calls the attention interface of Transformers.
 
     Args:
-        module: the attention module; its configuration names the implementation.
         q: queries [batch, heads, tokens, head_dim].
         k: keys [batch, key-value heads, tokens, head_dim].
-        v: values, as the keys.
-        mask: the mask in the form that the implementation takes.
         positions: the positions of the tokens [batch or 1, tokens].
-        ends: see `hf_helix.models.batch_inputs.document_ends`; empty where a row is one document.
-        eager: the eager attention of the module's own file.
-        dropout: the dropout of this call; 0 in evaluation.
         options: what else the interface is called with, its `scaling` among it; None for the module's alone.
 
     Returns:

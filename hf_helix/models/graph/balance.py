@@ -125,7 +125,6 @@ def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
     Args:
         logits: what a router says [tokens, experts].
         counted: which tokens count [tokens], as 0 and 1; see `counted_tokens`.
-        choices: how many experts a token chooses.
     """
     probabilities = logits.softmax(-1).float()
     counted = counted.float().unsqueeze(-1)
@@ -184,9 +183,6 @@ def routers_of(model: nn.Module) -> list[Router]:
 def balance_of(model: Any) -> Balance | None:
     """Returns the load-balancing loss that a Transformers model's own forward adds to its loss; None if it adds none.
 
-    Args:
-        model: a causal language model.
-
     Raises:
         ValueError: the model's loss is another one than that of Mixtral, or reads what no router of the model gives.
     """
@@ -210,13 +206,7 @@ def balance_of(model: Any) -> Balance | None:
 
 
 def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Router]:
-    """Yields the routers of a module.
-
-    Args:
-        module: the module.
-        path: its name in the model.
-        recorders: what the model around it records as `router_logits`.
-    """
+    """Yields the routers of a module."""
     if isinstance(module, PreTrainedModel):
         given = module.can_record_outputs.get("router_logits", [])
         recorders = given if isinstance(given, list) else [given]

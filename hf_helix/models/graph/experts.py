@@ -196,8 +196,6 @@ def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weig
     """Returns what a form says, choice by choice.
 
     Args:
-        module: a module of the form.
-        form: its form.
         hidden: the tokens [tokens, hidden].
         chosen: the experts [tokens, k].
         weights: [tokens, k].
@@ -382,12 +380,9 @@ class _Way:
         """Adds the linears of all experts of this rank.
 
         Args:
-            key: names the operator and its value.
             weight: [experts, features out, features in].
             bias: [experts, features out], or None.
             transposed: whether the weight is [experts, features in, features out].
-            rows: what they take.
-            sizes: the number of rows of each expert, without a capacity.
         """
         self.b.place([weight, bias], CUT_EXPERTS)
         operator = Operator(
@@ -402,14 +397,7 @@ class _Way:
         return self.b.declare(operator, GroupedLinear(weight, self.row_counts, bias, transposed))[0]
 
     def light(self, key: str, reads: Names, writes: Names, num_plain: int = 0) -> Operator:
-        """Returns a light computation.
-
-        Args:
-            key: names the operator.
-            reads: the values that it takes.
-            writes: the last parts of the names of its outputs.
-            num_plain: how many of these, the last ones, have no gradient.
-        """
+        """Returns a light computation."""
         names = tuple(f"{self.name}.{key}" for key in writes)
         return Operator(
             name=f"{self.name}.{key}",
@@ -421,15 +409,7 @@ class _Way:
         )
 
     def _exchange(self, key: str, rows: str, counts: Names, out: str, exchange: AllToAll) -> str:
-        """Adds an all-to-all of rows.
-
-        Args:
-            key: names the operator.
-            rows: the rows.
-            counts: how many go and come, without a capacity.
-            out: names what comes.
-            exchange: what it does to tensors.
-        """
+        """Adds an all-to-all of rows."""
         operator = Operator(
             name=f"{self.name}.{key}",
             kind=exchange.axis.kind,

@@ -43,7 +43,6 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     Args:
         value: [..., hidden].
         weight: [hidden].
-        epsilon: is added to the mean of squares.
     """
     value, weight = in_one_dtype(value, weight)
     return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type

@@ -35,13 +35,7 @@ from hf_helix.operators.explicit import GatedSilu
 
 
 def declare(plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
-    """Declares the operators of a module and returns the name of the module's result.
-
-    Args:
-        module: the traced module, or an equal one.
-        start: the names of the values that enter.
-        where: the form of the result: SHARD, or FULL for logits cut over the vocabulary.
-    """
+    """Declares the operators of a module and returns the name of the module's result."""
     lowering = _Lowering(plan, b, module, start)
     lowering.run()
     return lowering.value(plan.target, where)
@@ -51,10 +45,6 @@ def declare_layer(
     plan: SegmentPlan, b: Builder, layer: Any, start: dict[Node, str], choices: int | None
 ) -> tuple[str, list[str]]:
     """Declares the operators of a layer.
-
-    Args:
-        start: the names of the values that enter.
-        choices: see `RouterRecord`.
 
     Returns:
         The name of the layer's result, and with a load-balancing loss the names of the routers' sums.

@@ -83,15 +83,7 @@ def build_segment_function(
     outputs: Sequence[Node],
     flat: Container[Node] = (),
 ) -> SegmentFunction:
-    """Returns the function that computes nodes from others.
-
-    Args:
-        placements: of the trace.
-        share: the rank's position.
-        inputs: the values that enter.
-        outputs: the nodes to compute.
-        flat: nodes whose tokens lie in one dimension between operators, too, and not in two.
-    """
+    """Returns the function that computes nodes from others."""
     return _Writer(placements, share, flat).write(inputs, outputs)
 
 

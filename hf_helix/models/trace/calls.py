@@ -106,12 +106,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks are placeholders.
-
-        Args:
-            called: runs in place of a layer; gets the layer's number and arguments, and returns the layer's further
-                outputs.
-        """
+        """Returns the context in which layers are stubs and masks are placeholders."""
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
         with named_masks(self.module):

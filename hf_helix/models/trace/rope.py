@@ -37,7 +37,6 @@ def function_of(node: Node, given: Container[Node]) -> Callable[..., Pair]:
     """Returns the function that runs for the operator.
 
     Args:
-        node: the call of the operator.
         given: the nodes of the tensors of a micro-batch. Only these tensors surely need no gradient, and `rotate` gives
             cosines and sines no gradient.
     """

@@ -297,10 +297,7 @@ def trace(
     """Traces a skeleton.
 
     Args:
-        opaque_calls: the opaque calls of the skeleton.
         hidden: an example of the value that enters [batch, sequence, ...].
-        given: further inputs.
-        call: `call(skeleton, x, given)` runs the skeleton and returns the tensor that leaves, then router logits.
 
     Raises:
         Underivable: the code cannot be traced.

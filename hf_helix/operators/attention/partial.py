@@ -305,8 +305,6 @@ def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple
     Args:
         o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
         lse: the log-sum-exp of its scores, [batch, heads, queries].
-        further: attention over the further keys.
-        further_lse: the log-sum-exp of its scores.
     """
     both = torch.logaddexp(lse, further_lse)
     floor = both.clamp(min=torch.finfo(both.dtype).min)  # a query that has seen nothing yet

@@ -204,9 +204,6 @@ def mask_tiles(
     one tile.
 
     Args:
-        n: tokens of a rank.
-        axis: the context-parallel axis.
-        source: the rank of the keys.
         side: the side inputs of the micro-batch.
         window: how many tokens a query looks back on, itself included; None for all.
         kernel: decides the result of a query that may see nothing, and whether a window counts hidden tokens.
@@ -282,14 +279,7 @@ def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, 
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """Returns the positions in the full sequence of a rank's `n` tokens.
-
-    Args:
-        n: tokens of a rank.
-        size: context-parallel ranks.
-        rank: the rank among these.
-        device: of the result.
-    """
+    """Returns the positions in the full sequence of a rank's `n` tokens."""
     half = n // 2
     places = torch.arange(half, device=device)
     return torch.cat([places + part * half for part in parts_of(size, rank)])

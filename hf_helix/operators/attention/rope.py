@@ -23,9 +23,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 
     Args:
         q: queries, [batch, heads, tokens, head_dim].
-        k: keys, likewise.
         cos: cosines, [batch, tokens, head_dim]; they have no gradient.
-        sin: sines, likewise.
     """
     result: Pair = _Rotation.apply(q, k, cos, sin)
     return result

@@ -156,14 +156,7 @@ class TransportWrapper(Transport):
 
     @abstractmethod
     def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        """Runs a use of the inner transport, with the wrapper's additions.
-
-        Args:
-            name: the method of the transport.
-            run: that method of the inner transport; takes the remaining arguments.
-            out, value: its output and input.
-            rows: of `exchange_rows`, the arriving and the sent rows.
-        """
+        """Runs a use of the inner transport, with the wrapper's additions."""
 
     @final
     def all_gather(self, out: Tensor, value: Tensor) -> None:

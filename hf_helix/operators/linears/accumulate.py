@@ -66,7 +66,6 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         left: [rows, inner].
         right: [inner, columns].
-        dtype: of the product.
     """
     if in_one_gemm(left, dtype):
         return torch.mm(left, right, out_dtype=dtype)

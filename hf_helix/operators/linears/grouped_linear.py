@@ -106,7 +106,6 @@ def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None =
     Args:
         rows: sorted by expert [rows, features in].
         matrices: [experts, features in, features out].
-        sizes: the rows of every expert.
         bias: [experts, features out].
     """
     if sizes is None:

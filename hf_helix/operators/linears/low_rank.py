@@ -120,12 +120,6 @@ def dropout_masks(
 ) -> Iterator[Tensor | None]:
     """Yields the dropout mask for the rows of each adapter [tokens, features in]; None for an adapter without dropout.
     A call always gets the same masks.
-
-    Args:
-        call: has the seed of the masks.
-        adapters: the active adapters.
-        tokens: how many rows there are.
-        device: of the masks.
     """
     generator: torch.Generator | None = None
     for adapter in adapters:

@@ -49,9 +49,6 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     """Returns the rows that an expert takes of one rank.
 
     Args:
-        tokens: of the rank.
-        choices: how many experts a token goes to.
-        experts: how many there are, on all ranks.
         factor: the capacity, in parts of an even share of rows.
     """
     return math.ceil(factor * tokens * choices / experts)
@@ -355,10 +352,7 @@ def _weighted_sum(call: Call, by_token: Tensor, weights: Tensor, dtype: torch.dt
     """Returns the sums [n, batch, hidden] of rows [tokens, k, hidden] times their weights.
 
     Args:
-        call: has the number of sequences of the batch.
-        by_token: the rows.
         weights: [tokens, k].
-        dtype: of the sums, which are taken in the higher precision of the weights and of this type.
         flat: whether the sums are [n * batch, hidden].
     """
     weights = weights.to(torch.promote_types(weights.dtype, dtype))

@@ -116,12 +116,7 @@ def backward_parts(graph: Graph) -> BackwardParts:
 
 
 def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
-    """The graph of ordered backward operators.
-
-    Args:
-        graph: the forward graph.
-        operators: all of its backward.
-    """
+    """The graph of ordered backward operators."""
     read = {value for op in operators for value in (*op.reads, *op.weights)}
     return Graph(
         name=graph.name,
@@ -249,8 +244,6 @@ def place_weights(
     """Returns the operators with each W after its I, or after communication that follows the I and reads its result.
 
     Args:
-        operators: the chain of backward, in order.
-        weights: the W of every I, by the I's name.
         keep_waiting: whether waiting W's wait further, given an operator and the following one; None for never.
     """
     result: list[Operator] = []

@@ -20,12 +20,7 @@ NONE, SELECTIVE, FULL = RECOMPUTE
 
 
 def recomputed(graph: Graph, mode: str) -> Graph:
-    """Returns the forward graph with a mark on the operators that backward runs again.
-
-    Args:
-        graph: the forward graph.
-        mode: `none`; `selective`: cheap operators; `full`: all, so that only the inputs of the unit are kept.
-    """
+    """Returns the forward graph with a mark on the operators that backward runs again."""
     if mode == NONE:
         return graph
     plain = {value for op in graph.operators for value in op.non_differentiable}

@@ -217,10 +217,8 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
     """Checks that `order` is a permutation of the block's operators in which each comes after what it reads.
 
     Args:
-        order: the entries; barriers may stand anywhere.
         forward: the graph of the forward strand; None where it is absent.
         backward: the graph of the backward strand; None where it is absent.
-        block: the block's name, for the error.
 
     Raises:
         ValueError: with the whole order printed and an arrow at the first entry that is wrong.

@@ -98,9 +98,6 @@ def predict_speeds(
 
     Args:
         profile: with the bytes of its collectives.
-        schedule: of the window.
-        speeds: of the links.
-        plans: by rule.
     """
     return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
 

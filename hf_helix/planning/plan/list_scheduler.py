@@ -111,13 +111,7 @@ class ListScheduler:
                 self.readers[need].append(place)
 
     def issue(self, priority: Priority, sync_points: SyncPoints = (), deferred: int | None = None) -> OrderedWindow:
-        """The window in the order of issue, rank by rank.
-
-        Args:
-            priority: see `Priority`.
-            sync_points: see `SyncPoints`.
-            deferred: see `Priorities.num_units_with_deferred_wgrad`.
-        """
+        """The window in the order of issue, rank by rank."""
         ends = [0.0] * len(self.arrays)
         orders: list[list[int]] = [[] for _ in self.limits]
         for place in self.order(priority, ends, sync_points, deferred):
@@ -131,14 +125,7 @@ class ListScheduler:
         sync_points: SyncPoints = (),
         deferred: int | None = None,
     ) -> list[int]:
-        """The order of issue, as places; the order among the instructions of one rank counts.
-
-        Args:
-            priority: see `Priority`.
-            ends: receives the end of each instruction.
-            sync_points: see `SyncPoints`.
-            deferred: see `Priorities.num_units_with_deferred_wgrad`.
-        """
+        """The order of issue, as places; the order among the instructions of one rank counts."""
         weight, ranks = self._weights(priority, deferred), self._ranks(sync_points)
         waits = [len(needs) for needs in self.needs]
         arrives = [0.0] * len(self.arrays)

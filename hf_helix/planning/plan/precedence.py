@@ -271,7 +271,6 @@ def activation_memory(
 
     Args:
         pattern: the instructions of one micro-batch.
-        layout: the units of all ranks.
         shares: of every repeating unit, see `shares_of`.
         recomputed: whether to count recomputed activations, or those that forward keeps.
     """
@@ -298,13 +297,7 @@ def activation_memory(
 
 
 def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]) -> float:
-    """Returns the most layers whose activations are alive at once if the strands take turns, layer by layer.
-
-    Args:
-        slots: of a rank.
-        layout: the units of all ranks.
-        kept: the part of a layer's activations that forward keeps, by the layer's name.
-    """
+    """Returns the most layers whose activations are alive at once if the strands take turns, layer by layer."""
 
     def layers(stage: int) -> list[float]:
         names = (layout.units[unit] for unit in layout.chunks[stage])

@@ -60,7 +60,6 @@ def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities
     """Priorities without a search: the earliest start, then the shortest operator; weight gradients last.
 
     Args:
-        profile: the times of the operators.
         extra_live_layers: see `Priorities`; None for `usual_extra_live_layers`.
     """
     times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
@@ -80,15 +79,7 @@ def search(
     progress: Progress | None = None,
     effort: float = 1.0,
 ) -> Priorities:
-    """The best priorities found.
-
-    Args:
-        profile: the times of the operators, alone and concurrent.
-        schedule: of the window; by default `usual_schedule`.
-        extra_live_layers: as for `greedy`.
-        progress: called with the finished part.
-        effort: the length of the search, in parts of the usual one.
-    """
+    """The best priorities found."""
     num_ranks = profile.layout.num_ranks
     periodic = Periodic(schedule or usual_schedule(profile.layout))
     usual = periodic.keep(min(JUDGED, periodic.periods)) if periodic.periods else periodic.schedule
@@ -261,11 +252,6 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
        the bits; interleaving the last two backwards would keep twice the activations of a stage.
 
     No more activations are alive than without deferring, or than the memory limit allows; the window is never longer.
-
-    Args:
-        priorities: the window is ordered by.
-        profile: the times of the operators, gradient reductions included.
-        schedule: of the window.
     """
     layout = profile.layout
     if not layout.reductions:

@@ -37,9 +37,6 @@ def choose_schedule(
     """Returns the fastest schedule found on the fold, and its label: a name, or `SEARCHED`.
 
     Args:
-        num_ranks: pipeline ranks.
-        num_microbatches: of the window.
-        costs: of each of the 2P virtual stages.
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
             of `folded_1f1b` and `dualpipe_v`.
         search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
@@ -70,13 +67,7 @@ def choose_schedule(
 
 
 def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
-    """Returns list schedules without a search; like searched ones they defer weight gradients until a rank would wait.
-
-    Args:
-        num_ranks: pipeline ranks.
-        num_microbatches: of the window.
-        costs: of each of the 2P virtual stages.
-    """
+    """Returns list schedules without a search; like searched ones they defer weight gradients until a rank would wait."""
     ranks = stage_ranks(FOLD, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
     named = [simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in FOLDED]
@@ -298,7 +289,6 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Sch
     It uses no clock, hash or transcendental function, so it is the same on every machine.
 
     Args:
-        schedule: the start of the walk.
         clock: of its stages and micro-batches.
         max_live: activations, each of one stage and micro-batch, alive at once on a rank.
     """

@@ -161,13 +161,7 @@ class SlotClock:
         self._timed: dict[Slot, TimedSlot] = {}
 
     def number(self, part: str, stage: int, microbatch: int) -> int:
-        """The number of the result of an F or an I.
-
-        Args:
-            part: "F" or "I".
-            stage: a virtual stage.
-            microbatch: of the window.
-        """
+        """The number of the result of an F or an I."""
         return ((part == "I") * len(self.ranks) + stage) * self.num_microbatches + microbatch
 
     def hop(self, stage: int, other: int) -> float:

@@ -89,8 +89,6 @@ def find_schedule(
     """Returns the schedule of a name, and its label.
 
     Args:
-        name: of a schedule, `auto` for the best found, or the path of an action file.
-        num_ranks: pipeline ranks.
         num_microbatches: of the window; None for all of an action file, or else three for each rank.
         costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
 
@@ -125,9 +123,7 @@ def simulate_layers(
     """Simulates a schedule with equal layers; returns its label and the simulation.
 
     Args:
-        name, num_ranks, num_microbatches: as of `find_schedule`.
         num_layers: of the model; None for two for each rank.
-        times: of a layer, as of `Costs.of_layers`.
     """
 
     def costs(ranks: Sequence[int]) -> Costs:
@@ -143,8 +139,6 @@ def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None
     """Returns the schedule of an action file, validated.
 
     Args:
-        path: of a text for `parse_schedule`.
-        num_ranks: of the pipeline.
         num_microbatches: of the window; the file may have more. None for all of the file.
 
     Raises:

@@ -123,7 +123,6 @@ class Device:
         """Returns the seconds of moving bytes through the memory.
 
         Args:
-            count: how many.
             kernel: bytes of a kernel, for the efficiency; None for all of them.
         """
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
@@ -253,9 +252,6 @@ def shipped_clusters() -> dict[str, Path]:
 def cluster_file(source: str | Path) -> Path:
     """Returns the path of a cluster's file.
 
-    Args:
-        source: the path, or the name of a file of the package, with or without ".yaml".
-
     Raises:
         ValueError: there is none.
     """
@@ -289,10 +285,6 @@ def load_cluster(source: str | Path) -> Cluster:
 
 def parse_cluster(data: Any, where: str) -> Cluster:
     """Returns the cluster of a mapping.
-
-    Args:
-        data: the mapping.
-        where: the file, for messages.
 
     Raises:
         ValueError: a key is malformed; names the key.

@@ -174,9 +174,7 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
     """Raises ValueError, naming the operator, where times are missing, unknown or impossible.
 
     Args:
-        layout: its operators need a time.
         times: seconds of every operator.
-        pairs: of concurrent operators.
     """
     sums = {name for name, _ in named_reductions(layout)}
     gathers = {name for name, _ in named_gathers(layout)}

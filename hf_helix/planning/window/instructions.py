@@ -121,8 +121,6 @@ def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     """The receives of a slot, which precede its computations, or its sends, which follow them.
 
     Args:
-        slot: of one rank.
-        layout: the units of all ranks.
         receives: whether to return the receives.
     """
     found = []
@@ -184,7 +182,6 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     own as well. Plans order these lists; `planning.window.passes` may move prefetched operators further forward.
 
     Args:
-        layout: the units of all ranks, with their graphs.
         place: the micro-batch and the unit.
         forward: whether the micro-batch goes forward.
     """

@@ -66,16 +66,7 @@ class Program(Sequence[Instruction]):
 def build_program(
     schedule: Schedule, layout: Layout, plan: Plan, rank: int, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> Program:
-    """Returns the program of a rank.
-
-    Args:
-        schedule: the window.
-        layout: the units of all ranks, with the graphs that the plan orders.
-        plan: the order of issue.
-        rank: of the pipeline.
-        keep: values to keep alive.
-        slots_ahead: see `Plan.issue`.
-    """
+    """Returns the program of a rank."""
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
     front = len(layout.gathers_of(rank))  # instructions before the plan's order
     for copies in (*COPIES, ordered.repeats):
@@ -105,15 +96,7 @@ def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -
 def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
-    """Returns the programs of all ranks, written out.
-
-    Args:
-        schedule: the slots of every rank.
-        layout: the units of all ranks.
-        plan: the order of issue.
-        keep: values to keep alive.
-        slots_ahead: see `Plan.issue`.
-    """
+    """Returns the programs of all ranks, written out."""
     return [free_values(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
@@ -145,7 +128,6 @@ def validate_program(
     its adders, and weights are gathered before their unit computes.
 
     Args:
-        program: of one rank.
         sources: values that exist from the start, such as the gradient of the loss.
         layout: with shared gradients, gradient reductions and weight gathers; None without them.
         slots: of the rank; shared gradients accumulate in their order.

@@ -71,7 +71,6 @@ class RepeatedWindow:
         """The window with some of the repetitions written out; its stretch is the middle one.
 
         Args:
-            copies: repetitions to write out, at most `repeats`.
             rank: the only rank to order; None for all.
         """
         if not copies or self.periodic is None:
@@ -255,11 +254,6 @@ class Periodic:
         """Two consistent cuts of a shortened schedule, as a slot of each rank; empty if there are none.
 
         Before a cut all ranks have run every slot that another rank's slot before the cut needs.
-
-        Args:
-            short: a result of `keep`.
-            settling: periods before the first cut.
-            periods: between the cuts.
         """
         removed = [len(slots) - len(few) for slots, few in zip(self.schedule, short, strict=True)]
         first = _closed(short, [begin + settling * length for begin, _, length in self.regions])

@@ -122,9 +122,7 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
     even take part in making the communicator), so all ranks make all groups, in one order.
 
     Args:
-        places: ranks in the launcher's group, in ascending order along the last dimension.
         backend: None for the backend of the launcher's group.
-        use: a key of `MAX_CTAS`, or empty.
     """
     groups = []
     for row in places.reshape(-1, places.shape[-1]).tolist():

@@ -65,8 +65,6 @@ def check_world(
     """Raises ValueError where the sizes do not divide the world, see `build_mesh`.
 
     Args:
-        world: processes of the run.
-        tp_size, pp_size, cp_size, ep_size: the options.
         fits: whether the model can be cut over a number of tensor-parallel ranks; None where there is no model yet.
     """
     left = world

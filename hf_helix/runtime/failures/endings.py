@@ -106,7 +106,6 @@ def record(sentence: str, late: bool = False) -> None:
     """Writes torch's error file.
 
     Args:
-        sentence: the text for this rank in the launcher's summary.
         late: the rank ends because another has failed. The summary's root cause is the rank with the lowest time, in
             whole seconds.
     """
@@ -126,11 +125,6 @@ def print_short_ending(rank: int, because: str) -> None:
 
 def print_error(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
     """Prints an error in full, on the rank where it arose.
-
-    Args:
-        error: the error.
-        trace: its traceback.
-        show: the exception hook of before.
 
     Returns:
         The sentence for the launcher's summary.

@@ -103,8 +103,6 @@ class Watch:
         """Tells the other ranks why this rank ends, and waits until they have printed their line.
 
         Args:
-            why: this rank's own error, or the failed rank. Without a report, later observers would blame the ranks that
-                have ended since.
             follows: whether another rank is to blame. Then only rank 0 waits: the store ends with rank 0.
 
         Returns:

@@ -79,9 +79,6 @@ class Limits:
     def raise_if_invalid(self, ranges: Sequence[Sequence[int]]) -> None:
         """Raises if a rank has a value without a row in its table; warns once about long sequences.
 
-        Args:
-            ranges: `value_bounds` of every rank, or of this rank.
-
         Raises:
             ValueError: names the value, the size of the table, and a remedy.
         """

@@ -156,13 +156,7 @@ def _is_reduced(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bo
 
 
 def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
-    """Returns the elements of a parameter on the first rank of its axis, which has the most.
-
-    Args:
-        parameter: full, or cut already.
-        placement: its cut.
-        mesh: the groups of ranks.
-    """
+    """Returns the elements of a parameter on the first rank of its axis, which has the most."""
     shape = list(parameter.shape)
     if placement.dim is not None and placement.length:
         shape = list(placement.shape(placement.full_shape(shape), mesh.axis_of(placement).size, 0))

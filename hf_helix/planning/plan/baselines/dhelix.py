@@ -56,7 +56,6 @@ def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> O
 
     Args:
         forward, backward: the graphs of the block; None where a strand is absent.
-        profile: the times of the operators.
     """
     baseline = sequential(forward, backward, profile)
     if forward is None or backward is None:

@@ -28,11 +28,6 @@ def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) 
 
 
 def round_robin(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """One operator of each strand in turn; the rest of the longer strand follows.
-
-    Args:
-        forward, backward: the graphs of the block.
-        profile: unused.
-    """
+    """One operator of each strand in turn; the rest of the longer strand follows."""
     turns = zip_longest(entries(forward, None), entries(None, backward))
     return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)

@@ -119,10 +119,6 @@ class Site:
 def tile_graph(graph: Graph, tiles: int) -> Graph:
     """The forward graph with every collective that a linear reads or writes alone cut into tiles.
 
-    Args:
-        graph: of whole operators.
-        tiles: the number; with 1, or where nothing can be cut, the graph is unchanged.
-
     Raises:
         ValueError: fewer than one tile.
     """
@@ -318,14 +314,7 @@ def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
 
 
 def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
-    """Returns the whole operator of a tiled graph's operator, and its number of parts.
-
-    Args:
-        name: of the operator of the tiled graph.
-        op: the operator itself.
-        profile: of the whole operators.
-        tiles: how many.
-    """
+    """Returns the whole operator of a tiled graph's operator, and its number of parts."""
     if name in profile.times:
         return name, 1
     unit, entry = name
