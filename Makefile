@@ -50,10 +50,11 @@ golden: $(STAMP)  ## record graphs, plans, programs, predictions and checkpoints
 fuzz: $(STAMP)  ## run the tests of properties on cases drawn anew; repeat at will
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=default
 
-lint: $(STAMP)  ## check style and types
+lint: $(STAMP)  ## check style, types, and the share of vague words in docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/plain_words.py
 
 format: $(STAMP)  ## mend style
 	$(BIN)/ruff check --fix .
