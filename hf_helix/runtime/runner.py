@@ -29,10 +29,10 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReduction
+from hf_helix.runtime.intra_batch import stage_for
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
-from hf_helix.runtime.tiled_stage import stage_for
 
 
 class Runner:

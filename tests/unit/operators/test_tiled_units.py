@@ -16,11 +16,10 @@ from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.baselines.intra_batch import tile_graph, tile_pair
+from hf_helix.runtime.intra_batch import Cut, Join, TileTransfer, cut_rows, join_rows, tile_stage, tile_unit
 from hf_helix.runtime.stage import place_units
-from hf_helix.runtime.tiled_stage import tile_stage
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
 

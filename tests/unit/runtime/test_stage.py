@@ -18,8 +18,8 @@ from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.intra_batch import tile_stage
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.runtime.tiled_stage import tile_stage
 
 SIZES = [(placement, size) for placement in (FOLD, LINEAR) for size in (2, 3)]
 

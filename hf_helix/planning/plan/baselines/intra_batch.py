@@ -8,7 +8,7 @@ Must hold: values with other readers keep their names, so the rest of the graph 
 to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the whole
 operator.
 
-Tiles also exist in `hf_helix.operators.tiling` (tensors) and in `hf_helix.runtime.tiled_stage` (a stage that runs
+Tiles also exist in `hf_helix.runtime.intra_batch` (tensors) and in `hf_helix.runtime.intra_batch` (a stage that runs
 tiles).
 """
 

@@ -1,7 +1,7 @@
-"""Tiling of units: the tensor operators of `hf_helix.planning.plan.baselines.intra_batch`.
+"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): stages and units in tiles.
 
-In:   a unit, and a number of tiles.
-Out:  the unit with its tiled graphs. The same linears and collectives serve the tiles; new operators cut and join.
+In:   the stage of a rank, and a plan.
+Out:  a stage with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut and join.
 Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
 than tiles leaves the last tiles empty; empty tiles are not communicated.
@@ -19,7 +19,9 @@ from hf_helix.operators.base import Call, Communication, Computation, TensorOper
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_pair
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, Site, sites, tile_layout, tile_pair
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.runtime.stage import Stage, shared_gradients
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
@@ -112,7 +114,7 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
         name = (site.first if site.gathers else site.second).name
         raise ValueError(
             f"{unit.label}: {name!r} is of class {type(collective).__name__} where tiles need {wanted.__name__}; "
-            "use a plan without tiles, or teach hf_helix.operators.tiling how its rows lie"
+            "use a plan without tiles, or teach hf_helix.runtime.intra_batch how its rows lie"
         )
     size = collective.axis.size
     # The full sequence lies between a gather and a scatter.
@@ -122,3 +124,14 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
         shared = TileTransfer(operator) if isinstance(operator, Communication) else operator
         operators |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
     return operators
+
+
+def stage_for(plan: Plan, stage: Stage) -> Stage:
+    """Returns the stage with the graphs that a plan orders."""
+    return tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
+
+
+def tile_stage(stage: Stage, tiles: int) -> Stage:
+    """Returns the stage with collectives and their linears cut into tiles."""
+    model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
+    return replace(stage, model=model, layout=replace(tile_layout(stage.layout, tiles), shared=shared_gradients(model)))
