@@ -214,7 +214,7 @@ class DerivedFamily(Family):
             layer.forward = _as_opaque(opaque, self.calls.is_tuple)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
-        opaque_calls.table = next(name for name, module in model.named_modules() if module is table)
+        opaque_calls.set_table(next(name for name, module in model.named_modules() if module is table), table)
         opaque_calls.replace(skeleton, skip=lambda module: id(module) in inside)
         for module in skeleton.modules():
             if "Rotary" in type(module).__name__ and id(module) not in inside:

@@ -144,7 +144,8 @@ class OpaqueCalls:
         self.opaque_calls: list[OpaqueCall] = []
         self._inlined = inlined
         self._paths: dict[int, str] = {}
-        self.table: str | None = None
+        self.table = ""
+        self.tables: set[str] = set()
 
     def add(self, kind: str, path: str, **details: Any) -> int:
         """Adds a call and returns its number."""
@@ -209,6 +210,12 @@ class OpaqueCalls:
             return False
         return True
 
+    def set_table(self, path: str, table: Any) -> None:
+        """Makes the lookups of an embedding opaque: its own, and those of all copies of `modules_to_save`."""
+        copies = {id(copy) for copy in unwrapped(table).copies} if unwrapped(table).wrapper is not None else set()
+        inside = {f"{path}.{name}" for name, module in table.named_modules() if name and id(module) in copies}
+        self.table, self.tables = path, {path, *inside}
+
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Returns the context of a trace, in which calls of attention and dropout are opaque."""
@@ -216,7 +223,7 @@ class OpaqueCalls:
         plain_dropout, plain_embedding = functional.dropout, functional.embedding
 
         def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self.table is None or self._module_of_frame() != self.table:
+            if self._module_of_frame() not in self.tables:
                 return plain_embedding(ids, weight, *args, **kwargs)
             value: Tensor = OPS.lookup(ids, self.add(LOOKUP, self.table), weight.shape[1])
             return value
@@ -288,7 +295,8 @@ def _features_out(module: Any) -> int:
 
 
 def is_norm(module: Any) -> bool:
-    """Returns whether a module normalises the last dimension of its single argument."""
+    """Returns whether a module normalises the last dimension of its single argument, with or without PEFT's wrapper."""
+    module = unwrapped(module).copies[0]
     if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
         return False
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:

@@ -174,7 +174,7 @@ def test_steps_are_those_of_windows_operator_by_operator(options: dict[str, Any]
 
 
 def test_routers_are_counted_on() -> None:
-    options: dict[str, Any] = {"family": "mixtral", "ep": 2, "expert_capacity_factor": 4.0}
+    options: dict[str, Any] = {"family": "phimoe", "ep": 2, "expert_capacity_factor": 4.0}
     entries = []
     for recorder in (None, FakeRecorder()):
         with engine_with(recorder, **options) as engine:

@@ -239,7 +239,7 @@ def test_streams_of_a_device_are_cudas() -> None:
 LAYERS = 2 * MICROBATCHES
 """In a window: two layers of a model, each for every micro-batch."""
 
-COUNTS = {"moe/row_counts.py:Reading.numbers tolist": LAYERS}
+COUNTS = {"moe/row_counts.py:HostCopy.numbers tolist": LAYERS}
 
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),

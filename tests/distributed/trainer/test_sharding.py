@@ -94,7 +94,7 @@ def windows(
             assert (stepped.grad is None) == (other is None), name
             if stepped.grad is None:
                 continue
-            first, last = flats[parameter].part(parameter) if parameter in flats else (0, parameter.numel())
+            first, last = flats[parameter].owned_range(parameter) if parameter in flats else (0, parameter.numel())
             mine, part = stepped.grad.reshape(-1), other.reshape(-1)[first:last]
             bits[name] = mine.clone()
             differing += [] if torch.equal(mine, part) else [name]
@@ -219,8 +219,11 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
     bits = [parameter.detach().clone() for parameter in stepped]
     profile = measure_profile(runner, window, pairs=False)
     names = [name for name, _ in named_gathers(runner.layout)]
-    pieces = [runner.stage.model[gather.units[0]].flats[gather.name].piece.nbytes for gather in runner.layout.gathers]
-    ranks = runner.stage.flat_parameters[0].axis.size
+    pieces = [
+        runner.stage.model[gather.units[0]].flat_parameters[gather.name].buffer.nbytes
+        for gather in runner.layout.gathers
+    ]
+    ranks = runner.stage.flat_parameters[0].gather_axis.size
     result = {
         "seconds": [profile.times[name] for name in names],
         "sent": [profile.bytes[name] for name in names],
@@ -243,7 +246,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     trainer = make(folder, {**sharded, "plan": "greedy"}, {}, training)
     trainer.model.train()
     runner, first = trainer.helix.runner, trainer.helix.runner.stage.flat_parameters[0]
-    axes = list(dict.fromkeys((first.axis, first.sums)))
+    axes = list(dict.fromkeys((first.gather_axis, first.reduce_axis)))
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):
         runner.train_window(window_of(trainer, count, 2, (17,)))
@@ -264,7 +267,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
         "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
         "flats": flats,
         "last": max(runner.stage.units),
-        "ranks": first.axis.size,
+        "ranks": first.gather_axis.size,
     }
 
 
@@ -276,7 +279,7 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
     runner, optimizer = trainer.helix.runner, trainer.create_optimizer()
     (batch,), window = window_of(trainer, 1, 2, (17,)), window_of(trainer, 2, 2, LENGTHS)
     flats = list(zero1_flat_parameters(runner.stage.flat_parameters))
-    axis = flats[0].sums if flats else None
+    axis = flats[0].reduce_axis if flats else None
     result: dict[str, Any] = {"losses": [], "gathers": []}
 
     def evaluate() -> None:

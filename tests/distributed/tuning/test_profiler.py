@@ -153,7 +153,7 @@ def test_another_model_is_another_case(cluster_of: Any, per_rank: Any, tmp_path:
 
 def test_every_computation_can_run_in_the_thread_of_a_stream(cluster_of: Any, tmp_path: Path) -> None:
     """Experts write their products to memory of their own, which autograd refuses; and its mode is that of a thread."""
-    case = {"helix": {"ep_size": 2, "recompute": "full"}, "model": {"family": "mixtral", "num_hidden_layers": 1}}
+    case = {"helix": {"ep_size": 2, "recompute": "full"}, "model": {"family": "phimoe", "num_hidden_layers": 1}}
     names, other = cluster_of(2).run("support.tuning_jobs:beside_themselves", folder=str(tmp_path), **case)
     assert names == other
     assert {"F.experts.up", "B.experts.up.again", "B.experts.up.W"} <= set(names)

@@ -193,7 +193,7 @@ def run(
     job = {"folder": str(folder), "share": share, "cache": str(cache or folder / "cache"), "training": training}
     job["helix"] = helix
     first, second = cluster.run(train, **job)
-    for key in ("effort", "rule", "measured", "losses"):
+    for key in ("tier", "rule", "measured", "losses"):
         assert first[key] == second[key], key
     assert second["said"] == []
     return first  # type: ignore[no-any-return]
