@@ -1,11 +1,11 @@
-"""Until when communication holds the memory that it reads and works with.
+"""How long collectives keep their buffers alive.
 
-In:   the program of a rank, and perhaps when each of its instructions ran.
-Out:  for each collective and each sum of gradients, by its place in the program, the place of the instruction before
-      which it lets go.
-Must hold: the rules are those of `hf_helix.runtime.streams`. On a GPU an event keeps what its work holds until the
-compute stream is told to wait for it, or until nothing knows the event any more; on a CPU a thread drops it once the
-work is done. What is sent to another stage is not followed here: `peaks` frees it when the next transfer begins.
+In:   the program of a rank; on CPUs also the times of its instructions.
+Out:  for each collective and gradient reduction, by index in the program, the index of the instruction before which
+      its buffers are released.
+Must hold: releases follow the rules of `hf_helix.runtime.streams`. On a GPU an event keeps the buffers until the
+compute stream waits for the event, or until nothing refers to the event; on a CPU a thread releases the buffers at the
+end of the collective. Transfers between stages are not followed here: `peaks` frees their values at the next transfer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hf_helix.planning.window.layout import Key
 COLLECTIVE = (Kind.INTRA_NODE, Kind.INTER_NODE)
 
 Held = Mapping[int, int]
-"""The place of a collective -> the place before which it lets go."""
+"""Index of a collective -> index of the instruction before which its buffers are released."""
 
 
 def held_until_waited(program: Sequence[Instruction]) -> Held:
-    """Returns until when collectives hold memory on a GPU."""
+    """Returns the releases of a program on a GPU."""
     events = _Events()
     for place, instruction in enumerate(program):
         op = instruction.operator
@@ -33,7 +33,7 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
         elif op.kind in COLLECTIVE:
             events.issue(place, instruction)
         elif instruction.reduction >= 0:
-            events.until[place] = len(program)  # sums are waited for when the window is over
+            events.until[place] = len(program)  # gradient reductions are waited for at the end of the window
         elif op.kind is Kind.COMPUTE:
             for key in instruction.needs:
                 events.wait(instruction.microbatch, key, place)
@@ -45,11 +45,11 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
 
 
 def held_until_over(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> Held:
-    """Returns until when collectives hold memory on a CPU, which computes while it issues.
+    """Returns the releases of a program on a CPU, whose host thread computes while issuing.
 
     Args:
-        starts: seconds at which each of them starts.
-        ends: seconds at which each of them ends.
+        starts: start of each instruction in seconds.
+        ends: end of each instruction in seconds.
     """
     kinds = [made.operator.kind if made.operator is not None else None for made in program]
     computing = [place for place, kind in enumerate(kinds) if kind is Kind.COMPUTE]
@@ -63,20 +63,20 @@ def held_until_over(program: Sequence[Instruction], starts: Sequence[float], end
 
 
 class _Events:
-    """The events of collectives that the compute stream has not waited for.
+    """Events of collectives, before the compute stream has waited for them.
 
     Attributes:
-        until: of those that let go, before which instruction.
+        until: the releases so far.
     """
 
     def __init__(self) -> None:
         self.until: dict[int, int] = {}
-        self._of: dict[tuple[int, Key], int] = {}  # the collective that brings a value of a micro-batch
+        self._of: dict[tuple[int, Key], int] = {}  # (micro-batch, value) -> the collective that writes the value
         self._ahead: set[int] = set()
-        self._after: dict[int, list[int]] = {}  # the collectives that one comes after, whose events it knows
+        self._after: dict[int, list[int]] = {}  # collective -> its predecessors, whose events it refers to
 
     def issue(self, place: int, instruction: Instruction) -> None:
-        """Notes a collective, behind those that bring what it reads; the host waits for sizes that it needs."""
+        """Notes a collective after the writers of its inputs; the host waits for sizes read on the host."""
         op, microbatch = instruction.operator, instruction.microbatch
         assert op is not None
         for name, key in zip(op.reads, instruction.reads, strict=True):
@@ -89,12 +89,12 @@ class _Events:
             self._ahead.add(place)
 
     def wait(self, microbatch: int, key: Key, place: int) -> None:
-        """Lets the compute stream wait for what brings a value."""
+        """Lets the compute stream wait for the writer of a value."""
         if (microbatch, key) in self._of:
             self._let_go(self._of.pop((microbatch, key)), place)
 
     def forget(self, microbatch: int, key: Key, place: int) -> None:
-        """Forgets a value; its event is gone unless another one is known by it, or by a later collective."""
+        """Forgets a value; its event goes unless another value or a later collective refers to the event."""
         collective = self._of.pop((microbatch, key), None)
         if collective is not None and not self._is_known(collective):
             self._let_go(collective, place)
@@ -106,7 +106,7 @@ class _Events:
                 self.wait(number, key, place)
 
     def wait_for_all(self, place: int) -> None:
-        """Lets the compute stream wait for all collectives but those issued ahead."""
+        """Lets the compute stream wait for all collectives except prefetches."""
         for (microbatch, key), collective in list(self._of.items()):
             if collective not in self._ahead:
                 self.wait(microbatch, key, place)

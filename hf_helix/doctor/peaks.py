@@ -1,11 +1,10 @@
-"""What is alive in a window when most is: of a program, operator by operator, or of a schedule, unit by unit.
+"""Peak memory of a window: of a program, operator by operator, or of a schedule, unit by unit.
 
-In:   the memory that operators allocate, and a rank's program or its schedule.
+In:   the memory allocated by operators, and a rank's program or schedule.
 Out:  `Peak`s.
-Must hold: of a program, each piece of memory is freed once nothing holds it any more
-(`hf_helix.doctor.amounts.lifetimes`), a collective on its way included (`hf_helix.doctor.held`). Before there
-are programs, two strands take turns layer by layer, which is what plans promise to need no more than (one layer's
-activations apart). What is sent to another stage of the pipeline is freed when the next transfer begins.
+Must hold: in a program, memory is freed after the last holder releases it (`hf_helix.doctor.amounts.lifetimes`);
+collectives in flight are holders (`hf_helix.doctor.held`). Without a program, two strands take turns layer by layer:
+plans need at most one layer's activations more. A value sent to another stage is freed when the next transfer begins.
 """
 
 from __future__ import annotations
@@ -31,12 +30,13 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns what is alive while a rank runs a program, when most is.
+    """Returns the peak memory of a rank's program.
 
-    The batches are left out, and so are gradients unless weights are spread: else they are there between windows, too.
+    The peak contains no batches. It contains gradients only with sharded weights: other gradients also live between
+    windows.
 
     Args:
-        held: until when collectives hold what they read and work with; None where each ends as it is issued.
+        held: how long collectives hold their buffers; None if collectives end when issued.
     """
     alive = _Alive(amounts, layout)
     held = held or {}
@@ -55,11 +55,11 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
 def peaks_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
-    """Returns what is alive on each rank when most is, operator by operator.
+    """Returns the peak memory of each rank, operator by operator.
 
     Args:
-        timeline: on CPUs, when each of them runs: collectives hold memory until they are over. None on GPUs, where they
-            hold it until they are waited for.
+        timeline: on CPUs, the times of the instructions: collectives hold their buffers until their end. None on GPUs,
+            where collectives hold their buffers until computation waits for them.
     """
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
@@ -77,17 +77,17 @@ def peaks_of_window(
 
 
 ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
-"""What memory is for, in the order of `Peak`."""
+"""Sorts of memory, in the order of `Peak`."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """Memory that is alive.
+    """A live allocation.
 
     Attributes:
-        bytes: how much.
-        sort: what for, `ACTIVATIONS` or `WEIGHTS`.
-        holders: how many must let go of it.
+        bytes: its size.
+        sort: `ACTIVATIONS` or `WEIGHTS`.
+        holders: the number of its holders; the block is freed at 0.
     """
 
     bytes: int
@@ -96,10 +96,10 @@ class _Block:
 
 
 class _Alive:
-    """What is alive on a rank while it runs a program.
+    """Live memory of a rank during a program.
 
     Attributes:
-        peak: when most was, so far.
+        peak: the peak so far.
     """
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
@@ -107,7 +107,7 @@ class _Alive:
         self._amounts, self._layout = amounts, layout
         self._now = [0, 0, 0]
         self._values: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed with the value
-        self._kept: dict[tuple[int, Key], list[_Block]] = {}  # likewise, freed behind an entry of a unit
+        self._kept: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed after an entry of a unit
         self._sent: list[_Block] = []
         self._adding: dict[tuple[int, str], list[tuple[object, Gradient]]] = {}
         for rank in range(layout.num_ranks):
@@ -117,22 +117,22 @@ class _Alive:
         self._begun: set[object] = set()
 
     def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
-        """Counts what an instruction allocates, and what is freed behind it.
+        """Counts the allocations of an instruction, and the releases after it.
 
         Args:
-            holds: whether it holds what it reads and works with until it is let go.
+            holds: whether the instruction holds its inputs and its workspace beyond its issue.
 
         Returns:
-            What it holds.
+            The blocks held by the instruction.
         """
         held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
-        if op.kind is Kind.GRADIENTS:  # they are put in one piece
+        if op.kind is Kind.GRADIENTS:  # copied into one bucket
             if self._amounts.spread:
                 whole = self._layout.reductions[instruction.reduction].bytes
                 self._see(whole, GRADIENTS)
-                if holds:  # the piece, beside what this rank keeps of its sum
+                if holds:  # the bucket, in addition to this rank's shard of the sum
                     self._now[GRADIENTS] += whole // min(self._amounts.spread.values())
                     self._see(0, GRADIENTS)
             return held
@@ -162,7 +162,7 @@ class _Alive:
         return held
 
     def _held(self, instruction: Instruction, name: Name, sort: int) -> list[_Block]:
-        """Returns what a collective holds on its way: what it reads, and what it works with, which stays alive."""
+        """Returns the blocks held by a collective in flight: its inputs, and its workspace, now counted as live."""
         left = sum(storage.bytes for storage in self._amounts.lifetimes.left.get(name, ()))
         works = _Block(max(0, self._amounts.operators[name].peak - left), sort)
         self._now[works.sort] += works.bytes
@@ -173,7 +173,7 @@ class _Alive:
         return blocks
 
     def _see(self, above: int, sort: int) -> None:
-        """Notes that so many bytes of a sort are alive for a while above what is alive now."""
+        """Raises the peak if the live bytes plus `above` temporary bytes of a sort exceed it."""
         if sum(self._now) + above > self.peak.total:
             then = list(self._now)
             then[sort] += above
@@ -182,11 +182,7 @@ class _Alive:
     def _keep(
         self, instruction: Instruction, count: int, values: Sequence[str], last: str = "", sort: int = ACTIVATIONS
     ) -> None:
-        """Counts memory until nothing holds it any more.
-
-        Args:
-            count: bytes.
-        """
+        """Adds a block of `count` bytes, held by its values, or by the entries after which it is freed."""
         microbatch, unit, layout = instruction.microbatch, instruction.unit, self._layout
         block = _Block(count, sort)
         entries = [(unit, last)] if last else []
@@ -206,7 +202,8 @@ class _Alive:
         block.holders += 1
 
     def let_go(self, block: _Block, sends: bool = False) -> None:
-        """Frees memory once the last that holds it lets go; what is sent to another stage later."""
+        """Removes one holder; frees a block without holders, at the next transfer if the block is sent to another
+        stage."""
         block.holders -= 1
         if not block.holders:
             if sends:
@@ -218,7 +215,7 @@ class _Alive:
         self._now[block.sort] -= block.bytes
 
     def _add_gradients(self, unit: int, name: str) -> None:
-        """Counts the gradients that an operator is the first to add to."""
+        """Counts the gradients whose first addition is this operator's."""
         for key, made in self._adding.pop((unit, name), ()):
             if key not in self._begun:
                 self._begun.add(key)
@@ -226,7 +223,7 @@ class _Alive:
 
 
 def _spread_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-    """Yields the gradients of a rank, each with what adds to it, that become parts of several ranks."""
+    """Yields the gradients that are sharded over replicas, each with its adders."""
     for made, adders in amounts.completed_gradients(layout, rank) if amounts.spread else ():
         if not made.is_experts or EXPERT_COPIES in amounts.spread:
             yield made, adders
@@ -238,11 +235,10 @@ def _spread_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[t
 def peaks_of_schedules(
     amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
 ) -> list[Peak]:
-    """Returns the same for every rank, of whichever schedule needs most of it, before there are programs: strands take
-    turns, layer by layer.
+    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer.
 
     Args:
-        two_strands: whether the plan may keep one layer more.
+        two_strands: whether the plan may hold one layer more.
     """
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
@@ -256,16 +252,15 @@ def peaks_of_schedules(
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a micro-batch changes of live memory on its way through a unit.
+    """The change of live memory by one pass of a micro-batch through a unit.
 
     Attributes:
-        delta: bytes, those of `gathered` that it frees again included.
-        peak: bytes alive at most, above those before.
-        weights: those of `delta` that are gathered weights, or copies of these.
-        weights_then: likewise above those before, when most is alive.
-        gathered: bytes of weights that are gathered for it, before it begins.
-        is_transfer: whether the unit moves what it is given to another stage, or takes it from there; what goes is
-            freed by the next of them.
+        delta: change of live bytes, including the release of `gathered`.
+        peak: largest increase of live bytes during the pass.
+        weights: the part of `delta` in gathered weights or copies of gathered weights.
+        weights_then: the increase of the bytes of gathered weights at the peak.
+        gathered: bytes of weights gathered before the pass begins.
+        is_transfer: whether the unit sends to or receives from another stage; the next transfer frees sent values.
     """
 
     delta: int = 0
@@ -276,7 +271,7 @@ class _Pass:
     is_transfer: bool = False
 
     def then(self, other: _Pass) -> _Pass:
-        """Returns what both change, one after the other, if all that they gather is there before them."""
+        """Returns the sequential composition of two passes, with the weights of both gathered first."""
         peak, weights_then = self.peak, self.weights_then
         if self.delta + other.peak > peak:
             peak, weights_then = self.delta + other.peak, self.weights + other.weights_then
@@ -285,7 +280,7 @@ class _Pass:
 
 
 class _Passes:
-    """What passes through the units of a layout change."""
+    """The passes through the units of a layout."""
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self._amounts, self._layout = amounts, layout
@@ -296,14 +291,14 @@ class _Passes:
         self.ahead = max((op.ahead for op in entries), default=0)  # units
 
     def through(self, unit: int, computation_type: str) -> _Pass:
-        """Returns what a pass through a unit changes; units of one name change the same."""
+        """Returns the pass through a unit, shared by all units of its name."""
         key = self._layout.units[unit], computation_type
         if key not in self._known:
             self._known[key] = self._counted(unit, computation_type)
         return self._known[key]
 
     def of_slot(self, slot: Slot) -> list[_Pass]:
-        """Returns the passes of a slot; all micro-batches change the same."""
+        """Returns the passes of a slot, equal for all micro-batches."""
         forward, backward = slot.forward, slot.backward
         key = forward and forward.stage, backward and (backward.stage, backward.computation_type)
         if key not in self._of_slots:
@@ -311,7 +306,7 @@ class _Passes:
         return self._of_slots[key]
 
     def largest_layer(self) -> int:
-        """Returns the most that a pass through a layer works with."""
+        """Returns the largest peak of a pass through a layer."""
         layers = [unit for unit, name in enumerate(self._layout.units) if self._layout.graphs[name].forward.repeats]
         return max((self.through(unit, part).peak for unit in layers for part in PARTS_OF), default=0)
 
@@ -356,8 +351,8 @@ def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
 
 
 def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Returns passes that change the same, as few of them as there can be: those between which nothing else is freed or
-    gathered are one."""
+    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates
+    them."""
     found: list[_Pass] = []
     for change in passes:
         if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
@@ -368,7 +363,7 @@ def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
 
 
 def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
-    """Yields the units that a rank comes to, each with the computation type: strands take turns."""
+    """Yields the units visited by a rank in a slot, as (unit, computation type); strands take turns."""
     entering = _units(layout, slot.forward) if slot.forward else []
     leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
     yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)

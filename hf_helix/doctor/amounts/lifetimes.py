@@ -1,13 +1,12 @@
-"""How long memory lives that an operator leaves behind.
+"""Lifetimes of the memory that operators leave allocated.
 
-In:   one micro-batch as it runs on the meta device, one operator after the other.
-Out:  `Lifetimes`: by operator, the memory that it leaves, and what must have happened before that is freed.
-Must hold: it is true of every order of the operators. Memory is freed once the values that lie in it have been read for
-the last time, and no sooner than behind the operator behind which it was freed here: backward may have kept it without
-a name.
+In:   one micro-batch on the meta device, one operator after the other.
+Out:  `Lifetimes`: by operator, the memory left allocated and the conditions of its release.
+Must hold: the conditions are true of every order of the operators. Memory is freed after the last read of its values,
+and not before the operator after which the meter saw its release: backward may hold memory without a name.
 
-What leaves a unit enters the next: how long it is kept there does not depend on the unit that it comes from. So it is
-noted with the unit that it enters.
+Outputs of a unit are inputs of the next unit, whose operators alone decide their lifetime there. So the lifetime is
+noted with the receiving unit.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory that an operator leaves.
+    """Memory left by an operator.
 
     Attributes:
-        bytes: how much.
-        values: the values of its unit that lie in it.
-        last: the entry of its unit behind which it was freed; empty where that was in another unit.
-        is_weight: whether it holds gathered weights, or copies of these.
+        bytes: its size.
+        values: the values of the operator's unit in this memory.
+        last: the entry of the unit after which the memory was freed; empty if freed in another unit.
+        is_weight: whether the memory holds gathered weights or copies of gathered weights.
     """
 
     bytes: int
@@ -50,20 +49,19 @@ class Storage:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The memory that operators leave.
+    """The memory left by operators.
 
     Attributes:
-        left: by operator.
-        entering: of what enters a unit (its name, whether forward, which of its inputs), the entry of the unit behind
-            which it was freed.
+        left: storages by operator.
+        entering: for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after
+            which the input was freed.
     """
 
     left: Mapping[Name, Sequence[Storage]]
     entering: Mapping[tuple[str, bool, int], str]
 
     def weights(self) -> dict[Name, int]:
-        """Returns, by operator, the bytes of gathered weights that are alive after it and were not before, where one
-        strand runs."""
+        """Returns, by operator, the change of live bytes of gathered weights, with one strand."""
         changes: dict[Name, int] = {}
         for (unit, entry), storages in self.left.items():
             for storage in storages:
@@ -74,13 +72,10 @@ class Lifetimes:
 
 
 class LifetimeTrace(Trace):
-    """Tells a meter which operator is about to run, and notes which values lie in the memory that it counts.
-
-    Args:
-        meter: counts.
+    """Tells a meter the next operator, and notes the values in the memory that the meter counts.
 
     Attributes:
-        values: the values in each piece of memory.
+        values: the values in each allocation.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -99,7 +94,7 @@ class LifetimeTrace(Trace):
             self._begin(label)
 
     def end(self) -> None:
-        """Counts nothing more."""
+        """Ends counting."""
         self._begin(None)
 
     def _begin(self, label: str | None) -> None:
@@ -114,12 +109,7 @@ class LifetimeTrace(Trace):
 
 
 class WatchedExecutor(Executor):
-    """An executor whose strands a `LifetimeTrace` follows.
-
-    Args:
-        watch: follows them.
-        units, streams, seed, precision: as of `Executor`.
-    """
+    """An executor whose strands a `LifetimeTrace` follows."""
 
     def __init__(
         self, watch: LifetimeTrace, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
@@ -136,11 +126,7 @@ class WatchedExecutor(Executor):
 def lifetimes_of(
     meter: Meter, watch: LifetimeTrace, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
 ) -> Lifetimes:
-    """Returns how long the memory lives that was counted.
-
-    Args:
-        meter: has counted a micro-batch.
-    """
+    """Returns the lifetimes of the memory that a meter has counted for a micro-batch."""
     left: dict[Name, list[Storage]] = defaultdict(list)
     entering: dict[tuple[str, bool, int], str] = {}
     for memory in meter.allocated:
@@ -161,7 +147,7 @@ def lifetimes_of(
 
 
 def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[tuple[bool, int]]:
-    """Yields which values leave a unit: whether forward, and as which of its outputs."""
+    """Yields the outputs of a unit among some values, as (whether forward, index of the output)."""
     pair = layout.graphs[layout.units[unit]]
     for forward, graph in ((True, pair.forward), (False, pair.backward)):
         yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)

@@ -1,10 +1,10 @@
-"""Runs operators of torch on the meta device, where nothing is computed: the shapes of what they make are all there is.
+"""Runs operators of torch on the meta device, with a cache of the shapes of results.
 
 In:   an operator, and its arguments.
-Out:  what it returns.
-Must hold: what an operator makes of arguments of some shapes, it makes of all such arguments; one that returns views,
-or writes to what it is given, runs each time (but for one that torch cannot run). The layers of a model ask for the
-same again and again, and to ask torch each time takes half of the time of counting them.
+Out:  the operator's result.
+Must hold: only operators whose results depend on the shapes of arguments alone are cached; an operator that returns
+views or writes to arguments runs each time, unless torch cannot run it. The layers of a model repeat the same calls;
+without the cache, calls of torch take half of the time of counting.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ class _Shape:
 
 
 _UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
-"""Operators that write to `out`, whose rules raise on the meta device: the first of torch 2.11, the second to 2.13."""
+"""Operators that write to `out` and raise on the meta device: the first in torch 2.11, the second up to 2.13."""
 
 _made: dict[object, _Shape | Sequence[_Shape | None] | None] = {}
-"""What operators made of arguments, by both; None where it cannot be made again without them."""
+"""Shapes of results by operator and arguments; None where the shapes do not suffice to make the result again."""
 
 
 def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what an operator returns.
-
-    Args:
-        function: an overload, such as `aten.mm.default`.
-    """
+    """Returns the result of an operator, an overload such as `aten.mm.default`."""
     if function in _UNRULED:
         return kwargs["out"]
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
@@ -55,7 +51,7 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, or among what an operator returns, in order."""
+    """Yields the tensors among arguments or results, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -67,13 +63,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @functools.cache
 def _only_makes(function: Any) -> bool:
-    """Returns whether an operator is declared to write to none of its arguments and to return none of them."""
+    """Returns whether an operator is declared to write to and to return none of its arguments."""
     schema = getattr(function, "_schema", None)  # operators of higher order have none
     return schema is not None and all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
 
 def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Returns what decides what an operator makes; None where that is not known."""
+    """Returns the key of a call in the cache; None for calls that cannot be cached."""
     try:
         named = tuple((name, _described(value)) for name, value in kwargs.items())
         key = function, _described(args), named, torch.get_default_dtype()
@@ -84,10 +80,10 @@ def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
 
 def _described(value: Any) -> object:
-    """Returns what of an argument decides over shapes.
+    """Returns the properties of an argument on which shapes of results depend.
 
     Raises:
-        TypeError: a tensor that is not on the meta device, whose values may; NaN, which is never found again.
+        TypeError: a tensor outside the meta device, whose values may matter; NaN, which no cache finds again.
     """
     if isinstance(value, Tensor):
         if not value.is_meta:
@@ -101,7 +97,7 @@ def _described(value: Any) -> object:
 
 
 def _shapes_of(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Shape | Sequence[_Shape | None] | None:
-    """Returns the shapes of what an operator made; None unless it is new memory, and no more than the shapes need."""
+    """Returns the shapes of a result; None unless the result is new memory of exactly the size of its shapes."""
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
     results = result if isinstance(result, tuple | list) else [result]
     storages: set[int] = set()
