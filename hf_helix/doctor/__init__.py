@@ -1,6 +1,6 @@
-"""The doctor: which layout of a model is fastest on a cluster, and does it fit? Nothing is measured.
+"""The doctor: the fastest layout of a model that fits a cluster, simulated without a measurement.
 
-simulated     the layouts of a model on simulated ranks: what a rank computes, moves and keeps
+simulated     the layouts of a model on simulated ranks: the amounts of a rank
 amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 reductions    gradient reductions and gathers of weights, once in a window
@@ -9,7 +9,7 @@ held          how long collectives keep their buffers alive                     
 peaks         peak memory of a window
 memory        the memory of a rank, by part
 step          an optimizer step: time, throughput, memory
-fsdp          a step of plain FSDP, as the stock Trainer runs it
+fsdp          a step under FSDP of the stock Trainer
 layouts       the search of layouts
 processes     simulations in several processes                                              (no torch)
 report        steps and rankings as text

@@ -1,9 +1,9 @@
-"""From amounts to times: what operators take on a cluster, as a profile.
+"""Seconds of operators on a cluster, estimated from amounts.
 
-In:   what every operator computes and sends, the layout of ranks, and the rates of a cluster.
-Out:  a `Profile`, which plans, predictions, bounds and pictures take as they take a measured one.
-Must hold: a kernel takes what its operations or its bytes take, whichever is more; ranks that share a link share its
-bandwidth, all of them sending at once.
+In:   amounts of every operator, the layout of ranks, and the rates of a cluster.
+Out:  a `Profile`, used like a measured profile by plans, predictions, bounds and pictures.
+Must hold: a kernel takes the longer of the times of its operations and its bytes; ranks on one link send at the same
+time and share its bandwidth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 
 LEAST = 1e-7
-"""Seconds of an operator that does nothing on the device."""
+"""Least seconds of an operator."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Ring:
     """The ranks of an axis on a cluster.
 
     Attributes:
-        size: how many ranks it has.
-        within: how many of them stand in the same block, for each of the cluster's levels.
+        size: number of ranks.
+        within: number of ranks in one block, for each level of the cluster.
     """
 
     size: int
@@ -39,16 +39,16 @@ class Ring:
 
     @property
     def crosses(self) -> bool:
-        """Whether it leaves a node."""
+        """Whether the axis leaves a node."""
         return self.within[-1] < self.size
 
     def sent(self, count: int) -> int:
-        """Returns the bytes that each rank sends where all gather a piece of so many, or sum one to parts."""
+        """Returns the bytes sent by each rank in an all-gather or a reduce-scatter of `count` bytes."""
         return count * (self.size - 1) // self.size
 
 
 def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
-    """Returns where the ranks of an axis stand."""
+    """Returns the ring of an axis with dimensions (size, stride)."""
     within = [
         math.prod(max(1, min(size, block // stride)) for size, stride in dimensions) for block, _ in cluster.levels
     ]
@@ -56,8 +56,8 @@ def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and copies, over which gradients are summed and
-    weights spread."""
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas, for gradient reduction
+    and sharded weights."""
     copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
     stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
     tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)
@@ -73,10 +73,10 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
 
 
 def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> list[str]:
-    """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them.
+    """Returns the axes of a layout between nodes, under the names of `HelixConfig`.
 
     Args:
-        spreads: whether weights are spread, so that operators communicate over data-parallel ranks, too.
+        spreads: whether weights are sharded: then operators also communicate over data-parallel ranks.
     """
     by_axis = rings(cluster, sizes)
     used = {"tp": by_axis["tp"], "cp": by_axis["cp"]}
@@ -86,7 +86,7 @@ def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> li
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
-    """Returns what a kernel takes."""
+    """Returns the seconds of a kernel."""
     device = cluster.device
     moving = device.moving_seconds(kernel.bytes)
     computing = kernel.exponentials / device.exponentials
@@ -95,24 +95,25 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
     if kernel.sort == ATTENTION and kernel.flops:
         keys = kernel.sizes[1]
         blocks = -(-keys // device.attention_block)
-        spared = (1 + 1 / blocks) if kernel.causal else 1.0  # of the half that a causal mask leaves out, less
+        spared = (1 + 1 / blocks) if kernel.causal else 1.0  # a causal mask spares whole blocks, so less than half
         computing = spared * (computing + kernel.flops / (device.peaks[dtype] * device.attention[dtype].at(keys)))
     return device.kernel_seconds + max(moving, computing)
 
 
 def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
-    """Returns what a collective takes while every group of the node does the same.
+    """Returns the seconds of a collective, run at the same time by every group of the node.
 
-    A ring passes on what it gathers or sums, so over the edge of each device, island and node it goes once for each
-    group; a step round a ring leaves them with the last rank's value; an exchange has for every pair of ranks something
-    of its own. All levels are busy at once, and the slowest decides. What a ring passes on makes one hop after the
-    other, each with the latency of its link, most of them inside of a node: so NCCL counts the latency of its rings,
-    too (`ncclTopoTuneModel`).
+    Bytes over the edge of each block (device, island, node), by method:
+        all-gather, reduction   the ring passes values on, so the bytes cross the edge once per group
+        shift, send             once per group, with the last rank's value
+        exchange                separate bytes for every pair of ranks
+    All levels are busy at the same time, and the slowest level decides. A ring adds the latency of each hop's link;
+    most hops are inside a node. NCCL's model of its rings counts latency the same way (`ncclTopoTuneModel`).
 
     Args:
-        transfer: of one rank.
-        ring: how the ranks of the axis lie on the machine.
-        cluster: its links.
+        transfer: the transfer of one rank.
+        ring: the ranks of the axis on the machine.
+        cluster: the links.
     """
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
@@ -120,7 +121,7 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
     rounds = 2 if transfer.method == "all_reduce" else 1
     taken, latency = [0.0], 0.0
     for (block, link), near, far in zip(cluster.levels, ring.within, farther, strict=True):
-        if near == far:  # no rank of the next larger block stands outside of this one
+        if near == far:  # all ranks of the next larger block are in this block
             continue
         links = max(1, block // link.devices)
         groups = max(1, block // near)
@@ -138,7 +139,7 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
 def operator_seconds(
     amounts: OperatorAmounts, kind: Kind, axes: Mapping[str, Ring], cluster: Cluster, dtype: str
 ) -> float:
-    """Returns what an operator takes alone."""
+    """Returns the seconds of an operator that runs alone."""
     if kind.communicates:
         return max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers))
     seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in amounts.kernels)
@@ -149,10 +150,10 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
     """Returns the profile of a layout on a cluster.
 
     Args:
-        amounts: of one rank of this layout.
-        layout: the units of all ranks of a pipeline; of `amounts`, with the ways between ranks where there are any.
-        sizes: of the layout.
-        cluster: what it runs on.
+        amounts: the amounts of one rank.
+        layout: the units of all ranks of a pipeline, with the transfers between ranks.
+        sizes: the parallel sizes of the layout.
+        cluster: the rates of devices and links.
         dtype: the type of matrix products.
 
     Raises:
@@ -183,12 +184,8 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
 
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
-    """Returns what ranks wait for each other at each collective of a unit, whose computation is taken to be spread
-    evenly. Stages of a pipeline hand on to one another, and do not meet.
-
-    Args:
-        times: seconds of every operator.
-    """
+    """Returns the seconds of waiting for the last rank at each collective, with the computation of a unit divided
+    evenly between its collectives. Transfers between pipeline stages have no such waiting."""
     seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
         for letter, graph in (("F", pair.forward), ("B", pair.backward)):
@@ -202,15 +199,15 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
 def contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], cluster: Cluster
 ) -> tuple[dict[tuple[Name, Name], Pair], dict[Name, Name]]:
-    """Returns operators beside each other; of those that contention slows alike, the longest stands for all.
+    """Returns pairs of overlapped operators; the longest operator represents all operators with equal slowdowns.
 
     Args:
         times: seconds of every operator.
-        sent: bytes that a rank sends in every operator that communicates.
+        sent: bytes sent by a rank in each operator that communicates.
 
     Returns:
-        The pairs, and for each operator that is in none of them the one that stands for it; for none where one operator
-        stands for all of its kind, as a profile takes it to.
+        The pairs, and the representative of each operator without a pair; no representatives if each kind has a single
+        group, the default of a profile.
     """
     kinds = [kind for kind in Kind if any(kind in both for both in cluster.contention)]
     groups: dict[tuple[object, ...], list[Name]] = {}
@@ -227,7 +224,7 @@ def contended(
         if first is second or not {(first, second), (second, first)} & cluster.contention.keys():
             continue
         slow = cluster.slowdowns(first, second, (sent.get(a, 0), sent.get(b, 0)))
-        # Else these would get the mean of those of their kinds that are slowed.
+        # Pairs without a slowdown are listed, too: missing pairs get the mean of their kinds.
         pairs[a, b] = Pair.of(times[a], times[b], *slow)
     if len(longest) == len(set(kind_of.values())):
         return pairs, {}

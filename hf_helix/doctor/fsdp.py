@@ -1,28 +1,27 @@
-"""Plain FSDP (ZeRO-3), as the stock Trainer runs it: how fast it is, and what a device needs.
+"""FSDP (ZeRO-3) of the stock Trainer: seconds and memory of a step.
 
-In:   the amounts of a rank of plain data parallelism, a case of it, and a cluster.
+In:   the amounts of a rank of plain data parallelism, its case, and a cluster.
 Out:  an `FSDP`.
-Must hold: amounts, rates and links are those that the layouts of hf_helix are judged by; nothing here is built by
-hf_helix.
+Must hold: amounts, rates and links are the same as for the layouts of hf_helix; nothing here is built by hf_helix.
 
-Every rank keeps its part of all weights, gradients and states. The weights of a layer are gathered before its forward
-and once more before its backward, and its gradients are reduced and scattered behind it: three times the bytes of the
-weights in all (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2). While a layer computes, the weights of the next one are
-gathered, and no further ones (FSDP, arXiv 2304.11277, sections 3.3.1 to 3.3.3, and 3.4 on the rate limiter). So of a
-gather shows what lasts longer than the computation beside it. What belongs to no layer (embedding, final norm, head) is
-gathered before forward, and kept until the end of backward.
+Weights, gradients and states are sharded over all ranks. A layer's weights are gathered before its forward and again
+before its backward, and its gradients are reduce-scattered after its backward: three times the bytes of the weights in
+all (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2). While a layer computes, the next layer's weights are gathered, and
+no further layer's (FSDP, arXiv 2304.11277, sections 3.3.1 to 3.3.3, and 3.4 on the rate limiter). A gather is exposed
+by the time in which it outlasts the computation. The embedding, the final norm and the head are gathered before forward
+and kept until the end of backward.
 
-With several micro-batches in a window, the stock Trainer reduces gradients in the last one only, and the others keep
-whole gradients (section 3.3.4). Where there is no room for these, `GradientAccumulationPlugin(sync_each_batch=True)` of
-Accelerate reduces them in every micro-batch; both ways are tried. Gathered weights and whole gradients have the type of
-matrix products, as Accelerate sets the mixed precision of FSDP.
+With several micro-batches in a window, the stock Trainer reduces gradients in the last micro-batch only; before, full
+gradients accumulate (section 3.3.4). If full gradients do not fit,
+`GradientAccumulationPlugin(sync_each_batch=True)` of Accelerate reduces gradients in every micro-batch; both settings
+are tried. Gathered weights and full gradients have the type of matrix products, like Accelerate's mixed precision of
+FSDP.
 
-Activations are those of hf_helix, but for the loss: `ForCausalLMLoss` of Transformers takes all logits to fp32 at once
-(`logits.float()`), and the backward of its cross-entropy holds their log-softmax, the gradient of this and that of the
-logits, all three in fp32 (`FP32_LOGITS`).
+Activations are the same as in hf_helix, except for the loss: `ForCausalLMLoss` of Transformers casts all logits to fp32
+at once (`logits.float()`), and the backward of its cross-entropy holds the log-softmax, the gradient of the log-softmax
+and the gradient of the logits, all three in fp32 (`FP32_LOGITS`).
 
-Not in it: what the host needs to issue operators, and copies into and out of the buffers of collectives, which both
-make FSDP slower than this.
+Left out, in favour of FSDP: the host's time to issue operators, and copies into and out of the buffers of collectives.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair
 
 FP32_LOGITS = 3
-"""Tensors in fp32 as large as the logits that are alive at once in the loss of Transformers. On an H100, cross-entropy
-of logits in bf16 counted these and the logits: 13.7 GiB for 8,192 x 128,256
+"""Number of fp32 tensors of the logits' size, live at the same time in the loss of Transformers. On an H100,
+cross-entropy of bf16 logits needed these tensors and the logits: 13.7 GiB for 8,192 x 128,256
 (benchmarks/results/2026-11-22-gpu-h100.md)."""
 
 
@@ -59,7 +58,7 @@ class FSDP:
     """A step under FSDP.
 
     Attributes:
-        step: what it takes.
+        step: its seconds and its memory.
         sync_each_batch: whether gradients are reduced in every micro-batch.
     """
 
@@ -69,15 +68,15 @@ class FSDP:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What FSDP wraps: a layer.
+    """A layer, wrapped by FSDP as one unit.
 
     Attributes:
         forward: seconds of its forward.
         backward: seconds of its backward.
-        gather: seconds in which its weights are gathered.
-        reduce: seconds in which its gradients are reduced.
+        gather: seconds of the gather of its weights.
+        reduce: seconds of the reduction of its gradients.
         weights: bytes of the gathered weights.
-        gradients: bytes of the whole gradients.
+        gradients: bytes of the full gradients.
     """
 
     forward: float
@@ -89,7 +88,7 @@ class _Unit:
 
 
 def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batch: bool = False) -> FSDP:
-    """Returns what an optimizer step takes under FSDP over all devices.
+    """Returns an optimizer step under FSDP over all devices.
 
     Args:
         sync_each_batch: whether to reduce gradients in every micro-batch.
@@ -129,18 +128,18 @@ class _MicroBatch:
 
     Args:
         first: the embedding.
-        layers: in forward order.
+        layers: the layers in forward order.
         last: norm, head and loss.
         ring: all devices.
-        cluster: what it runs on.
+        cluster: the rates of links and contention.
         reduces: whether gradients are reduced.
 
     Attributes:
-        seconds: of forward and backward.
-        tail: seconds after it in which only gradients are reduced.
-        computing: seconds of computation, with nothing beside it.
-        sent: seconds of communication, with nothing beside it.
-        exposed: seconds in which only weights are gathered or gradients reduced, without `tail`.
+        seconds: seconds of forward and backward.
+        tail: seconds of gradient reduction after backward.
+        computing: seconds of computation without overlap.
+        sent: seconds of communication without overlap.
+        exposed: seconds of communication without concurrent computation, except `tail`.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class _MicroBatch:
             self._run(layer.forward, following.gather)
         self._run(layers[-1].forward, 0.0)
         self._run(last.forward + last.backward, layers[-1].gather)
-        waiting = 0.0  # gradients of the layer before in backward
+        waiting = 0.0  # reduction of the gradients of the previous layer in backward
         for layer, following in pairwise(layers[::-1]):
             self._run(layer.backward, following.gather + waiting)
             waiting = layer.reduce if reduces else 0.0
@@ -167,7 +166,7 @@ class _MicroBatch:
         self.sent += self.tail
 
     def _run(self, computing: float, sending: float) -> None:
-        """Adds computation and what is sent beside it: both begin at the same time, and what follows waits for both."""
+        """Adds computation overlapped with communication; they start together, and the next step waits for both."""
         together, alone = computing + sending, sending
         if computing and sending:
             pair = Pair.of(computing, sending, *self._slow)
@@ -194,7 +193,7 @@ def _kind(ring: Ring) -> Kind:
 
 
 def _model_size(amounts: Amounts) -> tuple[int, int]:
-    """Returns how many elements of the model are trained, and the bytes of those that are not."""
+    """Returns the number of trained elements of the model, and the bytes of frozen weights."""
     held = [amounts.weights[name] for name in amounts.model.units]
     return sum(each.all_trained for each in held), sum(each.frozen_itemsize * each.all_frozen for each in held)
 
@@ -208,8 +207,8 @@ def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
 def _memory(
     amounts: Amounts, case: Case, ends: Sequence[_Unit], layers: Sequence[_Unit], sync_each_batch: bool
 ) -> Memory:
-    """Returns the memory of a device: its parts of all that is kept, two layers and the ends gathered, the gradients of
-    two layers on their way, and the activations of one micro-batch."""
+    """Returns the memory of a device: its shards of weights, gradients and states, gathered weights of two layers and
+    of the ends, gradients of two layers in reduction, and the activations of one micro-batch."""
     trained, frozen = _model_size(amounts)
     shares = case.sizes.dp
     whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
@@ -225,7 +224,7 @@ def _memory(
 
 
 def _activations(amounts: Amounts, case: Case) -> float:
-    """Returns the most that a micro-batch keeps and works with, under the loss of Transformers."""
+    """Returns the peak activation bytes of a micro-batch under the loss of Transformers."""
     units = amounts.model.units
     kept: Counter[str] = Counter()
     logits = 0

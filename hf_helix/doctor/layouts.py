@@ -1,10 +1,9 @@
 """The search of layouts: every layout that can be built and fits, ranked by predicted tokens per second.
 
 In:   the amounts of a model, a cluster, the tokens of a step, and the length of a sequence.
-Out:  a `Ranking`: steps, the fastest first, and the reason why each other layout was dropped.
-Must hold: all steps are predictions of the same clock, the leading ones at higher fidelity; a layout that cannot be
-cut, or needs more memory than a device has, is never proposed; plain data parallelism is among the candidates, and
-judged by the same rules.
+Out:  a `Ranking`: steps, the fastest first, and the reason for each dropped layout.
+Must hold: all steps are predictions of the same clock, leading steps at higher fidelity; a layout that cannot be cut or
+exceeds the memory of a device is never proposed; plain data parallelism is among the candidates, under the same rules.
 """
 
 from __future__ import annotations
@@ -26,38 +25,32 @@ from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes
 
 BATCHES = (1, 2, 4, 8)
-"""Sequences in a micro-batch that are tried."""
+"""Candidates for the sequences in a micro-batch."""
 
 SHORTEST_PART = 1024
-"""Tokens that each of the two parts of a sequence has at least that a context-parallel rank holds; shorter parts only
-cost."""
+"""Least tokens in each of the two parts of a sequence on a context-parallel rank; shorter parts never pay."""
 
 OFF = 0.1
-"""Part of the tokens that are asked for by which those of a step may differ."""
+"""Largest relative difference between the tokens of a step and the requested tokens."""
 
 MARGIN = 0.15
-"""Part of the activations that is left free in a pipeline whose schedule is searched: `schedule="auto"` may keep so
-much more than the schedules that are counted."""
+"""Fraction of the activations left free under `schedule="auto"` in a pipeline: a searched schedule may need more than
+the counted schedules."""
 
 WIDEST = 8
-"""Ranks of tensor parallelism that may stand on several nodes, where nodes have fewer devices."""
+"""Most ranks of tensor parallelism over several nodes of few devices."""
 
 ONE_STRAND = "sequential"
 
 SEARCHING = 0.8
-"""The part of the progress that is made when all layouts are known."""
+"""Progress after the search at `Fidelity.QUICK`."""
 
 AmountsOf = Callable[[Case], Amounts]
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A layout that is not proposed.
-
-    Attributes:
-        case: the layout.
-        reason: why.
-    """
+    """A layout that is not proposed, and the reason."""
 
     case: Case
     reason: str
@@ -69,9 +62,9 @@ class Ranking:
 
     Attributes:
         steps: the best of every combination of parallel sizes, the fastest first.
-        dropped: what cannot be built, or does not fit.
-        fsdp: plain FSDP as the stock Trainer runs it, which is none of the layouts, whether it fits or not; None where
-            it cannot be simulated.
+        dropped: the layouts that cannot be built or do not fit.
+        fsdp: FSDP of the stock Trainer, a baseline outside the ranking, even if too large; None if it cannot be
+            simulated.
     """
 
     steps: Sequence[Step]
@@ -79,7 +72,7 @@ class Ranking:
     fsdp: FSDP | None = None
 
     def plain(self) -> Step | None:
-        """Returns the fastest with data parallelism alone; None where none fits."""
+        """Returns the fastest step with data parallelism alone; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
 
 
@@ -90,11 +83,11 @@ def is_plain(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """What is found for some parallel sizes.
+    """The result for some parallel sizes.
 
     Attributes:
-        best: the fastest case that fits, or why there is none.
-        is_scarce: whether more memory could make it faster.
+        best: the fastest case that fits, or the reason for none.
+        is_scarce: whether more memory could give a faster case.
     """
 
     best: Step | Dropped
@@ -103,23 +96,23 @@ class _Found:
 
 @dataclass
 class Search:
-    """What is searched.
+    """The search of layouts for one model, cluster and number of tokens.
 
     Attributes:
-        amounts: counts a case; raises ValueError where the model cannot be cut like this.
-        cluster: what it runs on.
-        batch_tokens: of a step; each layout takes as many as come nearest, and none that differ by more than `OFF`.
+        amounts: counts a case; raises ValueError if the model cannot be cut to its sizes.
+        cluster: the cluster.
+        batch_tokens: requested tokens of a step; each layout takes the nearest possible number, within `OFF`.
         length: tokens in a sequence.
-        layers: of the model.
-        experts: of a layer; 1 for a dense model.
-        plan: the name of a rule for two strands; one strand is tried where these have nothing to hide, or lack memory.
+        layers: layers of the model.
+        experts: experts of a layer; 1 for a dense model.
+        plan: the name of a rule for two strands; one strand is tried if two hide nothing or lack memory.
         schedule: as in `HelixConfig`.
         dtype: the type of matrix products.
         imbalance: see `Case`.
         expert_capacity_factor: see `Case`.
-        progress: told which part of the cases is done.
-        workers: processes that search; 1 for this one alone.
-        leading: how many of the fastest are predicted at higher fidelity, plain data parallelism besides.
+        progress: called with the finished fraction of the search.
+        workers: number of processes; 1 for no further process.
+        leading: number of leading steps predicted at higher fidelity, besides plain data parallelism.
     """
 
     amounts: AmountsOf
@@ -139,15 +132,15 @@ class Search:
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed; none where nothing fits.
+        """Returns the layouts by speed; none if nothing fits.
 
         Raises:
-            ValueError: the cluster has no rate for the type of matrix products, or there is no such schedule.
+            ValueError: the cluster has no rate for the type of matrix products, or the schedule is unknown.
         """
         check_schedule(self.schedule)
         candidates = list(layouts(self.cluster, self.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
-        for sizes in candidates:  # what a rank does for a micro-batch is counted once for each of these
+        for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
         parts: list[Ranking] = []
         for part in in_processes(self._ranked, list(cuts.values()), self.workers):
@@ -162,8 +155,11 @@ class Search:
         return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
-        """Returns the steps, the fastest first, and those that turn out not to fit. Leading steps, which may become
-        others by it, and the fastest with data parallelism alone are predicted at higher fidelity."""
+        """Returns the steps, the fastest first, and the layouts that turn out not to fit.
+
+        The leading steps and the fastest step with data parallelism alone are predicted at higher fidelity, repeatedly,
+        until no leading step is quick: new predictions change the order.
+        """
         unfit: list[Dropped] = []
         while True:
             steps = sorted(steps, key=lambda step: -step.tokens_per_second)
@@ -180,9 +176,10 @@ class Search:
             steps = [each for each in looked_at if isinstance(each, Step)]
 
     def _exact(self, quick: Step) -> Step | Dropped:
-        """Returns a step at higher fidelity, without the optimizer in shards where that fits and is faster. Where the
-        programs need more memory than the schedule did, returns the fastest way that needs so much less, or why there
-        is none.
+        """Returns a step at higher fidelity, without `shard_optimizer` if the step then fits and is faster.
+
+        Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
+        smaller by this factor, and the fastest fitting case is returned, or the reason for none.
         """
         room, found = self.cluster.device.memory, quick
         while True:
@@ -200,13 +197,13 @@ class Search:
             found = other
 
     def _simulated(self, case: Case) -> Step:
-        """Returns a step at higher fidelity: few layers of one rank say all of the others; a pipeline is predicted
-        whole, since its ranks wait for each other."""
+        """Returns a step at higher fidelity: few layers without a pipeline; all layers with a pipeline, whose ranks
+        wait for each other."""
         fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
         return simulate_step(self.amounts(case), case, self.cluster, fidelity)
 
     def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
-        """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""
+        """Returns the unordered steps of some layouts, and stock FSDP if plain data parallelism is among them."""
         steps: list[Step] = []
         dropped: list[Dropped] = []
         for sizes in candidates:
@@ -219,12 +216,12 @@ class Search:
         return Ranking(steps, dropped, self._fsdp() if plain in candidates else None)
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
-        """Returns the fastest case of some parallel sizes that fits, or why there is none.
+        """Returns the fastest fitting case of some parallel sizes, or the reason for none.
 
-        The optimizer is in shards unless that is slower: it needs less memory, steps less, and sends as many bytes. The
-        size of micro-batches decides little about it, so the fastest alone is looked at without shards. Weights are
-        spread only where whole ones leave too little memory, since spread ones have more to move; and only
-        without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
+        `shard_optimizer` is on unless slower: a shard needs less memory, updates fewer weights, and sends as many
+        bytes. The size of micro-batches matters little here, so only the fastest case is tried without shards. Weights
+        are sharded only if full weights leave too little memory, since sharded weights move more bytes; and only
+        without a pipeline, whose stages would gather weights for every one of many micro-batches.
         """
         fastest = self._fastest_of_strands(sizes)
         whole = fastest.best
@@ -238,10 +235,10 @@ class Search:
     def _fastest_of_strands(
         self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False
     ) -> _Found:
-        """Returns the fastest case that fits, of two strands or of one.
+        """Returns the fastest fitting case, with two strands or one.
 
-        Two strands keep a layer's activations more. So one is run where there is nothing that two could hide, and tried
-        where two need recomputation, or do not fit.
+        Two strands hold one layer's activations more. So one strand is taken if two have nothing to hide, and tried if
+        two need recomputation or do not fit.
         """
         if self.plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
@@ -256,13 +253,13 @@ class Search:
         return one
 
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
-        """Returns the micro-batches of a data-parallel rank with which a step has about the tokens that are asked for.
+        """Returns the number of micro-batches of a data-parallel rank nearest to the requested tokens.
 
         Args:
             batch: sequences in a micro-batch.
 
         Raises:
-            ValueError: no number of them comes near enough.
+            ValueError: no number is within `OFF` of the requested tokens.
         """
         each = sizes.dp * batch * self.length
         count = max(1, round(self.batch_tokens / each))
@@ -276,10 +273,11 @@ class Search:
     def _fastest(
         self, sizes: Sizes, plan: str, other: Step | Dropped | None = None, shard_parameters: bool = False
     ) -> _Found:
-        """Returns the fastest case that fits.
+        """Returns the fastest fitting case of a plan, over the sizes of micro-batches.
 
         Args:
-            shard_parameters: whether weights are spread.
+            other: the best case so far: cases with longer gathers than its whole step are dropped early.
+            shard_parameters: whether weights are sharded.
         """
         best: Step | None = None
         last: Dropped | None = None
@@ -308,7 +306,7 @@ class Search:
         return _Found(best, best.case.recompute != "none")
 
     def _with_whole_optimizer(self, step: Step) -> Step:
-        """Returns a step with the optimizer in shards, or the same without shards where that fits and is faster."""
+        """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
         case = replace(step.case, shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
@@ -316,7 +314,7 @@ class Search:
         return whole if whole.seconds < step.seconds else step
 
     def _gather_seconds(self, case: Case) -> float:
-        """Returns the seconds in which the rank that has most to gather gathers weights in a window."""
+        """Returns the largest seconds of weight gathers of a rank in a window."""
         amounts, axes = self.amounts(replace(case, batch=BATCHES[0])), rings(self.cluster, case.sizes)
         layout = layout_of(amounts, case)
         seconds = {
@@ -331,7 +329,7 @@ class Search:
         )
 
     def _case(self, sizes: Sizes, batch: int, microbatches: int, plan: str) -> Case:
-        """Returns a case without anything that saves memory, but for what its plan does."""
+        """Returns a case without options that save memory."""
         return Case(
             sizes,
             batch,
@@ -345,7 +343,7 @@ class Search:
         )
 
     def _fsdp(self) -> FSDP | None:
-        """Returns FSDP over all devices, with the fastest micro-batch; where nothing fits, what needs least."""
+        """Returns FSDP over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
         best: FSDP | None = None
         for batch in BATCHES:
             sizes = Sizes(dp=self.cluster.devices)
@@ -374,20 +372,20 @@ class Search:
         return best
 
     def _fitting(self, case: Case, smaller: Case | None) -> Case:
-        """Returns the case as it fits, with no more recomputation than needs be; the optimizer in shards, if possible.
+        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible.
 
         Args:
-            smaller: a case with smaller micro-batches, which needs no more memory and fits; None for the smallest.
+            smaller: a fitting case with smaller micro-batches; None for the smallest.
 
         Raises:
-            ValueError: the model cannot be cut like this, or does not fit.
+            ValueError: the model cannot be cut to these sizes, or does not fit.
         """
         shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
         room = self.cluster.device.memory
-        # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches,
-        # whatever is recomputed; larger ones mostly fit as the smaller did.
+        # Counting a mode takes time. Most layouts that do not fit fail with the smallest micro-batches under every
+        # mode; larger micro-batches mostly fit under the mode of the smaller.
         least = self._least(ways) if smaller is None and self._memory(ways[0]) > room else 0.0
         fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
         if fitting is None:
@@ -398,7 +396,7 @@ class Search:
         return fitting
 
     def _least(self, ways: Sequence[Case]) -> float:
-        """Returns the memory of ways with all recomputation that there is."""
+        """Returns the least memory of the cases with the most recomputation."""
         return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
@@ -414,10 +412,10 @@ class Search:
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
-    """Checks what can be known of a layout before anything is counted.
+    """Checks the sizes of a layout before counting.
 
     Raises:
-        ValueError: the layout cannot be built, or is never worth it; says why.
+        ValueError: the layout cannot be built or never pays; with the reason.
     """
     if sizes.cp > 1 and length // (2 * sizes.cp) < SHORTEST_PART:
         raise ValueError(f"cp_size={sizes.cp} leaves less than {2 * SHORTEST_PART:,} of {length:,} tokens to a rank")
@@ -427,17 +425,16 @@ def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedu
 
 
 def sends_in_windows(sizes: Sizes) -> bool:
-    """Returns whether micro-batches send anything that a second strand could hide. What is sent once in a window, or
-    ahead of what needs it, is hidden by one strand as well."""
+    """Returns whether micro-batches communicate in ways a second strand could hide. One strand hides prefetches and
+    communication once in a window as well."""
     return sizes.tp > 1 or sizes.cp > 1 or sizes.pp > 1 or sizes.ep > 1
 
 
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
-    """Yields parallel sizes that use every device, with tensor parallelism inside a node, or over whole nodes of few
-    devices.
+    """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices.
 
     Args:
-        with_experts: whether the model has experts, which data-parallel ranks may share.
+        with_experts: whether to try expert parallelism.
     """
     for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):
         for pp in divisors(cluster.devices // tp):
@@ -448,5 +445,5 @@ def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
 
 
 def _is_near(tp: int, per_node: int) -> bool:
-    """Returns whether so many ranks are a part of a node, or few whole nodes."""
+    """Returns whether `tp` ranks divide a node, or fill few whole nodes."""
     return per_node % tp == 0 or (tp <= WIDEST and tp % per_node == 0)

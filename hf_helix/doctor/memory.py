@@ -1,8 +1,8 @@
 """The memory of a rank: by part, in bytes.
 
-In:   what it holds of the model, what ranks share of it, and the peak of a window.
+In:   a rank's weights, how replicas shard them, and the peak of a window.
 Out:  `Memory`.
-Must hold: trained weights, gradients and states are in fp32; frozen weights in the type in which they were loaded.
+Must hold: trained weights, gradients and states are in fp32, frozen weights in the type of the loaded model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element by the type of matrix products, of weights that operators compute with."""
+"""Bytes of an element of cast weights, by the type of matrix products."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Memory:
     """Bytes of a rank.
 
     Attributes:
-        weights: parameters; where they are spread, this rank's part.
-        gradients: of the trained ones.
-        states: of the optimizer.
-        copies: of weights during a window: in the type of matrix products, or gathered.
-        activations: the most that a window keeps and works with.
-        buffers: of sums of gradients.
+        weights: parameters, or the rank's shard of parameters.
+        gradients: gradients.
+        states: optimizer states.
+        copies: copies of weights during a window: cast to the type of matrix products, or gathered.
+        activations: peak of activations and workspace.
+        buffers: buffers of gradient reduction.
     """
 
     weights: float
@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Returns the sum of all parts."""
+        """Sum of all parts."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -53,12 +53,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Peak:
-    """What is alive in a window when most is, beside what there is between windows, in bytes.
+    """Peak bytes of a window, besides the memory held between windows.
 
     Attributes:
-        activations: what operators keep and work with.
-        weights: gathered weights, and copies of these.
-        gradients: those that are in nobody's part yet, where weights are spread.
+        activations: activations and workspace of operators.
+        weights: gathered weights, and copies of gathered weights.
+        gradients: full gradients before their reduction, with sharded weights.
     """
 
     activations: int = 0
@@ -67,19 +67,19 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Returns the sum of all."""
+        """Sum of all parts."""
         return self.activations + self.weights + self.gradients
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What ranks that hold copies of the model keep of it.
+    """How replicas shard weights and optimizer states.
 
     Attributes:
-        copies: ranks with copies of a parameter.
-        expert_copies: ranks with copies of an expert.
-        states: whether each keeps a part of the optimizer's states, and of the weights that it steps.
-        parameters: whether each keeps a part of everything.
+        copies: replicas of a parameter.
+        expert_copies: replicas of an expert.
+        states: whether optimizer states and trained weights are sharded (ZeRO-1).
+        parameters: whether everything is sharded (ZeRO-3).
     """
 
     copies: int = 1
@@ -88,25 +88,25 @@ class Sharing:
     parameters: bool = False
 
     def part_of(self, held: Weights) -> float:
-        """Returns how many of the trained elements that a rank would hold by itself are its own."""
+        """Returns the number of trained elements of a rank, given its unsharded weights."""
         if not self.states and not self.parameters:
             return held.all_trained
         return held.trained / self.copies + held.experts / self.expert_copies
 
     def frozen_bytes_of(self, held: Weights) -> float:
-        """Returns how many bytes of the weights that get no gradients, which a rank would hold by itself, it keeps."""
+        """Returns the bytes of frozen weights of a rank, given its unsharded weights."""
         if not self.parameters:
             return held.frozen_itemsize * held.all_frozen
         return held.frozen_itemsize * (held.frozen / self.copies + held.frozen_experts / self.expert_copies)
 
 
 def bytes_text(count: float) -> str:
-    """Returns bytes in a unit in which they can be read, such as "43.7 GB"."""
+    """Returns bytes as text in a readable unit, like "43.7 GB"."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread."""
+    """Returns the full parameters of a pipeline rank."""
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     weights = [amounts.weights[name] for name in names if name in amounts.weights]
     return Weights(
@@ -128,7 +128,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     buffers: float = 0
     if sharing.parameters:
         gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights
-    elif sharing.states:  # the gradients of a unit are in one piece more while they are summed
+    elif sharing.states:  # a gradient reduction holds the gradients of a unit in a second buffer
         gradients, copies = gradients + GRADIENT * mine, copies + _kept_by_others(amounts, names, sharing)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
         buffers = GRADIENT * max((each.all_trained for each in units), default=0)
@@ -145,8 +145,8 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 
 
 def _kept_by_others(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
-    """Returns the bytes of those weights of some units, kept as they are trained, that other ranks step. Weights that
-    are kept in the type of matrix products are copies already."""
+    """Returns the bytes of full fp32 weights of some units outside this rank's shard. Buffers in the type of matrix
+    products count as copies already."""
     total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:

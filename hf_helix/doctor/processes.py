@@ -1,9 +1,9 @@
-"""Does one kind of work on several pieces, each in one of a few processes.
+"""Maps a function over items in a few forked processes.
 
-In:   work, and its pieces.
-Out:  what the work returns for each piece, in the order of the pieces.
-Must hold: the processes are forked, so that work may hold what cannot be sent; only pieces and results are. Work must
-not use torch's threads, which a forked process does not have.
+In:   a function, and its items.
+Out:  the results, in the order of the items.
+Must hold: only items and results are pickled; the function may hold anything, since processes are forked. The function
+must not use torch's threads: a forked process has none.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 _work: Callable[[Any], Any] | None = None
-"""What a forked process does with each piece."""
+"""The function of a forked process."""
 
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Iterator[Result]:
-    """Yields what work returns for each piece."""
+    """Yields the result of `work` for each piece."""
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(work, pieces)
         return
@@ -30,7 +30,7 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], worke
 
 
 def usable_cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

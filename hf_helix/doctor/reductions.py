@@ -1,9 +1,9 @@
-"""Communication that happens once in a window: reductions of gradients, and gathers of weights with `shard_optimizer`.
+"""Communication once in a window: gradient reductions, and gathers of weights with `shard_optimizer`.
 
 In:   the gradients and the weights of every unit, and the ranks of every axis.
 Out:  the gradient reductions and the gathers of a layout, and a profile with their seconds.
-Must hold: both are those of training, in the same buckets and in the same order; `hf_helix.planning` says where they
-stand in a window. Operators that share a link each get half of it.
+Must hold: buckets and order are as in training; `hf_helix.planning` places reductions and gathers in a window. Two
+operators on one link each get half of its bandwidth.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hf_helix.planning.window.layout import (
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 
 COPY = ELEMENT["bf16"]
-"""Bytes of an element of a copy of weights, in a type of half the size."""
+"""Bytes of an element of cast weights."""
 
 
 def gradient_sums(
     amounts: Amounts, layout: Layout, spread: Collection[str] = ()
 ) -> list[tuple[GradientReduction, int]]:
-    """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts."""
+    """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients."""
     found = []
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -51,7 +51,7 @@ def gradient_sums(
                 key = min(units), len(units), made.flat
                 if made.is_experts and EXPERT_COPIES not in spread:
                     continue
-            buckets[key] = [*buckets.pop(key, ()), (made, adders)]  # behind those that are complete before
+            buckets[key] = [*buckets.pop(key, ()), (made, adders)]  # after the buckets that are complete earlier
         for bucket in buckets.values():
             adders = tuple(dict.fromkeys(adder for _, mine in bucket for adder in mine))
             experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
@@ -62,7 +62,7 @@ def gradient_sums(
 def profile_with_sums(
     profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
 ) -> Profile:
-    """Returns the profile with the sums of gradients in its layout; the same where no other rank sees other tokens."""
+    """Returns the profile with gradient reductions in its layout; unchanged without replicas."""
     if axes[COPIES].size == 1:
         return profile
     found = gradient_sums(amounts, profile.layout, spread)
@@ -81,9 +81,9 @@ def profile_with_sums(
 def _seconds(
     made: GradientReduction, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
 ) -> float:
-    """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them.
+    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also divides the sums.
 
-    To parts, they are put into a piece full of zeros, and a CPU adds up what comes from the other ranks.
+    A reduction to shards copies gradients into a zeroed bucket, and a CPU adds up the other ranks' values.
     """
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
@@ -99,8 +99,8 @@ def _seconds(
 def _contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], crosses: bool, cluster: Cluster
 ) -> dict[tuple[Name, Name], Pair]:
-    """Returns, for every kind of operator that sums slow down or are slowed down by, a pair of two. Over one link, each
-    gets half of it."""
+    """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown. Two
+    operators on one link each get half of its bandwidth."""
     link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
     summing = max((name for name, _ in named_reductions(layout)), key=lambda name: times[name])
     pairs = {}
@@ -120,7 +120,8 @@ def _contended(
 def sums_behind(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
 ) -> float:
-    """Returns the seconds of all sums of the rank that has most, where none begins before the last backward ends."""
+    """Returns the seconds of all gradient reductions on the slowest rank, if none begins before the end of the last
+    backward."""
     completed = _completed(amounts, layout, axes, cluster, spread)
     return max(
         sum(completed.get(unit, 0.0) for unit in layout.units_of(rank) if layout.units[unit] in amounts.weights)
@@ -131,7 +132,7 @@ def sums_behind(
 def _completed(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
 ) -> dict[int, float]:
-    """Returns the seconds of the sums that each unit completes."""
+    """Returns the seconds of gradient reductions by the unit that completes them."""
     completed: dict[int, float] = {}
     for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
         last = min(unit for unit, _ in made.adders)
@@ -145,13 +146,14 @@ def _completed(
 def weight_gathers(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring]
 ) -> list[tuple[WeightGather, KeptWeights]]:
-    """Returns the gathers of all ranks of a pipeline, each with the weights that it gathers."""
+    """Returns the gathers of all ranks of a pipeline, each with its weights."""
     found = []
     units = list(layout.units)
     for unit, name in enumerate(units):
         for kept in amounts.kept:
             if kept.units[0] == name and axes[_axis(kept)].size > 1:
-                others = (units.index(other) for other in kept.units[1:])  # there is one of each that shares weights
+                # Names of units with shared weights occur once.
+                others = (units.index(other) for other in kept.units[1:])
                 found.append((WeightGather((unit, *others), kept.name, kept.bytes), kept))
     return found
 
@@ -161,7 +163,7 @@ def _axis(kept: KeptWeights) -> str:
 
 
 def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
-    """Returns the profile with the gathers of weights in its layout; the same where no rank has copies."""
+    """Returns the profile with the gathers of weights in its layout; unchanged without replicas."""
     found = weight_gathers(amounts, profile.layout, axes)
     if not found:
         return profile
@@ -172,7 +174,7 @@ def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, 
 
 
 def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster) -> float:
-    """Returns the seconds in which a rank casts its part of some weights, if need be, and gathers all of them."""
+    """Returns the seconds in which a rank casts its shard of some weights, if need be, and gathers the full weights."""
     ring, device = axes[_axis(kept)], cluster.device
     own = kept.elements / ring.size
     cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
@@ -181,16 +183,16 @@ def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster
 
 
 def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
-    """Returns the seconds in which the first forward pass of a window, on its way through all stages, casts weights to
-    the type of matrix products; later ones find the copies.
+    """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
+    matrix products; later passes reuse the copies.
 
     Args:
-        gathered: whether weights are cast before they are gathered (`gather_seconds`), and only others here.
+        gathered: whether gathered weights are cast before their gather (`gather_seconds`), and so not counted here.
     """
     found = 0.0
     for name in layout.units:
         cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
-        # What a later unit shares is kept as it is trained, for the first one, which looks rows up in it.
+        # Weights shared with a later unit stay in the trained type: the first unit looks rows up in them.
         if any(name in each.units[1:] for each in amounts.kept):
             cast += amounts.copies[name]
         found += cluster.device.moving_seconds(cast * (1 + PARAMETER / COPY))

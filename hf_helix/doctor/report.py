@@ -1,8 +1,8 @@
-"""Steps on paper as text: one layout in depth, and many beside each other.
+"""Simulated steps as text: one layout in depth, or a table of layouts.
 
 In:   a `Step`, or a `Ranking`.
 Out:  lines for a terminal.
-Must hold: what is not counted is said; a layout that was dropped can be asked for with its reason.
+Must hold: the text names parts of a step without a figure; every dropped layout has its reason.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import size_text
 
 CLOSE = 0.05
-"""Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""
+"""Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
 STOCK_FSDP = "FSDP (ZeRO-3), stock"
-"""What people call fully sharded data parallelism, which hf_helix's layouts are compared with."""
+"""Name of the baseline: fully sharded data parallelism of the stock Trainer."""
 
 WIDTH = 116
 """Columns of lists of layouts."""
 
 
 def case_text(case: Case) -> str:
-    """Returns how a layout is run: its micro-batches, and what saves memory."""
+    """Returns the micro-batches of a layout, and its options that save memory."""
     parts = [f"{case.microbatches} x {case.batch}"]
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
@@ -42,7 +42,7 @@ def case_text(case: Case) -> str:
 
 
 def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
-    """Yields what a step takes, and what for."""
+    """Yields the seconds and the memory of a step, by part."""
     case = step.case
     peak = cluster.device.peaks[case.dtype] / 1e12
     yield f"{size_text(case.sizes)} on {cluster.name}: {case_text(case)}, {case.length:,} tokens a sequence"
@@ -80,7 +80,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
 
 
 def shards_line(best: Step, shared: Step) -> str:
-    """Returns why a step is proposed without the optimizer in shards."""
+    """Returns the comparison of a step with the same step under `shard_optimizer`, slower and smaller."""
     slower = shared.seconds / best.seconds - 1
     less = bytes_text(best.memory.total - shared.memory.total)
     return (
@@ -90,7 +90,7 @@ def shards_line(best: Step, shared: Step) -> str:
 
 
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
-    """Yields the best layouts, and plain data parallelism beside them."""
+    """Yields the table of the best layouts, with plain data parallelism."""
     best, plain = ranking.steps[0], ranking.plain()
     if is_plain(best.case):
         spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
@@ -124,7 +124,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:
-    """Returns the row of plain FSDP, if it fits: its name, how it is run, and its step."""
+    """Returns the row of stock FSDP, as (name, micro-batches and options, step); nothing if FSDP does not fit."""
     if fsdp is None or fsdp.step.memory.total > cluster.device.memory:
         return []
     case = fsdp.step.case
@@ -135,7 +135,7 @@ def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step
 
 
 def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
-    """Returns a row of the table."""
+    """Returns a row of the table of layouts."""
     peak = cluster.device.peaks[step.case.dtype] / 1e12
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second
@@ -147,7 +147,7 @@ def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
 
 
 def dropped_lines(dropped: Sequence[Dropped]) -> Iterator[str]:
-    """Yields why layouts are not proposed, each reason with all layouts that have it."""
+    """Yields the reasons for dropped layouts, each with its layouts."""
     layouts: dict[str, list[str]] = {}
     for each in dropped:
         layouts.setdefault(each.reason, []).append(size_text(each.case.sizes))

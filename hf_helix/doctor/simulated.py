@@ -1,8 +1,8 @@
-"""Layouts of a model on paper: what one of their ranks computes, moves and keeps, without the machine.
+"""Simulated layouts of a model: the amounts of one rank, without the machine.
 
 In:   a Transformers configuration, or a model on the meta device; a `HelixConfig`, and the sizes of a micro-batch.
-Out:  its `Amounts`.
-Must hold: the units are declared as for training; one layer of each kind is declared and runs, whatever the number of
+Out:  `Amounts`.
+Must hold: the units are declared as for training; one layer of each kind is declared and run, for any number of
 layers.
 """
 
@@ -39,15 +39,15 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
-"""The types of matrix products, as clusters name them, and what autocast is told."""
+"""Type of matrix products in cluster files -> type of autocast; None without autocast."""
 
 
 class SimulatedModel:
-    """A model whose layouts are counted, each once.
+    """A model with the amounts of its layouts, each counted once.
 
     Args:
-        model: a Transformers model on the meta device, perhaps a `PeftModel`; a configuration, or the path of one.
-        cluster: what it runs on: which axes leave a node decides what kind of communication they are.
+        model: a Transformers model or `PeftModel` on the meta device; a configuration, or the path of a configuration.
+        cluster: decides which axes leave a node, and so the kind of their communication.
     """
 
     def __init__(self, model: Any, cluster: Cluster) -> None:
@@ -59,30 +59,30 @@ class SimulatedModel:
 
     @property
     def name(self) -> str:
-        """Returns the class of the model."""
+        """Class of the model."""
         return type(base_of(self.model)).__name__
 
     @property
     def layers(self) -> int:
-        """Returns the number of decoder layers."""
+        """Number of decoder layers."""
         base = base_of(self.model)
         return len(list(family_of(base).layers(base)))
 
     @property
     def experts(self) -> int:
-        """Returns the number of experts of a layer; 1 for a dense model."""
+        """Number of experts of a layer; 1 for a dense model."""
         shapes = [weight.shape for weight in self.model.parameters() if weight.dim() == 3]
         return max((shape[0] for shape in shapes), default=1)
 
     def amounts(self, case: Case) -> Amounts:
-        """Returns what a rank does for a micro-batch of a case.
+        """Returns the amounts of a rank for a micro-batch of a case.
 
         Raises:
-            ValueError: the model cannot be cut like this.
+            ValueError: the model cannot be cut to these sizes.
         """
         sizes, spread = case.sizes, case.spread_weights
-        # Over how many ranks weights are spread changes their gathers alone, and which axes leave a node changes the
-        # kinds of operators alone.
+        # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
+        # kinds of operators.
         cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, case.expert_capacity_factor, tuple(spread)
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
@@ -115,7 +115,7 @@ class SimulatedModel:
             return error
 
     def _layout(self, case: Case, crossing: Collection[str]) -> Layout:
-        """Returns the units of a case that was counted, one of each name, with the axes that leave a node."""
+        """Returns the units of a counted case, one of each name, with the axes between nodes."""
         assert self._kinds is not None
         paper = _paper_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
         return _one_of_each(_declared(self.model, _config_of(case), paper, self._kinds, TYPES[case.dtype])).layout
@@ -134,15 +134,15 @@ def _config_of(case: Case) -> HelixConfig:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which layers of a model are alike, so that one of them stands for all.
+    """The kinds of equal layers of a model; one layer represents each kind.
 
     Attributes:
         places: the first layer of each kind.
-        kinds: of every layer, its kind, as a place in `places`.
+        kinds: for every layer, the index of its kind in `places`.
         tied: whether units of the model share weights.
-        flops_per_token: of forward and backward, without attention.
-        attention_flops: of attention, for a token and every token of the sequence.
-        head_cost: of head and loss, relative to a layer.
+        flops_per_token: floating-point operations of forward and backward of a token without attention.
+        attention_flops: floating-point operations of attention per pair of tokens.
+        head_cost: the work of head and loss relative to a layer.
     """
 
     places: Sequence[int]
@@ -154,9 +154,9 @@ class Kinds:
 
 
 def kinds_of(model: Any) -> Kinds:
-    """Returns which layers of a model are alike: in code, options, sizes, types, and in what of them is trained.
+    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters.
 
-    The whole model is declared here once, as if for one device, so that what cannot be run is refused.
+    The full model is declared once, as if for one device, so a model that cannot be run is refused here.
 
     Raises:
         ValueError: the model cannot be run.
@@ -190,16 +190,16 @@ def amounts_of(
     kinds: Kinds | None = None,
     dp_size: int = 1,
 ) -> Amounts:
-    """Returns what a rank does for a micro-batch, on a node that holds all ranks. The model is not changed, and must be
-    on the meta device.
+    """Returns the amounts of a rank for a micro-batch, on a node with all ranks. The model, on the meta device, is not
+    changed.
 
     Args:
         batch: sequences in a micro-batch.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        kinds: which layers are alike; None to find out.
+        kinds: the kinds of layers; None to find them.
 
     Raises:
-        ValueError: the model cannot be cut like this.
+        ValueError: the model cannot be cut to these sizes.
     """
     base = base_of(model)
     paper = _paper_of(config, backend, dp_size)
@@ -235,7 +235,7 @@ def _sizes(config: HelixConfig) -> dict[str, int]:
 
 
 def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
-    """Returns the axes that weights are spread over, with their ranks."""
+    """Returns the number of ranks by axis over which weights are sharded."""
     ranks = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size)
     return ranks.spread() if config.shard_parameters else {}
 
@@ -251,7 +251,7 @@ def _declared(
 
 
 def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
-    """Returns what a layout needs to know of the whole model, of which the stage has one layer of each kind."""
+    """Returns the description of the full model, given a stage with one layer of each kind."""
     first, *layers, last = [unit.name for _, unit in sorted(stage.model.items())]
     units = [first, *(layers[kind] for kind in kinds.kinds), last]
     name = type(base).__name__
@@ -259,7 +259,7 @@ def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
 
 
 def _one_of_each(stage: Stage) -> Stage:
-    """Returns a stage with the first unit of every name: layers that differ may have equal operators."""
+    """Returns a stage with the first unit of every name: layers of different kinds may have equal operators."""
     units: dict[str, Unit] = {}
     for unit in stage.model.values():
         units.setdefault(unit.name, unit)

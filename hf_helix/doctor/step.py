@@ -2,8 +2,8 @@
 
 In:   the amounts of a rank, a case (layout, micro-batches, plan), and a cluster.
 Out:  a `Step`.
-Must hold: data-parallel replicas are equal, so one pipeline is simulated for all of them; the window is predicted by
-the clock of plans, with all layers or with few (`hf_helix.doctor.window`).
+Must hold: data-parallel replicas are equal, so one pipeline is simulated for all replicas; the clock of plans predicts
+the window, with all layers or with few (`hf_helix.doctor.window`).
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.planning.window.program import build_programs
 
 OPTIMIZER_BYTES = 32
-"""Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
+"""Bytes moved by the optimizer per element: gradient, weight and two states read, weight and states written, the
 gradient read once more for its norm."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained how.
+    """A layout with its micro-batches and options.
 
     Attributes:
         sizes: the parallel sizes.
         batch: sequences in a micro-batch.
         length: tokens in a sequence.
-        microbatches: of a window, on each data-parallel rank.
+        microbatches: micro-batches of a window, on each data-parallel rank.
         plan: the name of a rule.
         schedule: as in `HelixConfig`.
         recompute: as in `HelixConfig`.
-        shard_optimizer: as in `HelixConfig`: ranks with copies each step a part of the weights, from gradients that are
-            reduced to these parts, and gather the weights once in a window, beside its first forward pass.
+        shard_optimizer: as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered
+            gradients, and weights are gathered once in a window, overlapped with its first forward pass.
         shard_parameters: as in `HelixConfig`.
         dtype: the type of matrix products.
-        imbalance: rows that the experts of the busiest rank get, in parts of the mean. What routers choose depends on
-            the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
-            layer: an upper estimate where layers differ. With the factor of the most uneven layer, 1.27 to 1.50 times
-            the memory that two ranks of a small mixture counted.
-        expert_capacity_factor: as in `HelixConfig`: with it experts get equal rows, whatever routers choose.
+        imbalance: rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the
+            factor is given, not predicted. Time and memory are for a rank with this factor in every layer: an upper
+            estimate if layers differ. With the factor of the most uneven layer, the predicted memory of a small mixture
+            on two ranks was 1.27 to 1.50 times the counted memory.
+        expert_capacity_factor: as in `HelixConfig`: all experts get equal rows, for any routing.
     """
 
     sizes: Sizes
@@ -75,22 +75,22 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of a step, of all data-parallel ranks."""
+        """Tokens of a step, of all data-parallel ranks."""
         return self.batch * self.length * self.microbatches * self.sizes.dp
 
     @property
     def spread_weights(self) -> dict[str, int]:
-        """Returns the axes that weights are spread over, with their ranks."""
+        """Number of ranks by axis over which weights are sharded."""
         return self.sizes.spread() if self.shard_parameters else {}
 
     @property
     def spread_gradients(self) -> dict[str, int]:
-        """Returns the axes over which gradients are reduced to parts, with their ranks; over others they are summed."""
+        """Number of ranks by axis over which gradients are reduce-scattered; other axes all-reduce gradients."""
         return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
 
     @property
     def sharing(self) -> Sharing:
-        """Returns what ranks with copies keep."""
+        """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
         return Sharing(sizes.copies, sizes.expert_copies, states, parameters)
@@ -101,22 +101,22 @@ class Step:
     """An optimizer step.
 
     Attributes:
-        case: what was simulated.
-        window: seconds of forward and backward of all micro-batches, `waits` and `casts` included.
-        sums: seconds after it in which only gradients are reduced.
+        case: the simulated case.
+        window: seconds of forward and backward of all micro-batches, including `waits` and `casts`.
+        sums: seconds of gradient reduction after the window.
         optimizer: seconds of the optimizer.
-        loads: seconds of each kind of work in a window, on the rank that has most.
-        exposed: seconds of each kind of communication in a window that run beside no computation, likewise; without
-            transfers between stages unless the window was drawn; empty at `Fidelity.QUICK`.
-        bubble: part of a window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`.
-        memory: of the rank that needs most.
-        model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
-        gathers: seconds of those `loads` in which weights are gathered.
-        waits: seconds that gathers of `shard_optimizer` add to the window, once in it; 0 at `Fidelity.QUICK`.
-        casts: seconds of the window in which weights are cast to the type of matrix products, once in it; none where
-            they are gathered in that type.
+        loads: seconds by kind of operator in a window, on the busiest rank.
+        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank; transfers
+            between stages only if the window was drawn; empty at `Fidelity.QUICK`.
+        bubble: fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`.
+        memory: memory of the rank with the largest total.
+        model_flops: floating-point operations of a device in a step, with causal and with full attention.
+        gathers: seconds of weight gathers in `loads`.
+        waits: seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`.
+        casts: seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered
+            in this type.
         fidelity: how much of the window was predicted.
-        drawn: the programs and the timeline of the window, if it was kept for a picture.
+        drawn: the programs and the timeline of the window, for a picture; None if not drawn.
     """
 
     case: Case
@@ -136,17 +136,17 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of the whole step."""
+        """Seconds of the step."""
         return self.window + self.sums + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
-        """Returns the tokens that all devices train on in a second."""
+        """Tokens per second of all devices."""
         return self.case.tokens / self.seconds
 
     @property
     def tflops(self) -> tuple[float, float]:
-        """Returns TFLOP/s of a device, in both conventions, see `model_flops`."""
+        """TFLOP/s of a device, with causal and with full attention."""
         causal, full = (flops / self.seconds / 1e12 for flops in self.model_flops)
         return causal, full
 
@@ -155,7 +155,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     """Returns the units of all ranks of a pipeline.
 
     Raises:
-        ValueError: the model has too few layers for it, or its tied weights would be on two ranks.
+        ValueError: the model has too few layers, or its tied weights would be on two ranks.
     """
     pp = case.sizes.pp
     placement = Scheduler(case.schedule, pp).placement
@@ -177,7 +177,7 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
     """Returns the times of the operators of a case, with its layout.
 
     Args:
-        whole: whether gradient reductions and the gathers of weights that happen once in a window are among them.
+        whole: whether to include the gradient reductions and weight gathers of a window.
 
     Raises:
         ValueError: the layout cannot be built.
@@ -196,13 +196,13 @@ def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Clu
 def memory_of_case(
     amounts: Amounts, case: Case, layout: Layout | None = None, peaks: Sequence[Peak] | None = None
 ) -> Memory:
-    """Returns the memory of the rank that needs most.
+    """Returns the memory of the rank with the largest total.
 
     Args:
-        amounts: of a rank of this case's layout.
-        case: what is trained how.
-        layout: of the case, where it is known.
-        peaks: of each rank, where they are known.
+        amounts: the amounts of a rank of this case.
+        case: the case.
+        layout: the layout of the case, if known.
+        peaks: the peaks of all ranks, if known.
 
     Raises:
         ValueError: the layout cannot be built.
@@ -214,21 +214,17 @@ def memory_of_case(
 
 
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
-    """Returns what is alive on each rank of a pipeline when most is.
-
-    Args:
-        case: what is trained how; whether states are sharded does not matter.
-    """
+    """Returns the peak memory of each pipeline rank; `case.shard_optimizer` does not change the peaks."""
     two_strands = not runs_one_strand(case.plan)
     usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
 def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
-    """Returns the peak of each rank in a window as long as memory depends on, by the programs of its plan."""
+    """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
     schedule = Scheduler(case.schedule, case.sizes.pp)(min(case.microbatches, 2 * case.sizes.pp + 2))
 
-    planned = clock.all_layers  # memory is not linear in the number of layers: the place of its peak depends on it
+    planned = clock.all_layers  # memory is not linear in the number of layers, which decides the position of the peak
     layout = planned.profile.layout
     if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
@@ -238,12 +234,12 @@ def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: Wi
 
 
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
-    """Returns what an optimizer step takes.
+    """Returns the optimizer step of a case.
 
     Args:
-        amounts: of a rank of this case's layout.
-        case: what is trained how.
-        cluster: what it runs on.
+        amounts: the amounts of a rank of this case.
+        case: the case.
+        cluster: the cluster.
         fidelity: how much of the window is predicted.
 
     Raises:
@@ -252,7 +248,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
     profile = profile_of(amounts, case, cluster)
 
     def made(profile: Profile) -> Plan:
-        if fidelity is Fidelity.QUICK:  # how many weight gradients are held back for reductions takes long to find
+        if fidelity is Fidelity.QUICK:  # with reductions, rules search the number of deferred weight gradients: slow
             profile = replace(profile, layout=replace(profile.layout, reductions=(), gathers=()))
         return make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
 
@@ -271,7 +267,7 @@ def simulate_plan(
     plan: Plan,
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
-    """Returns what an optimizer step takes under a plan, whatever the case says of plans."""
+    """Returns the optimizer step of a case under a given plan, in place of `case.plan`."""
     has_reductions = profile.layout.reductions or profile.layout.gathers
 
     def complete(profile: Profile) -> Profile:
@@ -283,7 +279,7 @@ def simulate_plan(
 
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
     layout, busiest, window = profile.layout, clock.busiest, clock.time()
-    if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # whose memory is not known
+    if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
         peaks = peaks_of_case(amounts, case, layout)
     elif window.drawing is not None:
         programs, timeline = window.drawing
@@ -335,18 +331,18 @@ def _gather_seconds(profile: Profile, layout: Layout, rank: int) -> float:
 
 
 def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster) -> float:
-    """Returns what a host needs to issue a window, where it issues while the device computes."""
+    """Returns the host's seconds to issue a window; 0 on devices whose host does not run ahead."""
     if not cluster.device.host_runs_ahead:
         return 0.0
     return _num_operators(layout, layout.units_of(rank)) * microbatches * cluster.device.issue_seconds
 
 
 def _num_operators(layout: Layout, units: Iterable[int]) -> int:
-    """Returns how many operators a micro-batch runs in some units, forward and backward."""
+    """Returns the number of operators of some units, forward and backward."""
     return sum(len(list(layout.graphs[layout.units[unit]].entries())) for unit in units)
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds of the optimizer on the rank that takes longest."""
+    """Returns the seconds of the optimizer on the slowest rank."""
     parts = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
     return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in parts)

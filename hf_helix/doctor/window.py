@@ -2,13 +2,12 @@
 
 In:   a profile with its gradient reductions and weight gathers, a rule or a plan, the name of a schedule.
 Out:  a `WindowTime`.
-Must hold: every figure is a prediction of `hf_helix.planning`; reduced fidelity changes the number of layers and the
-number of ranks that are predicted, and nothing else.
+Must hold: every figure is a prediction of `hf_helix.planning`; reduced fidelity changes only the numbers of predicted
+layers and ranks.
 
 Deep models and long windows repeat themselves. At reduced fidelity two windows are predicted, with few layers on every
-stage and with one period of layers more, and the difference is added for each period that is left out. Of a pipeline,
-all ranks are predicted for a short window; further micro-batches add what the busiest rank takes for them by itself.
-Both steps are linear extrapolations of the same prediction.
+stage and with one or two periods of layers more, and the difference is extrapolated to all layers. In a pipeline, all
+ranks are predicted for a short window; further micro-batches add the seconds of the busiest rank alone.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
 PERIODS = 12
-"""Layers of the longest period that is looked for among the layers of a model."""
+"""Longest period, in layers, looked for in a model."""
 
 WAITING = 4
-"""Micro-batches of the window in which gathers of weights are waited for; later ones find all weights."""
+"""Micro-batches of the window for waits at weight gathers; later micro-batches do not wait."""
 
 COMPARED = (4, 6)
-"""Micro-batches of the two windows whose difference says what communication one more of them exposes."""
+"""Micro-batches of the two windows whose difference gives the exposed communication per micro-batch."""
 
 CHOSEN = 3
-"""Micro-batches, for each rank of the pipeline, of the window on which the schedules of "auto" are compared."""
+"""Micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"."""
 
 REMEMBERED = 4
-"""Micro-batches, for each rank of the pipeline, of a window as long as memory depends on."""
+"""Micro-batches, for each pipeline rank, of a window long enough for the peak memory."""
 
 OPERATORS = 60_000
-"""Operators of a window up to which all of them are simulated one by one, and can be drawn."""
+"""Most operators of a window simulated one by one, and drawn."""
 
 MakePlan = Callable[[Profile], Plan]
 Complete = Callable[[Profile], Profile]
-"""Adds the gradient reductions and the gathers of weights to a profile that has none."""
+"""Adds gradient reductions and weight gathers to a profile without them."""
 
 Drawing = tuple[Sequence[Instruction], Timeline]
 
@@ -64,10 +63,10 @@ class Fidelity(Enum):
     """How much of a window is predicted.
 
     Attributes:
-        QUICK: few layers; a plan that is found without gradient reductions; memory by the schedule. For a search.
+        QUICK: few layers, a plan made without gradient reductions, memory by the schedule; for a search.
         REDUCED: few layers, with exposed communication, waits, and memory by the programs.
         WHOLE: all layers and ranks; long windows by their steady state.
-        DRAWN: likewise, but short windows operator by operator, under the schedule that a run would search.
+        DRAWN: as `WHOLE`, but short windows operator by operator, under the schedule searched in a run.
     """
 
     QUICK = "quick"
@@ -83,7 +82,7 @@ class Fidelity(Enum):
 
 LAYERS = {Fidelity.QUICK: (2, 3), Fidelity.REDUCED: (2, 4), Fidelity.WHOLE: (2, 3), Fidelity.DRAWN: (2, 3)}
 FEWEST = 1, 2
-"""Layers on a stage of the two windows of which others are extrapolated; of a pipeline in a search, the fewest."""
+"""Periods of layers on a stage in the two predicted windows, by fidelity; `FEWEST` for pipelines in a search."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,12 @@ class WindowTime:
     """The seconds of a window.
 
     Attributes:
-        seconds: of the window without the gradient reductions at its end.
-        reductions: seconds at the end in which gradients are reduced and nothing else runs.
-        waits: seconds of the window that gathers of weights add, once in it.
+        seconds: seconds without the gradient reductions at the end.
+        reductions: seconds at the end in which only gradients are reduced.
+        waits: seconds added by gathers of weights.
         bubble: seconds in which the busiest rank waits for other ranks.
-        exposed: seconds of each kind of communication that run beside no computation, on the busiest rank.
-        drawing: the programs and the timeline, where every operator was simulated.
+        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank.
+        drawing: the programs and the timeline, if every operator was simulated.
     """
 
     seconds: float
@@ -150,7 +149,7 @@ class WindowClock:
 
     @functools.cached_property
     def _costs(self) -> Costs:
-        """Returns the costs of the stages, by which a schedule is chosen."""
+        """Costs of the stages, for the choice of a schedule."""
         costs = stage_costs(self._profile)
         return replace(costs, gain=1.0) if runs_one_strand(self._reduced[0][0].plan.rule) else costs
 
@@ -160,26 +159,25 @@ class WindowClock:
 
     @functools.cached_property
     def planned(self) -> Planned:
-        """Returns the profile and the plan of all layers."""
+        """Profile and plan of all layers."""
         return self._planned(self.layout)
 
     @property
     def all_layers(self) -> Planned:
-        """Returns the profile of all layers, with the plan of few layers at reduced fidelity."""
+        """Profile of all layers, with the plan of few layers at reduced fidelity."""
         if self.fidelity.is_whole:
             return self.planned
         return Planned(self._complete(self._profile), self._reduced[0][-1].plan)
 
     @property
     def changes_operators(self) -> bool:
-        """Whether the plan orders other operators than those of the profile, such as tiles."""
+        """Whether the plan replaces operators of the profile, for example by tiles."""
         planned = self._reduced[0][0]
         return planned.plan.profile_for(planned.profile) is not planned.profile
 
     @functools.cached_property
     def _reduced(self) -> tuple[Sequence[Planned], float]:
-        """Returns profiles and plans for few layers and for more layers, and by how many times their difference the
-        whole layout has more than the latter; one with all layers where there are few."""
+        """Profiles and plans with few and with more layers, and the factor of extrapolation (see `reduced_layers`)."""
         is_quick_pipeline = self._ranks > 1 and self.fidelity is Fidelity.QUICK
         layouts, times = reduced_layers(self.layout, FEWEST if is_quick_pipeline else LAYERS[self.fidelity])
         if self.fidelity.is_whole:
@@ -222,7 +220,7 @@ class WindowClock:
         return WindowTime(seconds, reductions, waits, bubble, by_kind, drawing)
 
     def _drawn(self) -> Prediction | None:
-        """Returns the window operator by operator; None where it has too many."""
+        """Returns the window operator by operator; None for more than `OPERATORS`."""
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
@@ -230,8 +228,8 @@ class WindowClock:
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds of the window without the gradient reductions at its end, those of the reductions, and
-        those of the busiest rank by itself."""
+        """Returns the seconds of the window without the gradient reductions at its end, of the reductions, and of the
+        busiest rank alone."""
         few = self._few
         parts = self._parts(planned, few)
         seconds = parts.seconds - parts.reduction_seconds
@@ -263,7 +261,7 @@ class WindowClock:
 
     @property
     def _few(self) -> int:
-        """Returns the micro-batches for which all ranks are predicted."""
+        """Number of micro-batches in the prediction of all ranks."""
         return self._microbatches if self._ranks == 1 else min(self._microbatches, self._ranks + 1)
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
@@ -290,8 +288,14 @@ class WindowClock:
 
 
 def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[Layout], float]:
-    """Returns a layout with few layers on every stage and a layout with more, and by how many times their difference
-    the whole layout has more than the latter; the layout itself where it has too few layers to leave any out.
+    """Returns layouts with few and with more layers on every stage, and the factor of extrapolation to all layers.
+
+        value(all layers) = value(more) + factor * (value(more) - value(few))
+
+    A layout with too few layers is returned alone, with factor 0.
+
+    Args:
+        numbers: periods of layers on a stage in the two layouts.
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
@@ -306,7 +310,7 @@ def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[L
 
 
 def _repeating(names: Sequence[str], layers: Iterable[str], period: int) -> tuple[int, int]:
-    """Returns where the longest run of layers with this period starts among the units of a stage, and its length."""
+    """Returns the start and the length of the longest run of layers with this period among the units of a stage."""
     start, best = (0, 0), (0, 0)
     for place in range(len(names)):
         if names[place] not in layers:
@@ -320,7 +324,7 @@ def _repeating(names: Sequence[str], layers: Iterable[str], period: int) -> tupl
 
 
 def _without(layout: Layout, stages: Sequence[Sequence[str]], runs: Sequence[tuple[int, int]], count: int) -> Layout:
-    """Returns a layout without so many layers of every stage."""
+    """Returns a layout without `count` layers of every stage."""
     kept: list[list[int]] = []
     for chunk, names, (start, _) in zip(layout.chunks.values(), stages, runs, strict=True):
         assert len(chunk) == len(names)
@@ -329,7 +333,7 @@ def _without(layout: Layout, stages: Sequence[Sequence[str]], runs: Sequence[tup
 
 
 def rank_layout(layout: Layout, rank: int) -> Layout:
-    """Returns the units of one rank of a pipeline as a layout of their own, without the transfers between ranks."""
+    """Returns the layout of one pipeline rank alone, without transfers between ranks."""
     kept = [
         [unit for unit in chunk if not layout.transfers(unit)]
         for stage, chunk in layout.chunks.items()
@@ -339,7 +343,7 @@ def rank_layout(layout: Layout, rank: int) -> Layout:
 
 
 def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
-    """Returns some units of a layout as a layout, without gradient reductions and gathers of weights."""
+    """Returns the layout of some units, without gradient reductions and gathers of weights."""
     units = [unit for stage in stages for unit in stage]
     numbers = {unit: number for number, unit in enumerate(units)}
     chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
@@ -351,22 +355,22 @@ def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[
 
 @functools.lru_cache(maxsize=64)
 def schedule_of(name: str, num_ranks: int, microbatches: int) -> Schedule:
-    """Returns the schedule of a window, made once: many layouts have the same."""
+    """Returns the schedule of a window, made once for all layouts with these arguments."""
     return Scheduler(name, num_ranks)(microbatches)
 
 
 def possible_names(name: str, num_ranks: int) -> Sequence[str]:
-    """Returns the names of the schedules that a name stands for: "auto" for those on the fold, without a search."""
+    """Returns the named schedules behind a name: "auto" stands for the folded schedules, without a search."""
     if name != AUTO:
         return [name]
     return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
 
 
 def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
-    """Returns the schedules that memory is counted for, of a window as long as memory depends on.
+    """Returns the schedules for the prediction of memory, in a window long enough for the peak.
 
     Args:
-        two_strands: whether forward and backward run beside each other.
+        two_strands: whether forward and backward run concurrently.
     """
     count = min(microbatches, REMEMBERED * num_ranks)
     named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
@@ -380,7 +384,7 @@ def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Sc
 
 
 def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:
-    """Returns the name of the fastest of the schedules that a name stands for."""
+    """Returns the fastest of the named schedules behind a name."""
     names = possible_names(name, layout.num_ranks)
     if len(names) == 1:
         return names[0]
@@ -403,7 +407,7 @@ def busiest_rank(profile: Profile) -> int:
 
 
 def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
-    """Returns, for each kind of communication, its seconds, and those that run beside no computation of the rank."""
+    """Returns the seconds of each kind of communication, in all and without concurrent computation of the rank."""
     work = timeline.arrays
     spans: dict[int, list[Interval]] = {}  # of each queue, which runs one instruction after the other
     streams: dict[int, int] = {}

@@ -1,10 +1,10 @@
-"""What a rank computes, moves and keeps: counted on the meta device.
+"""The work and the memory of a rank, counted on the meta device.
 
-kernels     the words in which amounts are counted                                          (no torch)
-meter       counts kernels and live bytes of what runs on the meta device
-made        runs operators on the meta device, each once for arguments of the same shapes
-mesh        one rank of a layout, whose axes send nothing
-amounts     what every operator of a rank computes, moves and keeps
-lifetimes   how long memory lives that an operator leaves
-kept        weights that ranks keep whole and each step a part of: which lie in one piece
+kernels     kernels and transfers: the units of counting                                    (no torch)
+meter       counts kernels and live bytes of operators on the meta device
+made        runs operators on the meta device, with a cache of the shapes of results
+mesh        the mesh of one rank, whose axes send nothing
+amounts     kernels, bytes sent and live memory of every operator of a rank
+lifetimes   lifetimes of the memory that operators leave allocated
+kept        ZeRO-1 flat buffers: full weights on every replica
 """

@@ -1,9 +1,9 @@
-"""What every operator of a rank computes, moves and keeps: counted, on the meta device, by running it there.
+"""Counts the kernels, bytes sent and live memory of a rank's operators by running them on the meta device.
 
-In:   a runner on a mesh on paper, and a micro-batch.
+In:   a runner on a simulated mesh, and a micro-batch.
 Out:  `Amounts`: kernels, bytes sent and live memory of every operator, and the parameters of every unit.
-Must hold: the operators that run are those that train, so that whatever a model, an adapter or recomputation changes in
-them is counted.
+Must hold: the operators are the operators of training, so all changes by a model, an adapter or recomputation are
+counted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
 
 Adders = tuple[tuple[int, str], ...]
-"""Operators of backward, as (unit, name), that add to a gradient."""
+"""Operators of backward that add to a gradient, as (unit, name)."""
 
 
 @dataclass(frozen=True)
 class OperatorAmounts:
-    """What one operator does, once.
+    """The work and the memory of one call of an operator.
 
     Attributes:
-        kernels: what it computes.
-        transfers: what it sends.
-        delta: bytes that are alive after it and were not before, with what its readers free.
-        peak: bytes alive at most while it runs, above those alive before.
-        weights: those of `delta` that are gathered weights, or copies of these.
+        kernels: its kernels.
+        transfers: its transfers.
+        delta: change of live bytes, including releases by its readers.
+        peak: largest increase of live bytes while the operator runs.
+        weights: the part of `delta` in gathered weights or copies of gathered weights.
     """
 
     kernels: Sequence[Kernel] = ()
@@ -52,15 +52,16 @@ class OperatorAmounts:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a unit on a rank, but for those that an earlier unit has, too: the weights that a head shares
-    with the embedding are on its rank and count there.
+    """The numbers of elements in the parameters of a unit on a rank.
+
+    Shared parameters count in the first unit only: tied weights of a head count in the embedding.
 
     Attributes:
-        trained: elements that get gradients, where every data-parallel rank holds a copy.
-        experts: likewise, of experts, which fewer ranks have copies of.
-        frozen: elements that get none, where every data-parallel rank holds a copy.
-        frozen_experts: likewise, of experts.
-        frozen_itemsize: bytes of an element that gets none: the type in which the model was loaded.
+        trained: trained elements, replicated on all data-parallel ranks.
+        experts: trained elements of experts, with fewer replicas.
+        frozen: frozen elements, replicated on all data-parallel ranks.
+        frozen_experts: frozen elements of experts.
+        frozen_itemsize: bytes of a frozen element, in the type of the loaded model.
     """
 
     trained: int = 0
@@ -71,12 +72,12 @@ class Weights:
 
     @property
     def all_trained(self) -> int:
-        """Returns the elements that get gradients, experts or not."""
+        """Number of trained elements, with experts."""
         return self.trained + self.experts
 
     @property
     def all_frozen(self) -> int:
-        """Returns the elements that get none, experts or not."""
+        """Number of frozen elements, with experts."""
         return self.frozen + self.frozen_experts
 
 
@@ -85,10 +86,10 @@ class Gradient:
     """The gradient of a parameter on a rank.
 
     Attributes:
-        adders: the operators of backward that add to it, as (name of the unit, name there).
-        elements: how many it has.
-        is_experts: whether it is of experts, which fewer ranks have copies of.
-        flat: the name of the flat that its parameter lies in where ranks with copies share weights or the optimizer.
+        adders: the operators of backward that add to the gradient, as (name of the unit, name of the operator).
+        elements: number of elements.
+        is_experts: whether the parameter is of experts, with fewer replicas.
+        flat: the name of the parameter's flat buffer under ZeRO; empty without a buffer.
     """
 
     adders: tuple[tuple[str, str], ...]
@@ -99,15 +100,15 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Model:
-    """What a layout needs to know of a model.
+    """The properties of a model that decide its layouts.
 
     Attributes:
         name: its class.
         units: the names of its units in forward order: the embedding, the layers, the head.
-        head_cost: the work of head and loss relative to that of a layer.
-        tied: whether embedding and head share their weights, which must be on one rank of a pipeline.
+        head_cost: the work of head and loss relative to a layer.
+        tied: whether embedding and head share weights, and so need the same rank of a pipeline.
         flops_per_token: floating-point operations of forward and backward of a token without attention.
-        attention_flops: those of attention, for a token and every token of the sequence.
+        attention_flops: floating-point operations of attention per pair of tokens.
     """
 
     name: str
@@ -119,25 +120,25 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """How many layers it has."""
+        """Number of layers."""
         return len(self.units) - 2
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """What a rank does for a micro-batch.
+    """The work and the memory of a rank for a micro-batch.
 
     Attributes:
-        model: the whole model.
-        layout: the units that were counted, one of each name.
-        operators: of every operator, in the order in which one strand runs them.
-        weights: of every unit, by name.
-        handed_on: bytes of what a unit hands to the next.
-        copies: bytes that a window keeps of copies of weights in the type of matrix products, by unit.
-        gradients: by name of the unit that completes them, those of each in the order in which it does.
-        lifetimes: of the memory that operators leave.
-        kept: what ranks with copies would each step a part of, and gather; nothing where weights are spread.
-        spread: the axes that weights are spread over, with their ranks; empty where every rank keeps all weights.
+        model: the full model.
+        layout: the counted units, one of each name.
+        operators: amounts by operator, in the order of one strand.
+        weights: parameters by name of the unit.
+        handed_on: bytes of the values handed from a unit to the next.
+        copies: bytes of cast weights held during a window, by name of the unit.
+        gradients: by name of the unit that completes the gradients, in order of completion.
+        lifetimes: lifetimes of memory left by operators.
+        kept: the flat buffers of ZeRO-1; empty with sharded weights.
+        spread: number of ranks by axis over which weights are sharded; empty with full weights on every rank.
     """
 
     model: Model
@@ -152,10 +153,11 @@ class Amounts:
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
-        """Returns the same with weights that are spread over as many ranks; padding apart, gathers alone differ.
+        """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
+        change.
 
         Args:
-            spread: ranks by axis; the axes are those of `self.spread`.
+            spread: number of ranks by axis, for the axes of `self.spread`.
         """
         if spread == self.spread:
             return self
@@ -167,21 +169,21 @@ class Amounts:
         return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-        """Yields the gradients of a rank in the order in which a micro-batch completes them, each with what adds to it.
+        """Yields the gradients of a pipeline rank in order of completion, each with its adders.
 
         Args:
-            layout: of all ranks of a pipeline.
-            rank: of the pipeline.
+            layout: the units of all ranks of a pipeline.
+            rank: the pipeline rank.
         """
         units = list(layout.units)
         for unit in reversed(layout.units_of(rank)):
             for made in self.gradients.get(units[unit], ()):
-                # What another unit adds to is a weight that embedding and head share; there is one of each.
+                # Gradients with adders in two units belong to weights shared by embedding and head, of one name each.
                 yield made, tuple((unit if name == units[unit] else units.index(name), op) for name, op in made.adders)
 
 
 def _over(transfer: Transfer, counted: Mapping[str, int], spread: Mapping[str, int]) -> Transfer:
-    """What a gather sends where weights are spread over other numbers of ranks than it was counted with."""
+    """Returns the transfer of a gather for another number of ranks than counted."""
     before, now = counted.get(transfer.axis, 1), spread.get(transfer.axis, 1)
     whole = transfer.bytes * before // max(1, before - 1)
     return replace(transfer, bytes=whole * (now - 1) // now) if transfer.axis in spread else transfer
@@ -193,10 +195,10 @@ class _Done(Event):
 
 
 class SimulatedStreams(Streams):
-    """Runs everything at once, and notes what is sent under which label.
+    """Streams that run everything when issued, and note transfers by label.
 
     Args:
-        log: where the transports of the mesh note what they send.
+        log: the list of transfers of the mesh.
     """
 
     slots_ahead = 0
@@ -232,11 +234,12 @@ class SimulatedStreams(Streams):
 def count_amounts(
     runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
 ) -> Amounts:
-    """Returns what the operators of a runner do for a micro-batch.
+    """Returns the amounts of a runner for a micro-batch.
 
     Args:
         batch: a micro-batch on the meta device.
-        handed_on: bytes of what a unit hands to the next.
+        handed_on: bytes of the values handed from a unit to the next.
+        spread: number of ranks by axis over which weights are sharded.
     """
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)
@@ -251,7 +254,7 @@ def count_amounts(
     places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
     unsharded = {(index, name) for index, unit in stage.model.items() for name in unit.flat_parameters}
     lifetimes = lifetimes_of(second, watch, places, layout, unsharded)
-    ran = [names[label] for label in second.counted]  # in the order in which they ran, which memory depends on
+    ran = [names[label] for label in second.counted]  # in execution order, which decides memory
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
     operators = {
@@ -280,12 +283,12 @@ def count_amounts(
 
 
 def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tuple[Meter, Meter, LifetimeTrace]:
-    """What was counted in a first window and in a further one, and what lived how long in the latter."""
+    """Returns the meters of a first and of a second window, and the trace of values of the second."""
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     stage = runner.stage
-    with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        # The first window makes gradients and copies of weights, which are there in every further one.
+    with runner.precision.weights.kept():  # as in a window, with one cast of each weight
+        # The first window makes gradients and copies of weights; further windows reuse them.
         first = Meter([*stage.placements, *stage.stepped], counts=False)
         _run(runner, batch, streams, first)
         streams.sent.clear()

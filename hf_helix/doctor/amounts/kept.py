@@ -1,8 +1,8 @@
-"""Weights that ranks with copies keep whole and each step a part of (`shard_optimizer`): which lie in one piece.
+"""ZeRO-1 flat buffers (`shard_optimizer`): full weights on every replica, each updating a shard.
 
-In:   the units that were counted, one of each name, and the type of matrix products.
-Out:  `KeptWeights`, in the order in which a micro-batch first reads them.
-Must hold: pieces are made by the function that training makes them with.
+In:   the counted units, one of each name, and the type of matrix products.
+Out:  `KeptWeights`, in the order of first reads by a micro-batch.
+Must hold: buffers are made by the same function as in training.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hf_helix.runtime.zero import readers_of
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Weights in one piece.
+    """Weights in one flat buffer.
 
     Attributes:
-        units: names of those that read them.
-        name: what tells them from other weights of these units.
-        elements: how many a rank holds.
-        element_bytes: of one of them, in the type in which they are gathered.
-        is_experts: whether they are of experts, which fewer ranks have copies of.
-        is_cast: whether they are trained in another type than they are gathered in.
+        units: names of the units that read the buffer.
+        name: unique within these units.
+        elements: number of elements on a rank.
+        element_bytes: bytes of an element in the gathered type.
+        is_experts: whether the weights are of experts, with fewer replicas.
+        is_cast: whether trained and gathered types differ.
     """
 
     units: tuple[str, ...]
@@ -43,29 +43,28 @@ class KeptWeights:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of the piece, without padding."""
+        """Bytes of the buffer, without padding."""
         return self.elements * self.element_bytes
 
 
 def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -> list[Unit]:
-    """Returns the units with the pieces that `shard_optimizer` would keep, as flats that are not spread.
+    """Returns the units with the flat buffers of `shard_optimizer`, unsharded.
 
     Args:
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    several = simulated_mesh(
-        {}, spread={COPIES: 2, EXPERT_COPIES: 2}
-    ).mesh  # whatever their number, pieces are the same
+    # Buffers do not depend on the number of replicas.
+    several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
     return apply_zero1(units, several.shard_axes, autocast_dtype)
 
 
 def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
-    """Returns the pieces of units, whose parameters are this rank's part of them."""
+    """Returns the flat buffers of units whose parameters are this rank's TP and expert shards."""
     return [_kept(flat, names) for flat, names in readers_of((unit.name, unit) for unit in units).items()]
 
 
 def flat_names(units: Iterable[Unit]) -> Mapping[nn.Parameter, str]:
-    """Returns the name of the flat of every parameter that is in one."""
+    """Returns the names of flat buffers by parameter, for parameters in a buffer."""
     return {
         parameter: flat.name
         for unit in units

@@ -1,8 +1,8 @@
-"""The words in which amounts are counted: kernels, and uses of a link.
+"""Kernels and transfers: the units of counting.
 
 In:   nothing.
 Out:  `Kernel` and `Transfer`.
-Must hold: nothing here imports torch, so that estimates can be made where it is not needed.
+Must hold: no import of torch, so estimates work without torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, or several alike.
+    """One kernel, or several equal kernels.
 
     Attributes:
-        sort: `MATMUL`, `ATTENTION`, or `OTHER`, which is bound by memory.
+        sort: `MATMUL`, `ATTENTION`, or `OTHER` (bound by memory).
         flops: floating-point operations; a multiplication and an addition count as two.
-        bytes: read and written.
-        sizes: of a matrix product, how many, its rows, columns and depth; of attention, queries, keys and the size of
-            a head.
-        exponentials: how many values an exponential, or a function like it, is taken of.
-        causal: of attention, whether keys that come after a query are left out.
+        bytes: bytes read and written.
+        sizes: of a matrix product, (number of products, rows, columns, depth); of attention, (queries, keys, size of a
+            head).
+        exponentials: number of values of an exponential or a similar function.
+        causal: whether attention leaves out the keys after a query.
     """
 
     sort: str
@@ -40,8 +40,8 @@ class Transfer:
 
     Attributes:
         axis: "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies".
-        method: of the transport; "send" between stages, "all_reduce" of gradients.
-        bytes: what a rank sends, or what it receives where that is more.
+        method: a method of the transport; "send" between stages, "all_reduce" of gradients.
+        bytes: the larger of the bytes sent and received by a rank.
     """
 
     axis: str

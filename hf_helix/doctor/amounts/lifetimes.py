@@ -72,7 +72,7 @@ class Lifetimes:
 
 
 class LifetimeTrace(Trace):
-    """Tells a meter the next operator, and notes the values in the memory that the meter counts.
+    """Tells a meter the next operator, and notes the values in each allocation.
 
     Attributes:
         values: the values in each allocation.

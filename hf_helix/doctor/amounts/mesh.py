@@ -1,8 +1,8 @@
-"""One rank of a layout on paper: its axes have their sizes, and nothing is sent over them.
+"""The simulated mesh of one rank: axes have sizes, and nothing is sent.
 
 In:   the sizes of the parallel dimensions.
-Out:  a `Mesh` on the meta device, which needs no process group; what would have been sent over its axes.
-Must hold: operators are declared over it as over a real one, with the same graphs.
+Out:  a `Mesh` on the meta device without process groups; the log of its transfers.
+Must hold: graphs over a simulated and a real mesh are equal.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ META = torch.device("meta")
 
 
 class SimulatedTransport(Transport):
-    """Notes what is sent, and sends nothing.
+    """Logs transfers, and sends nothing.
 
     Args:
         axis: the name of the axis.
-        size: its ranks.
-        sums_in_place: whether the backend adds up in a reduce-scatter, in fp32 at least, as NCCL does.
-        log: the list to add to.
+        size: number of ranks of the axis.
+        sums_in_place: whether a reduce-scatter of the backend adds up in fp32 at least, like NCCL's.
+        log: the log of transfers.
     """
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
@@ -68,7 +68,7 @@ class SimulatedTransport(Transport):
 
 @dataclass(frozen=True)
 class SimulatedMesh:
-    """A mesh on paper, and what was sent over it."""
+    """A simulated mesh, and the log of its transfers."""
 
     mesh: Mesh
     log: list[Transfer]
@@ -80,13 +80,13 @@ def simulated_mesh(
     sums_in_place: bool = True,
     spread: Mapping[str, int] | None = None,
 ) -> SimulatedMesh:
-    """Returns the mesh of the first rank of a layout, with the whole model on one rank of the pipeline.
+    """Returns the mesh of the first rank of a layout, with the full model on one pipeline rank.
 
     Args:
-        sizes: of "tp", "cp" and "ep"; 1 where left out.
-        inter_node_axes: those of them that communicate between nodes.
+        sizes: sizes of "tp", "cp" and "ep"; 1 by default.
+        inter_node_axes: the axes between nodes.
         sums_in_place: see `SimulatedTransport`.
-        spread: the axes that weights are spread over, with their ranks; None for no spreading.
+        spread: number of ranks by axis over which weights are sharded; None for full weights.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
     log: list[Transfer] = []

@@ -1,8 +1,8 @@
-"""Counts what operators compute, move and keep while they run on the meta device.
+"""Counts kernels and live bytes of operators on the meta device.
 
-In:   operators of torch as they are called, under the label of the operator of a graph that calls them.
+In:   calls of torch's operators, under the label of the calling graph operator.
 Out:  for each label: its kernels, with the floating-point operations and bytes of each, and the change of live memory.
-Must hold: views are no kernels; what a kernel writes in place it also reads.
+Must hold: views are no kernels; a value written in place is also read.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class Allocated:
-    """Memory that was allocated.
+    """An allocation.
 
     Attributes:
-        bytes: how much.
-        maker: the label under which it was allocated; None for none.
-        last: the label under which it was freed; None while it is alive.
+        bytes: its size.
+        maker: the label of the allocation; None without a label.
+        last: the label of the release; None for live memory.
     """
 
     bytes: int
@@ -46,12 +46,12 @@ class Allocated:
 
 @dataclass
 class Metered:
-    """What was counted under one label, which may have run several times.
+    """The counts of one label, over all its calls.
 
     Attributes:
-        kernels: in the order of their calls.
-        delta: bytes that are alive after it and were not before.
-        peak: bytes alive at most while it ran, above those alive before.
+        kernels: kernels in order of their calls.
+        delta: change of live bytes.
+        peak: largest increase of live bytes during a call.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -64,12 +64,12 @@ class Meter(TorchDispatchMode):
 
     Args:
         existing: tensors whose storages do not count as live memory.
-        before: a meter, what was alive at whose end does not count either.
-        counts: whether kernels and peaks are counted, too, and not only what stays alive.
+        before: an earlier meter, whose live memory does not count either.
+        counts: whether kernels and peaks are counted, besides live bytes.
 
     Attributes:
-        counted: what was counted, by label.
-        allocated: all memory that was allocated, in that order.
+        counted: counts by label.
+        allocated: all allocations, in order.
     """
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
@@ -88,25 +88,25 @@ class Meter(TorchDispatchMode):
         self._start = 0
 
     def begin(self, label: str | None) -> None:
-        """Counts what follows under a label, until the next call; None counts nothing."""
+        """Sets the label of the following operators; None stops counting."""
         live = self.live()
         if self._now is not None:
             self._now.delta += live - self._start
         self._now, self._start, self._label = None if label is None else self.counted[label], live, label
 
     def note(self, kernel: Kernel) -> None:
-        """Counts a kernel that torch is not called for."""
+        """Counts a kernel without a call of torch."""
         if self._now is not None:
             self._now.kernels.append(kernel)
 
     def live(self) -> int:
-        """Returns the bytes of all storages that were made and are still alive."""
+        """Returns the bytes of all live allocations."""
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self._live.pop(key)[1].last = self._label
         return sum(allocated.bytes for _, allocated in self._live.values())
 
     def allocation_of(self, tensor: Tensor) -> Allocated | None:
-        """Returns the memory that a tensor lies in; None if it was there before."""
+        """Returns the allocation of a tensor; None for memory that does not count."""
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
@@ -135,7 +135,7 @@ class Meter(TorchDispatchMode):
 def kernel_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Kernel | None:
-    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view.
+    """Returns the kernel of an operator of torch; None for operators without a kernel, such as views.
 
     Args:
         function: an overload, such as `aten.mm.default`.
@@ -165,14 +165,14 @@ def kernel_of(
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
-    """Returns the work of fused attention, which writes out no products; backward computes them once more.
+    """Returns the kernel of fused attention: scores are not stored, and backward computes the scores again.
 
     Args:
         q: queries [batch, heads, queries, size].
         k: keys [batch, kv heads, keys, size].
         v: values [batch, kv heads, keys, size of values].
         causal: whether half of the products are left out.
-        backward: whether it is the backward pass: five products where forward has two.
+        backward: whether the kernel is the backward pass, with five products for the two of forward.
     """
     batch, heads, queries, size = q.shape
     keys, of_values = k.shape[2], v.shape[3]
@@ -185,7 +185,7 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bo
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    """Returns the bytes that tensors take; one that is expanded takes those of its storage."""
+    """Returns the bytes of tensors; an expanded tensor counts the bytes of its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
@@ -232,7 +232,7 @@ _ATTENTIONS = {
 
 
 class _Attention(torch.autograd.Function):
-    """Fused attention on the meta device, where torch would write out all products."""
+    """Fused attention on the meta device; torch's own would store all scores."""
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -250,15 +250,15 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_token(like: Tensor, size: int) -> Tensor:
-    """Returns a value [batch, heads, tokens, size], with the heads of a token beside each other as fused kernels write
-    them: what puts the heads together copies nothing."""
+    """Returns a value [batch, heads, tokens, size] with the heads of a token contiguous, as in results of fused
+    kernels: merging the heads copies nothing."""
     batch, heads, tokens, _ = like.shape
     return like.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
 @contextmanager
 def meta_as(backend: str) -> Iterator[None]:
-    """Lets operators on the meta device take the ways that they take on a GPU ("nccl") or on a CPU ("gloo")."""
+    """Lets operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
     on_gpu = (norms.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
@@ -272,10 +272,10 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Has attention and RMS norms run as one kernel each, which torch writes out on the meta device.
+    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device.
 
     Args:
-        meter: is told of the kernels.
+        meter: counts the kernels.
     """
 
     def __init__(self, meter: Meter) -> None:

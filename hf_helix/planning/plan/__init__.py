@@ -1,1 +1,1 @@
-"""Plans: the order in which a rank issues operators, and how it is found."""
+"""Plans: the order in which a rank issues operators; rules, search and files of plans."""

@@ -1,1 +1,1 @@
-"""Windows: what the ranks run for an optimizer step, as numbers, its passes, and the programs that come of it."""
+"""Windows: the work of all ranks for an optimizer step as numbers, the passes over a window, and the programs."""

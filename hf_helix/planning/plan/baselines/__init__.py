@@ -1,1 +1,1 @@
-"""Plans to compare with: the two strands in turn, the paper's, and one strand whose collectives are cut into tiles."""
+"""Plans to compare with: two strands in turn, the plans of the DHelix paper, and one strand with tiled collectives."""
