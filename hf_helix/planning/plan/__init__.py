@@ -1,1 +1,1 @@
-"""Plans: the order in which a rank issues operators; rules, search and files of plans."""
+"""Plans: orders of issue for the operators of a rank, and searches for a fast order."""

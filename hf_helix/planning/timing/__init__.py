@@ -1,1 +1,1 @@
-"""Times: profiles of operators, cluster descriptions, the clock of windows, and predictions."""
+"""Times: profiles of operators, the clock of simulated windows, and predictions."""

@@ -1,1 +1,1 @@
-"""Windows: the work of all ranks for an optimizer step as numbers, the passes over a window, and the programs."""
+"""Windows: the micro-batches of an optimizer step as numbers, the passes over a window, and the programs of ranks."""

@@ -1,1 +1,1 @@
-"""Plans to compare with: two strands in turn, the plans of the DHelix paper, and one strand with tiled collectives."""
+"""Plans to compare with: two strands in turn, the paper's plan, and a single strand with collectives cut in tiles."""
