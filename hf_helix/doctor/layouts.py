@@ -181,18 +181,20 @@ class Search:
         Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
         """
-        room, found = self.cluster.device.memory, quick
+        budget, found = self.cluster.device.memory, quick
         while True:
-            found = self._with_whole_optimizer(found)
+            found = self._with_unsharded_optimizer(found)
             case = found.case
             step = self._simulated(case)
             needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
-            if needed <= room:
+            if needed <= budget:
                 return step
-            device = replace(self.cluster.device, memory=min(0.99, room / needed) * seemed)
+            device = replace(self.cluster.device, memory=min(0.99, budget / needed) * seemed)
             other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
-                why = f"needs {bytes_text(needed)} of a device that has {bytes_text(room)}, with all that saves memory"
+                why = (
+                    f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}, with all that saves memory"
+                )
                 return Dropped(case, why)
             found = other
 
@@ -224,13 +226,13 @@ class Search:
         without a pipeline, whose stages would gather weights for every one of many micro-batches.
         """
         fastest = self._fastest_of_strands(sizes)
-        whole = fastest.best
+        full = fastest.best
         if not fastest.is_scarce or sizes.pp > 1 or not sizes.spread():
-            return whole
-        spread = self._fastest_of_strands(sizes, whole, shard_parameters=True).best
-        if isinstance(spread, Dropped) or isinstance(whole, Dropped):
-            return whole if isinstance(spread, Dropped) and isinstance(whole, Step) else spread
-        return max(whole, spread, key=lambda step: step.tokens_per_second)
+            return full
+        sharded = self._fastest_of_strands(sizes, full, shard_parameters=True).best
+        if isinstance(sharded, Dropped) or isinstance(full, Dropped):
+            return full if isinstance(sharded, Dropped) and isinstance(full, Step) else sharded
+        return max(full, sharded, key=lambda step: step.tokens_per_second)
 
     def _fastest_of_strands(
         self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False
@@ -305,7 +307,7 @@ class Search:
             return _Found(last, False)
         return _Found(best, best.case.recompute != "none")
 
-    def _with_whole_optimizer(self, step: Step) -> Step:
+    def _with_unsharded_optimizer(self, step: Step) -> Step:
         """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
         case = replace(step.case, shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
@@ -383,15 +385,15 @@ class Search:
         shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
-        room = self.cluster.device.memory
+        budget = self.cluster.device.memory
         # Counting a mode takes time. Most layouts that do not fit fail with the smallest micro-batches under every
         # mode; larger micro-batches mostly fit under the mode of the smaller.
-        least = self._least(ways) if smaller is None and self._memory(ways[0]) > room else 0.0
-        fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
+        least = self._least(ways) if smaller is None and self._memory(ways[0]) > budget else 0.0
+        fitting = next((way for way in ways if self._memory(way) <= budget), None) if least <= budget else None
         if fitting is None:
             least = least or self._least(ways)
             raise ValueError(
-                f"needs {bytes_text(least)} of a device that has {bytes_text(room)}, with all that saves memory"
+                f"needs {bytes_text(least)} of a device that has {bytes_text(budget)}, with all that saves memory"
             )
         return fitting
 

@@ -129,7 +129,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     if sharing.parameters:
         gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights
     elif sharing.states:  # a gradient reduction holds the gradients of a unit in a second buffer
-        gradients, copies = gradients + GRADIENT * mine, copies + _kept_by_others(amounts, names, sharing)
+        gradients, copies = gradients + GRADIENT * mine, copies + _unsharded_bytes(amounts, names, sharing)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
         buffers = GRADIENT * max((each.all_trained for each in units), default=0)
     elif sharing.copies > 1:
@@ -144,7 +144,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     )
 
 
-def _kept_by_others(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
+def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
     """Returns the bytes of full fp32 weights of some units outside this rank's shard. Buffers in the type of matrix
     products count as copies already."""
     total = 0.0

@@ -38,7 +38,7 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     Args:
         held: how long collectives hold their buffers; None if collectives end when issued.
     """
-    alive = _Alive(amounts, layout)
+    alive = _LiveMemory(amounts, layout)
     held = held or {}
     landing: dict[int, list[_Block]] = {}
     for place, instruction in enumerate(program):
@@ -95,7 +95,7 @@ class _Block:
     holders: int = 0
 
 
-class _Alive:
+class _LiveMemory:
     """Live memory of a rank during a program.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Alive:
         self._sent: list[_Block] = []
         self._adding: dict[tuple[int, str], list[tuple[object, Gradient]]] = {}
         for rank in range(layout.num_ranks):
-            for made, adders in _spread_gradients(amounts, layout, rank):
+            for made, adders in _sharded_gradients(amounts, layout, rank):
                 for adder in adders:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
         self._begun: set[object] = set()
@@ -222,7 +222,7 @@ class _Alive:
                 self._now[GRADIENTS] += GRADIENT * made.elements
 
 
-def _spread_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
+def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
     """Yields the gradients that are sharded over replicas, each with its adders."""
     for made, adders in amounts.completed_gradients(layout, rank) if amounts.spread else ():
         if not made.is_experts or EXPERT_COPIES in amounts.spread:
@@ -245,7 +245,7 @@ def peaks_of_schedules(
     peaks = []
     for rank in range(layout.num_ranks):
         peak = max((_peak_of_slots(each[rank], passes) for each in schedules), key=lambda each: each.total)
-        gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
+        gradients = sum(GRADIENT * made.elements for made, _ in _sharded_gradients(amounts, layout, rank))
         peaks.append(Peak(peak.activations + more, peak.weights, gradients))
     return peaks
 

@@ -71,11 +71,11 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that other ranks have stepped"
     if step.casts:
         yield f"  casts         {step.casts:10.3f} s     of the window, of weights to {case.dtype}, once in it"
-    room = cluster.device.memory
-    yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(room)} that a run may use"
+    budget = cluster.device.memory
+    yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(budget)} that a run may use"
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
-    if step.memory.total > room:
+    if step.memory.total > budget:
         yield "  It does not fit."
 
 
@@ -108,8 +108,8 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     for name, how, step in rows:
         yield _row(name, f"{how:<{width}}", step, best, cluster)
     if ranking.fsdp is not None and not _fsdp_rows(ranking.fsdp, cluster):
-        need, room = bytes_text(ranking.fsdp.step.memory.total), bytes_text(cluster.device.memory)
-        yield f"{STOCK_FSDP} does not work: needs {need} of a device that has {room}, with all that saves memory."
+        need, budget = bytes_text(ranking.fsdp.step.memory.total), bytes_text(cluster.device.memory)
+        yield f"{STOCK_FSDP} does not work: needs {need} of a device that has {budget}, with all that saves memory."
     if plain is None:
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
         yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."

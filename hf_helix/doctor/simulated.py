@@ -117,8 +117,8 @@ class SimulatedModel:
     def _layout(self, case: Case, crossing: Collection[str]) -> Layout:
         """Returns the units of a counted case, one of each name, with the axes between nodes."""
         assert self._kinds is not None
-        paper = _paper_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
-        return _one_of_each(_declared(self.model, _config_of(case), paper, self._kinds, TYPES[case.dtype])).layout
+        simulated = _mesh_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
+        return _one_of_each(_declared(self.model, _config_of(case), simulated, self._kinds, TYPES[case.dtype])).layout
 
 
 def _config_of(case: Case) -> HelixConfig:
@@ -202,21 +202,21 @@ def amounts_of(
         ValueError: the model cannot be cut to these sizes.
     """
     base = base_of(model)
-    paper = _paper_of(config, backend, dp_size)
+    simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or kinds_of(model)
     make_buffers = family_of(base).empty(base, config.tp_size)
-    declared = _declared(model, config, paper, kinds, autocast_dtype)
+    declared = _declared(model, config, simulated, kinds, autocast_dtype)
     about = _about(base, declared, kinds)
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
-        _cut(stage, paper)
+        _cut(stage, simulated)
         plan = baseline_plan(stage.layout, model=type(base).__name__, mesh=config.option_sizes)
-        streams = SimulatedStreams(paper.log)
-        runner = Runner(stage, plan, paper.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        streams = SimulatedStreams(simulated.log)
+        runner = Runner(stage, plan, simulated.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
-        window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
+        window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
         with meta_as(backend):
             return count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
@@ -225,7 +225,7 @@ def amounts_of(
             parameter.data, parameter.grad = value, None
 
 
-def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
+def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
     """Returns the mesh of a layout."""
     return simulated_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
@@ -241,13 +241,13 @@ def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
 
 
 def _declared(
-    model: Any, config: HelixConfig, paper: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
+    model: Any, config: HelixConfig, simulated: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
 ) -> Stage:
     """Returns the embedding, the first layer of each kind and the head, uncut; arguments as of `amounts_of`."""
     base = base_of(model)
     modes = modes_of(family_of(base).layers(base), None, config)
     modes = [modes[place] for place in kinds.places]
-    return declare(model, config, paper.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
+    return declare(model, config, simulated.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
 
 
 def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
@@ -266,9 +266,9 @@ def _one_of_each(stage: Stage) -> Stage:
     return place_units(list(units.values()))
 
 
-def _cut(stage: Stage, paper: SimulatedMesh) -> None:
+def _cut(stage: Stage, simulated: SimulatedMesh) -> None:
     for parameter, placement in stage.all_placements.items():
-        axis = paper.mesh.axis_of(placement)
+        axis = simulated.mesh.axis_of(placement)
         parameter.grad = None
         parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
     for flat in stage.flat_parameters:
