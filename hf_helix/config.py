@@ -2,12 +2,12 @@
 
 In:   keyword arguments, a mapping, or a file.
 Out:  a `HelixConfig`.
-Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error that
-names the option and a value that works. Imports the standard library only (PyYAML where a file is read).
+Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error with the
+name of the option and a value that works. Imports the standard library only (PyYAML to read a file).
 
 A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.checks` has
-those that need the model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` those of other
-packages' options. Where options come from is in `integrations/accelerate/launcher.py`.
+the refusals by model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` the refusals of other
+packages' options. Sources of options are listed in `integrations/accelerate/launcher.py`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class HelixConfig:
-    """How to cut a model and how to overlap its communication.
+    """The cut of a model and the overlap of its communication.
 
-    Data parallelism takes what is left of the world: `dp = processes / (tp_size * pp_size * cp_size)`.
+    Data parallelism takes the rest of the processes: `dp = processes / (tp_size * pp_size * cp_size)`.
 
     Args:
         tp_size: ranks that share every layer (tensor and sequence parallelism).
@@ -62,13 +62,14 @@ class HelixConfig:
         cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
             2 * cp_size equal ones.
         ep_size: data-parallel ranks that share the experts of a mixture-of-experts model (expert parallelism). With
-            tp_size above 1 its ranks share them, too: each holds one of ep_size * tp_size equal parts of the experts.
-        expert_capacity_factor: the most tokens an expert takes, in parts of what it would get if all got the same;
-            more are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
+            tp_size above 1, the tensor-parallel ranks share the experts, too: each holds one of ep_size * tp_size equal
+            parts.
+        expert_capacity_factor: the most tokens of an expert, relative to an equal share of all tokens; further tokens
+            are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
         plan: how the operators of two micro-batches are interleaved:
-            `auto`: once the run is long enough for it (see `tuning_share`), the operators are measured on micro-batches
-            of the run, and the most promising of the plans below are timed; the fastest is kept, and named in a
-            line of output. Until then, `greedy`;
+            `auto`: as soon as the run is long enough (see `tuning_share`), the operators are measured on micro-batches
+            of the run, and the most promising of the plans below are timed; the fastest is kept, and named in a line
+            of output. Until then, `greedy`;
             `search`: the searched plan, the fastest or not; measures before the first step;
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
             `sequential`: one micro-batch at a time (Megatron's way);
@@ -76,48 +77,48 @@ class HelixConfig:
             step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
             collectives cut into tiles beside their GEMM (MegaScale's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
-        tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
-            after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in
-            a loop around Accelerate, which does not say how long it is, as many as there were are expected). 1 measures
-            before the first step, however short the run; 0 never measures, and takes only what the cache has.
+        tuning_share: the part of a run's time for measuring and searching under `plan="auto"`, from 0 to 1: after 2, 4,
+            8, ... steps, the thoroughness is chosen to fit that part of the remaining steps (in a loop around
+            Accelerate, without a known length, as many steps are expected as were taken). 1 measures before the first
+            step, however short the run; 0 never measures, and takes only cached results.
         schedule: which micro-batch a pipeline rank takes when:
             `auto`: the fastest schedule on the fold. Until operators are measured, the best of a few by the simulated
             time of equal layers; once `plan="auto"` measures, `folded_1f1b`, `dualpipe_v` and the best that a search
-            finds for the measured times are timed in real steps. Layers never move between ranks, so `1f1b`, which
-            places them otherwise, is not among them;
+            finds for the measured times are timed in real steps. Layers never move between ranks, so `1f1b`, with
+            another placement of layers, is not among the candidates;
             `folded_1f1b`: the paper's W schedule on the fold (section 4.1);
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
-        shard_optimizer: spread what the optimizer steps, and its states, over the data-parallel ranks (ZeRO-1). Every
-            rank keeps all weights, with bf16 in bfloat16 where products alone read them; gradients are summed to the
-            rank that steps them, and new weights are gathered beside the next forward pass. See
+        shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
+            keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
+            rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
             docs/data_parallelism.md.
-        shard_parameters: keep the parameters, their gradients and the optimizer's states spread over the data-parallel
-            ranks (ZeRO-3, FSDP): a layer's weights are gathered before it runs, beside the computation of the two units
-            before, and dropped after it. See docs/data_parallelism.md.
-        recompute: what backward computes again, so that layers need not keep it (activation checkpointing):
+        shard_parameters: shard the parameters, their gradients and the optimizer's states over the data-parallel ranks
+            (ZeRO-3, FSDP): a layer's weights are gathered before it runs, concurrently with the computation of the two
+            units before, and dropped after it. See docs/data_parallelism.md.
+        recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
-            `selective`: what is cheap: norms, rope, attention, activations, and the gathers before linears;
+            `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
             `full`: of a layer's activations, only its input is kept;
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
-        cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
-            to those that are there, or `all_gather`, all at once.
+        cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step concurrently with the
+            attention to keys that have arrived, or `all_gather`, all at once.
         inter_node_axes: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`, `dp`): their communication runs
-            on a stream beside that of the others. None to go by the hosts' names. Given in YAML as a list.
+            on a separate stream. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
-        compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
-            loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
+        compile: compile the operators between matrix products, attention and communication (norms, ropes, activations,
+            the loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
             differ within the rounding of their type.
-        cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs where their shapes repeat: the
+        cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
-            meanwhile. Windows that cannot be captured run as without it, and the reason is said; see docs/gpu.md.
+            meanwhile. Windows that cannot be captured run normally, with the reason in the output; see docs/gpu.md.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
-            latency, or "even", at which communication takes as long as computation; see docs/emulated_link.md.
+            latency, or "even": communication takes as long as computation; see docs/emulated_link.md.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -145,7 +146,7 @@ class HelixConfig:
     link: str | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Names an unknown option and the nearest one, as the YAML does; Python would only name it."""
+        """Names an unknown option and the nearest known option, like the YAML; Python would name only the unknown."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:
@@ -257,10 +258,10 @@ class HelixConfig:
 
         Args:
             options: the mapping.
-            source: where it came from, for errors.
+            source: the origin of the mapping, for errors.
 
         Raises:
-            TypeError: it is no mapping, or an option has the wrong type.
+            TypeError: no mapping, or an option of the wrong type.
             ValueError: an option is unknown, or its value cannot work.
         """
         if not isinstance(options, Mapping):
@@ -278,8 +279,8 @@ class HelixConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> HelixConfig:
-        """Returns the configuration of a YAML or JSON file that holds the options, alone or under
-        `parallelism_config: helix:`. Errors as of `from_mapping`, and ValueError where the file cannot be read."""
+        """Returns the configuration of a YAML or JSON file with options, at the top or under
+        `parallelism_config: helix:`. Errors as of `from_mapping`, and ValueError for an unreadable file."""
         options = read_yaml(path)
         if not has_helix_block(options):
             return cls.from_mapping(options, str(path))
@@ -295,7 +296,7 @@ _KINDS = get_type_hints(HelixConfig)
 
 
 def described_options() -> dict[str, str]:
-    """Returns what the docstring of `HelixConfig` says of every option; empty under `python -OO`."""
+    """Returns the text of every option in the docstring of `HelixConfig`; empty under `python -OO`."""
     arguments = inspect.cleandoc(HelixConfig.__doc__ or "").partition("Args:\n")[2].partition("\nRaises:")[0]
     return dict(re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", arguments, re.MULTILINE))
 
@@ -307,7 +308,7 @@ def has_helix_block(options: Any) -> bool:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Returns what a YAML file holds."""
+    """Returns the contents of a YAML file."""
     import yaml
 
     try:
@@ -328,7 +329,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Returns what an unknown word may stand for, to be put behind it in an error; "" where nothing is near."""
+    """Returns a hint at the nearest known word, for the end of an error; "" if no word is near."""
     begins = [name for name in known if name.startswith(f"{word}_")]
     close = begins or difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -346,10 +347,10 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What an emulated link carries, each way.
+    """The speed of an emulated link, each way.
 
     Attributes:
-        rate: bits a second; None where it is found by measuring, so that communication takes as long as computation.
+        rate: bits a second; None to measure the rate at which communication takes as long as computation.
         latency: seconds until the first byte arrives.
     """
 
@@ -358,7 +359,7 @@ class LinkSpeed:
 
     @property
     def text(self) -> str:
-        """The text that `parse_link` reads as this speed."""
+        """The text of this speed, as read by `parse_link`."""
         first = EVEN if self.rate is None else f"{self.rate / 1e6:.12g}mbit"
         return first + (f",{self.latency * 1e3:.12g}ms" if self.latency else "")
 
@@ -372,11 +373,11 @@ class LinkSpeed:
 
 
 def parse_link(text: str) -> LinkSpeed:
-    """The speed that `HelixConfig(link=...)` names: a rate or "even", and after a comma perhaps a latency.
+    """Returns the speed of `HelixConfig(link=...)`: a rate or "even", and after a comma perhaps a latency.
 
     Raises:
-        TypeError: it is no text.
-        ValueError: it names none.
+        TypeError: no text.
+        ValueError: no speed.
     """
     if not isinstance(text, str):
         raise TypeError(f"link must be a speed as a string, such as {EXAMPLES}, or None; got {text!r}")
@@ -392,7 +393,7 @@ def parse_link(text: str) -> LinkSpeed:
 
 
 def format_rate(rate: float) -> str:
-    """Bits a second for people, such as "412 Mbit/s"."""
+    """Returns bits a second for people, for example "412 Mbit/s"."""
     return _amount(rate, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)))
 
 

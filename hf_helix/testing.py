@@ -1,10 +1,10 @@
 """Tests of model families: a cut model is compared with the unsplit model.
 
 In:   a model, a configuration or the name of a class, and layouts.
-Out:  a `Proof` for each layout; an AssertionError that names the differences.
-Must hold: the calling process needs no launcher and does not change: ranks are processes of their own, on the CPU with
-gloo, which end with the call. Within a process group, its ranks and devices are used instead. A failure of a rank ends
-the other ranks and is reported.
+Out:  a `Proof` for each layout; an AssertionError with the differences.
+Must hold: the calling process needs no launcher and does not change: ranks are separate processes on the CPU with gloo,
+ended with the call. Within a process group, its ranks and devices are used instead. A failure of a rank ends the other
+ranks and is reported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Whether two layers, or two functions, compute the same.
 
 In:   a decoder layer, or two functions.
-Out:  of a layer a text: the code of its submodules' forwards, their options, and the sizes of their weights; of two
-      functions, whether one is a copy of the other.
-Must hold: layers of one text have one trace. The text of a model is the same in every process, so that what was proven
-for it can be kept, unless code closes over objects that no text describes.
+Out:  for a layer, a text: code of the submodules' forwards, options, and sizes of weights; for two functions, whether
+      the functions are copies.
+Must hold: layers with equal texts have equal traces. The text of a model is equal in every process, so that proofs can
+be kept by the text, unless code closes over objects without a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_k
 
 
 def description(layer: nn.Module) -> str:
-    """Returns the code and the options of a layer, as far as they decide what it computes."""
+    """Returns the code and the options that decide the results of a layer."""
     names = {id(module): f"module {name}" for name, module in layer.named_modules()}
     lines = []
     for name, module in layer.named_modules():
@@ -42,12 +42,12 @@ def description(layer: nn.Module) -> str:
 
 
 def _decides(value: Any) -> bool:
-    """Returns whether an attribute is an option; configurations say what others say already."""
+    """Returns whether an attribute is an option; configurations repeat other attributes."""
     return isinstance(value, (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor))
 
 
 def text_of(value: Any, names: Mapping[int, str]) -> str:
-    """Returns a text for an option, or for code with the variables that it closes over."""
+    """Returns a text for an option, or for code with the variables of its closure."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in names:
@@ -72,7 +72,7 @@ def text_of(value: Any, names: Mapping[int, str]) -> str:
 
 
 def digest_of_code(code: CodeType) -> str:
-    """Returns a digest of a function's code, without the place where it stands."""
+    """Returns a digest of a function's code, independent of its file and line."""
     parts = [
         digest_of_code(part)
         if isinstance(part, CodeType)
@@ -84,10 +84,10 @@ def digest_of_code(code: CodeType) -> str:
 
 
 def same_code(one: Any, other: Any) -> bool:
-    """Returns whether two functions are copies of each other in two files, with all that they call of their files.
+    """Returns whether two functions are copies in two files, together with the called functions of their files.
 
-    Names of parameters and their defaults count, annotations do not. Functions that close over variables are no
-    copies: what they do depends on these.
+    Names of parameters and defaults count, annotations do not. Functions that close over variables are no copies: the
+    results depend on the variables.
     """
     if one is other:
         return True

@@ -1,9 +1,9 @@
-"""Causal language models: which classes of Transformers are some, and the refusal of what is none.
+"""Causal language models: recognises the classes of Transformers, and refuses all others.
 
 In:   the name of a class, or a model.
-Out:  nothing or the model of a configuration, or an error that says what else to use.
-Must hold: what has no head that predicts the next token, or another loss than that of the next token, is refused before
-anything is derived from it.
+Out:  nothing, the model of a configuration, or an error with the class to use.
+Must hold: a model without a next-token head, or with a loss other than next-token loss, is refused before anything is
+derived from the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_causal_lm_class(name: str, instead: str = "") -> None:
     """Refuses a model class of Transformers that is no causal language model.
 
     Raises:
-        ValueError: says what to use instead, or else which class belongs to the same configuration, if there is one.
+        ValueError: names the class to use, or the causal-LM class of the same configuration, if any.
     """
     if name not in causal_lm_classes():
         advice = instead or _advice(getattr(transformers, name).config_class)
@@ -37,7 +37,7 @@ def check_head(model: Any) -> None:
     """Refuses a model of Transformers without a language-model head.
 
     Raises:
-        ValueError: names the class with a language-model head that belongs to the same configuration, if there is one.
+        ValueError: names the class with a language-model head of the same configuration, if any.
     """
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     if model.get_output_embeddings() is None:
@@ -50,7 +50,7 @@ def build_causal_lm(config: Any, **options: Any) -> Any:
     """Returns the causal language model of a configuration, as `AutoModelForCausalLM.from_config` makes it.
 
     Raises:
-        ValueError: Transformers has none for it.
+        ValueError: Transformers has no causal-LM class for the configuration.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map"):
         text = config.get_text_config()
@@ -61,7 +61,7 @@ def build_causal_lm(config: Any, **options: Any) -> Any:
 
 
 def text_part(model: Any) -> str:
-    """Returns how the text part of a model that takes more than text is trained by itself; "" where it has none."""
+    """Returns how to train only the text part of a model with further inputs; "" for a model without a text part."""
     text = model.config.get_text_config()
     classes = _usable(text.model_type) if text is not model.config else ()
     if not classes:
@@ -75,14 +75,14 @@ def text_part(model: Any) -> str:
 
 
 def _advice(config_class: Any) -> str:
-    """Returns what is trained and what else to use, for a configuration."""
+    """Returns advice for a configuration: models that can be trained, and the class to use."""
     classes = _usable(getattr(config_class, "model_type", ""))
     instead = f"use {' or '.join(classes)} for it, and " if classes else "use "
     return f"hf_helix trains the loss of the next token alone; {instead}the stock Trainer for other tasks and models"
 
 
 def _usable(model_type: str) -> list[str]:
-    """Returns the causal-LM classes of a `model_type`, without those that the census found to be refused."""
+    """Returns the causal-LM classes of a `model_type`, without the classes refused by the census."""
     census = read_census()
     return [name for name in _classes_of(model_type) if name not in {*census.names} - {*census.proven_on("pp2")}]
 

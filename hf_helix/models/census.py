@@ -1,9 +1,9 @@
-"""The census: which causal-LM classes of Transformers are proven equal to their unsplit selves, and which are not.
+"""The census: causal-LM classes of Transformers, proven equal to their unsplit models or not.
 
-In:   `census.json` beside this file, which `python -m benchmarks.census` writes.
+In:   `census.json` beside this file, written by `python -m benchmarks.census`.
 Out:  a finding for each class and layout.
-Must hold: findings are those of a small model with the defaults of the class, on the versions of Transformers and torch
-that the file names; with other versions, nothing is proven.
+Must hold: a finding holds for a small model with the defaults of the class, on the versions of Transformers and torch
+named in the file; with other versions, nothing is proven.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PROVEN, REFUSED, FAILED = "proven", "refused", "failed"
 
 
 class Finding(NamedTuple):
-    """What was found for a class on a layout.
+    """The finding for a class on a layout.
 
     Attributes:
-        status: `PROVEN`; `REFUSED`, where the class cannot be cut so; `FAILED`, where it is cut and computes something
-            else or ends in an error.
-        reason: why it is refused, or what differs; empty where it is proven.
+        status: `PROVEN`; `REFUSED`, where the class cannot be cut on the layout; `FAILED`, where the cut model computes
+            other results or ends in an error.
+        reason: of a refusal, or the difference; empty for `PROVEN`.
     """
 
     status: str
@@ -43,10 +43,10 @@ class Census:
     """The findings for all classes.
 
     Attributes:
-        versions: of `transformers` and `torch`.
-        date: when the last of the findings was made.
-        classes: the findings by class; after those of a class, those of its variants, with the options that are not its
-            defaults in brackets, such as `OlmoForCausalLM[clip_qkv=5]`.
+        versions: versions of `transformers` and `torch`.
+        date: of the last finding.
+        classes: the findings by class; the variants of a class follow the class, with the options that differ from the
+            defaults in brackets, for example `OlmoForCausalLM[clip_qkv=5]`.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Census:
     classes: Mapping[str, Findings] = field(default_factory=dict)
 
     def proven_on(self, *layouts: str) -> list[str]:
-        """Returns the classes, with their defaults, that are proven on all of some layouts."""
+        """Returns the classes that are proven, with their defaults, on all given layouts."""
         none = Finding(REFUSED)
         return [
             name
@@ -69,17 +69,17 @@ class Census:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is of the installed versions."""
+        """Whether the census was made with the installed versions."""
         return self.versions == installed_versions()
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions that a census is of; builds of torch for different devices count as one."""
+    """Returns the installed versions of `transformers` and `torch`; all builds of a torch version count as equal."""
     return {name: version(name).partition("+")[0] for name in ("transformers", "torch")}
 
 
 def read_census(path: Path = FILE) -> Census:
-    """Returns the census of a file; an empty one where there is none.
+    """Returns the census of a file; an empty census if the file does not exist.
 
     Raises:
         ValueError: the file is no census.

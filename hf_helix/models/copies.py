@@ -1,9 +1,9 @@
 """Copies of modules whose instances were patched.
 
-In:   a module, some of whose attributes are functions with it or its submodules in their variables or defaults, such as
-      a `forward` that wraps the one before.
-Out:  a copy whose functions have the copy there.
-Must hold: the given module is left as it was. `copy.deepcopy` alone would leave such functions with the given module.
+In:   a module with attributes that are functions and refer to the module or its submodules in variables or defaults,
+      for example a `forward` that wraps the former `forward`.
+Out:  a copy whose functions refer to the copy.
+Must hold: the given module does not change. `copy.deepcopy` alone would leave the functions with the given module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
     Args:
         module: the module.
-        memo: what stands in the copy in the place of objects, by their identity; it is added to.
+        memo: replacements of objects, by the identity of the object; the call adds entries.
     """
     memo = {} if memo is None else memo
     copied = copy.deepcopy(module, memo)
@@ -33,7 +33,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Returns a value with what stands in the place of the objects that it refers to, through functions, too."""
+    """Returns a value with replaced references to objects, in variables and defaults of functions, too."""
     if isinstance(value, functools.partial):
         keywords = {name: rebound(part, memo) for name, part in value.keywords.items()}
         return functools.partial(rebound(value.func, memo), *(rebound(part, memo) for part in value.args), **keywords)

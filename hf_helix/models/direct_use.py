@@ -1,8 +1,8 @@
-"""Refuses direct use of a cut model: calling it, and saving it by its own methods.
+"""Refuses direct use of a cut model: calls, and saving by the model's own methods.
 
-In:   a cut model, which scripts hold as an ordinary Transformers or PEFT model.
-Out:  the same model, whose methods raise and say what to call where they would work on one rank's slices.
-Must hold: copies of the model refuse, too. Its parameters and `state_dict()` can be read and written, see
+In:   a cut model, held by scripts as an ordinary Transformers or PEFT model.
+Out:  the same model; methods that would save or use only a rank's slices raise and name the call to use.
+Must hold: copies of the model refuse, too. Parameters and `state_dict()` of the model can be read and written, see
 `hf_helix.runtime.divided`.
 """
 
@@ -17,11 +17,11 @@ from torch import nn
 
 
 class Instead(NamedTuple):
-    """What to call instead of a cut model and its methods.
+    """The calls to use in place of a cut model and its methods.
 
     Attributes:
-        calling: what runs the model.
-        saving: what saves it; every rank calls it with a folder.
+        calling: runs the model.
+        saving: saves the model, called by every rank with a folder.
     """
 
     calling: str
@@ -29,7 +29,7 @@ class Instead(NamedTuple):
 
 
 def refuse_calls(model: nn.Module, instead: Instead) -> None:
-    """Makes calls of a model an error. The signature stays: the Trainer chooses columns of the data set by it."""
+    """Makes calls of a model an error. The signature stays: the Trainer uses it to choose columns."""
 
     stock = model.forward
 
@@ -42,12 +42,12 @@ def refuse_calls(model: nn.Module, instead: Instead) -> None:
             f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
         )
 
-    refuse.is_refusal = True  # type: ignore[attr-defined]  # it is ours, and no patch of the user's
+    refuse.is_refusal = True  # type: ignore[attr-defined]  # marks the package's own replacement, for checks of patched forwards
     model.forward = refuse
 
 
 def refuse_saving(model: nn.Module, instead: Instead) -> None:
-    """Makes the methods of a model that save it an error: every rank would write the same files."""
+    """Makes the saving methods of a model an error: every rank would write the same files."""
     for module in model.modules():
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(type(module), name):
@@ -55,7 +55,7 @@ def refuse_saving(model: nn.Module, instead: Instead) -> None:
 
 
 class _Refusal:
-    """A method that raises. Copies of the model share it, and it cannot be pickled."""
+    """A refused method: a call raises. Copies of the model share the method; pickling raises, too."""
 
     def __init__(self, what: str, saving: str) -> None:
         self._what = what

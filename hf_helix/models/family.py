@@ -1,8 +1,8 @@
 """The base of model families: from a Transformers model and its batches to units and their side inputs.
 
-In:   an ordinary Transformers causal language model and the axes that it is cut over.
+In:   an ordinary Transformers causal language model and the axes to cut it over.
 Out:  the units of the embedding, of every decoder layer and of the head, and the side inputs of a batch.
-Must hold: a family says only what differs from Llama.
+Must hold: a family states only the differences from Llama.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from hf_helix.planning.graph.operator import Graph
 
 
 class Family(ABC):
-    """A model family. It must have `layer` and `attention_inputs`, and replaces what differs from Llama.
+    """A model family. It must define `layer` and `attention_inputs`, and overrides the differences from Llama.
 
     Attributes:
-        model_class: the name of the Transformers class, such as "LlamaForCausalLM".
-        packs_by_positions: whether tokens attend to those of their own document only, where positions start anew. Some
-            models of Transformers make their masks without positions.
-        needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
+        model_class: the name of the Transformers class, for example "LlamaForCausalLM".
+        packs_by_positions: whether attention stays within documents where positions start anew. Some models of
+            Transformers make their masks without positions.
+        needs_proof: whether a model of the family is compared with the unsplit model before its first training, see
             `hf_helix.engine.proof.first_use`.
-        is_traced: whether the model's own code says what is computed, patched forwards included.
-        traced: the forward of each module when it was traced, by the module's id.
+        is_traced: whether the operators come from the model's own code, patched forwards included.
+        traced: the forward of each module at the time of the trace, by the module's id.
     """
 
     model_class: str
@@ -55,7 +55,7 @@ class Family(ABC):
         """Declares one decoder layer: `x` [sequence shard, batch, hidden] enters, and a value of that shape leaves."""
 
     def digest(self, model: Any) -> str:
-        """Returns a text that is another one if the model computes something else, by which proofs are kept."""
+        """Returns the key of kept proofs: a text that differs between models with different computations."""
         return ""
 
     def layers(self, model: Any) -> Sequence[nn.Module]:
@@ -80,23 +80,24 @@ class Family(ABC):
         return b.build(balance.add_loss(b, self.loss(b, model, x), sums))
 
     def balance(self, model: Any) -> Balance | None:
-        """Returns the load-balancing loss that is a part of the model's loss; None where the model has none.
+        """Returns the load-balancing loss in the model's loss; None for a model without.
 
-        With it, every layer takes the value `BALANCE` behind `x` and hands it on, see `models.balance.add_part`.
+        With a load-balancing loss, every layer takes the value `BALANCE` after `x` and passes it on, see
+        `models.balance.add_part`.
         """
         return None
 
     def balance_start(self, b: Builder, model: Any) -> tuple[str, ...]:
-        """Adds what the embedding hands to the layers behind `x`: the sums of the load-balancing loss, if any."""
+        """Adds the values that the embedding passes to the layers after `x`: sums of the load-balancing loss."""
         balance = self.balance(model)
         return () if balance is None else (balance.start(b),)
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`.
+        """Declares norm, head and loss of the tokens. Changes of the logits are added before `b.loss`.
 
         Args:
-            b: collects the operators of the head.
-            model: the Hugging Face model.
+            b: the builder of the head.
+            model: the Transformers model.
             x: the name of the last layer's output, [sequence / tp_size, batch, hidden].
         """
         h = b.norm("norm", self.final_norm(model), x)
@@ -137,13 +138,13 @@ class Family(ABC):
         """Returns the units of the model in forward order: the embedding, the layers, the head.
 
         Args:
-            model: the Transformers model, uncut.
-            sharing: the axes that it is cut over.
-            loss_tweaks: what training arguments add to its mathematics.
-            places: of the layers whose units are returned; None for all of them.
+            model: the uncut Transformers model.
+            sharing: the axes to cut the model over.
+            loss_tweaks: changes of the loss by training arguments.
+            places: indices of the layers whose units are returned; None for all layers.
 
         Raises:
-            ValueError: the model cannot be cut so; names the option and a value that works.
+            ValueError: the model cannot be cut over these axes; names the option and a value that works.
         """
         self.check(model.config, sharing.tp.size)
         self.check_experts(model, sharing)
@@ -159,7 +160,7 @@ class Family(ABC):
         return number_distinct_graphs(units)
 
     def layer_key(self, model: Any, place: int) -> str:
-        """Returns a text that only layers have in common which are declared alike: their code, options and sizes."""
+        """Returns a text of code, options and sizes; layers with equal texts are declared alike."""
         return description(self.layers(model)[place])
 
     def loss_adds_up(self, model: Any) -> bool:
@@ -167,7 +168,7 @@ class Family(ABC):
         return self.balance(model) is None
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
-        """Returns the submodules that are called to make side inputs, such as a rope."""
+        """Returns the submodules that are called to make side inputs, for example a rope."""
         return ()
 
     def num_positions(self, model: Any) -> int | None:
@@ -175,9 +176,9 @@ class Family(ABC):
         return None
 
     def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
-        """Returns a function of the side inputs that allocates what a layer hands on [sequence shard, batch, hidden].
+        """Returns a function of the side inputs that allocates a layer's output [sequence shard, batch, hidden].
 
-        Called before the model is cut, once its units are declared.
+        Called after the units are declared and before the model is cut.
         """
         weight = model.get_input_embeddings().weight
         hidden, dtype, balance = weight.shape[1], weight.dtype, self.balance(model)
@@ -190,7 +191,7 @@ class Family(ABC):
         return make
 
     def head_cost(self, model: Any) -> float:
-        """Returns the work of head and loss relative to that of a layer, by the sizes of their matrices."""
+        """Returns the work of head and loss relative to a layer's work, by the sizes of the matrices."""
         layer = next(iter(self.layers(model)))
         matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
         return float(model.get_output_embeddings().weight.numel() / matrices)
@@ -203,15 +204,15 @@ class Family(ABC):
         loss_scale: Tensor,
         batch_scale: float = 1.0,
     ) -> dict[str, Any]:
-        """Returns the tensors of a micro-batch that carry no gradient: those of this rank's tokens, sequence first.
+        """Returns the tensors of a micro-batch without gradient, for this rank's tokens, sequence first.
 
         Args:
             model: the Transformers model.
-            batch: what the data collator made: `input_ids` [batch, sequence] and, where given, `attention_mask`,
+            batch: from the data collator: `input_ids` [batch, sequence] and, where given, `attention_mask`,
                 `position_ids`, `labels` or `shift_labels`.
-            cut: which tokens are this rank's; a sequence that does not divide is padded.
+            cut: selects this rank's tokens; a sequence that does not divide is padded.
             loss_scale: the factor of the summed loss of the tokens.
-            batch_scale: the factor of a loss of the batch as a whole.
+            batch_scale: the factor of a loss of the full batch.
         """
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         counted = self.count_positions(ids, mask) if positions is None else positions
@@ -237,11 +238,9 @@ class Family(ABC):
         return {**side, **self.context_inputs(model, ids, counted, cut)}
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the positions [batch or 1, sequence] of tokens that come without any: from 0 on, padding counted.
+        """Returns the positions [batch or 1, sequence] of tokens given without positions: from 0 on, padding counted.
 
-        Args:
-            ids: the tokens [batch, sequence].
-            mask: what the batch has for `attention_mask`.
+        `ids` are the tokens [batch, sequence], `mask` is the batch's `attention_mask`.
         """
         return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
 
@@ -249,31 +248,31 @@ class Family(ABC):
     def attention_inputs(
         self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
     ) -> dict[str, Any]:
-        """Returns masks and positions in the form that the layers' attention takes, for the length without padding.
+        """Returns masks and positions as inputs of the layers' attention, for the length without padding.
 
         Args:
             model: the Transformers model.
             ids: the tokens [batch, sequence].
             mask: hides some of the tokens; None where none is hidden.
             positions: the positions of the tokens [batch or 1, sequence].
-            documents: the document of every token [batch or 1, sequence] where the batch is packed, else None; a token
-                attends to tokens of its own document only.
+            documents: the document of every token [batch or 1, sequence] in a packed batch, else None; a token attends
+                to tokens of its own document only.
         """
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
-        """Returns what layers need of the positions of this rank's tokens: computed for the whole sequence, then cut.
+        """Returns layers' inputs made of the positions of this rank's tokens: computed for the full sequence, then cut.
 
         Args:
             model: the Transformers model.
             ids: the tokens [batch, sequence].
             positions: the positions of the tokens [batch or 1, sequence].
-            cut: which tokens are this rank's.
+            cut: selects this rank's tokens.
         """
         return {}
 
 
 def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
-    """Numbers the names of units whose graphs differ (they train other weights), so that one name means one graph."""
+    """Numbers the names of units with different graphs (other weights are trained), so that a name means one graph."""
     known: dict[str, list[tuple[Graph, str]]] = {}
     taken = {unit.name for unit in units}
     named = []
@@ -293,7 +292,7 @@ def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
 
 
 def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-    """Raises ValueError unless all ranks get equally many heads, and a part of every dimension that is cut.
+    """Raises ValueError unless all ranks get equal numbers of heads, and equal parts of every cut dimension.
 
     Args:
         tp_size: the number of tensor-parallel ranks.

@@ -1,11 +1,10 @@
-"""The code of a model: what of it never runs is refused, and a declared model with other code inside is derived.
+"""The code of a model: refuses code that would never run; a declared model with foreign code is derived.
 
 In:   a model, and the submodules that its operators call as they are (norms, activations, routers).
-Out:  nothing, or an error that names every hook, patch or class that would never run, and what to do.
-Must hold: a submodule that operators call may be anybody's code, hooks included. Everything else runs operator by
-operator, so its `forward` must be the one that the family declares, or the one that was traced. That of a linear or of
-experts, of which only the weights are used, may be nobody's own, nor that of the model itself, which computes the loss.
-What Transformers and PEFT put there passes.
+Out:  nothing, or an error that names every hook, patch or class that would never run, and the remedy.
+Must hold: a submodule called by operators may be anybody's code, hooks included. All other modules run operator by
+operator: the `forward` must be the declared or the traced function. Of linears and experts only the weights are used,
+and the model itself computes the loss: these forwards must be the code of Transformers or PEFT.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
     """Refuses hooks and code that would never run.
 
     Args:
-        model: the model as it was given, perhaps a `PeftModel`.
-        base: the Transformers model, which is inside a `PeftModel`.
+        model: the given model, perhaps a `PeftModel`.
+        base: the Transformers model inside a `PeftModel`, or the model.
         family: the family of the model.
         called: the submodules that operators call.
 
     Raises:
-        ValueError: names them, and what to do.
+        ValueError: names the hooks and code, and the remedy.
     """
     runs = {id(module) for given in called for module in given.modules()}
     is_own = getattr(transformers, family.model_class, None) is None
@@ -84,9 +83,9 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
 
 
 def other_code(base: Any, is_own: bool = False) -> str:
-    """Returns what stands in the place of code that is declared and run operator by operator; "" for nothing.
+    """Returns the foreign code found in place of code that is declared and run operator by operator; "" for none.
 
-    Submodules without a linear or experts inside, such as norms, activations and routers, are called as they are.
+    Submodules without a linear or experts inside, such as norms, activations and routers, may have any code.
     """
     kernels = bool(getattr(base, "use_kernels", False))
     for name, module in base.named_modules():
@@ -98,10 +97,10 @@ def other_code(base: Any, is_own: bool = False) -> str:
 
 
 def check_class(model: Any, model_class: str) -> None:
-    """Refuses a class that has the name of a class of Transformers and does not derive from it.
+    """Refuses a class with the name of a Transformers class that does not derive from the Transformers class.
 
     Raises:
-        ValueError: names both.
+        ValueError: names the two classes.
     """
     declared, kind = getattr(transformers, model_class, None), type(model)
     if declared is not None and not isinstance(model, declared):
@@ -113,10 +112,10 @@ def check_class(model: Any, model_class: str) -> None:
 
 
 def check_traceable(model: Any) -> None:
-    """Refuses what cannot be traced: modules that were compiled, and hooks of Accelerate.
+    """Refuses models that cannot be traced: compiled modules, and hooks of Accelerate.
 
     Raises:
-        ValueError: names them, and what to do.
+        ValueError: names the modules, and the remedy.
     """
     named = ((f"model.{name}" if name else "model", module) for name, module in model.named_modules())
     problems = [problem for where, module in named for problem in _problems_of_calls(where, module)]
@@ -132,7 +131,7 @@ def _by_weights(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
-    """Yields problems with the loss: only that of causal language models is built."""
+    """Yields problems with the loss: only the loss of causal language models is built."""
     given = vars(base).get("_loss_function")
     of_type = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)), ForCausalLMLoss)
     owner = _owner(type(base), "loss_function")
@@ -158,10 +157,10 @@ def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
 
 
 def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:
-    """Yields code in the place of a `forward`: on this instance, in its class, or in a class of another package.
+    """Yields code in place of a `forward`: on the instance, in its class, or in a class of another package.
 
     Args:
-        is_own: whether the model's class is not of Transformers, so that its family declares the user's own code.
+        is_own: whether the model's class is outside Transformers, so that the family declares the user's own code.
         kernels: whether Transformers was asked to use kernels of the Hub.
     """
     kind = type(module)
@@ -194,12 +193,12 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
 
 
 def forward_of(module: nn.Module) -> Any:
-    """Returns the function that a call of a module runs, unbound where it is its class's."""
+    """Returns the function run by a call of a module, unbound where the function is a method of the class."""
     return vars(module).get("forward", type(module).forward)
 
 
 def _problems_of_change(where: str, module: nn.Module, traced: Any) -> Iterator[str]:
-    """Yields a `forward` that was replaced after it was traced."""
+    """Yields a `forward` replaced after the trace."""
     if traced not in (None, forward_of(module)):
         yield (
             f"{where}.forward was replaced by {_named(forward_of(module))} after it was traced: replace it before the "
@@ -208,7 +207,7 @@ def _problems_of_change(where: str, module: nn.Module, traced: Any) -> Iterator[
 
 
 def _problems_of_calls(where: str, module: nn.Module) -> Iterator[str]:
-    """Yields what stands between a call of a module and its `forward`."""
+    """Yields hooks and patches between a call of a module and its `forward`."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         yield f"{where} was compiled: leave out .compile(), operators are issued one by one"
     if hasattr(module, "_hf_hook"):
@@ -219,9 +218,9 @@ def _problems_of_calls(where: str, module: nn.Module) -> Iterator[str]:
 
 
 def _is_written_there(function: Any, owner: type) -> bool:
-    """Returns whether a method is the one in the class's source, under decorators of known packages only.
+    """Returns whether a method is the function in the class's source, under decorators of known packages only.
 
-    `functools.wraps` copies names, so what counts is where the code of each wrapper is.
+    `functools.wraps` copies names, so the file of each wrapper's code decides.
     """
     known = {*OWN, _root(owner.__module__), KERNELS}
     while _root(_home(function)) in known:
@@ -233,7 +232,7 @@ def _is_written_there(function: Any, owner: type) -> bool:
 
 
 def _owner(kind: type, name: str) -> type | None:
-    """Returns the class that a method comes from."""
+    """Returns the class that defines a method."""
     return next((base for base in kind.__mro__ if name in vars(base)), None)
 
 
@@ -245,7 +244,7 @@ def _plain(function: Any) -> Any:
 
 
 def _home(function: Callable[..., Any]) -> str:
-    """Returns the name of the module in which the code of a function or of a callable object stands."""
+    """Returns the name of the module with the code of a function or of a callable object."""
     plain = _plain(function)
     return str(plain.__globals__["__name__"] if hasattr(plain, "__globals__") else type(plain).__module__)
 

@@ -1,8 +1,8 @@
-"""The registry of model families: which class of Transformers is which family.
+"""The registry of model families: Transformers classes and their families.
 
-In:   families: those of the package, and those that `register_model` adds from outside.
+In:   families of the package, and families that `register_model` adds from outside.
 Out:  the family of a model.
-Must hold: a family is found by the name of the model's class, which its own file says (`model_class`).
+Must hold: a family is found by the name of the model's class, stated in the family's file (`model_class`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ tests compare derived families with: derived, their classes have the same operat
 
 
 def register_model(family: Family) -> None:
-    """Adds a model family. A later registration for the same class replaces an earlier one."""
+    """Adds a model family. A later registration for the same class replaces the earlier registration."""
     REGISTERED[family.model_class] = family
 
 
 def registered_elsewhere() -> list[str]:
-    """Returns the modules that families come from which are not the package's: other processes import them."""
+    """Returns the modules outside the package that registered families; other processes import these modules."""
     homes = [type(family).__module__ for family in REGISTERED.values()]
     return [home for home in dict.fromkeys(homes) if home.partition(".")[0] != __name__.partition(".")[0]]
 
 
 def family_of(model: Any) -> Family:
-    """Returns the family of a model: the one that is declared for its class, or one that is derived from it where there
-    is none, or where other code than what is declared stands inside.
+    """Returns the family of a model: the family declared for its class, or a derived family where no family is declared
+    or the model contains code other than the declared code.
 
     Raises:
-        ValueError: it is neither declared nor can it be derived; says why, and how to declare one.
+        ValueError: the class is not declared and cannot be derived; says why, and how to declare a family.
     """
     kind = type(model)
-    # A subclass that a user wrote is run as its base; a subclass in Transformers is another model.
+    # A subclass written by a user is run as its base; a subclass in Transformers is another model.
     names = [base.__name__ for base in kind.__mro__] if not kind.__module__.startswith("transformers.") else []
     name = next((name for name in (kind.__name__, *names) if name in REGISTERED), None)
     if name is None:
@@ -61,7 +61,7 @@ _DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
 
 
 def _derived(model: Any) -> Family:
-    """Returns the family that is derived from a model, the same one while the model lives: it is made of the whole."""
+    """Returns the family derived from a model. Cached while the model lives: the family refers to the full model."""
     if model not in _DERIVED:
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"{type(model).__name__} is not supported: pass the model without torch.compile")

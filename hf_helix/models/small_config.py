@@ -2,8 +2,8 @@
 
 In:   a Transformers configuration of any size, or the name of a causal-LM class.
 Out:  a copy with few and narrow layers, a small vocabulary and no dropout.
-Must hold: what tells the class from others stays: every kind of layer that it has, whether heads are grouped, windows,
-ropes, caps, multipliers, groups of experts, biases. Every size that ranks share divides by two.
+Must hold: all distinctions of the class stay: every kind of layer, grouped heads, windows, ropes, caps, multipliers,
+groups of experts, biases. Every size shared by ranks divides by two.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
 
 
 def _small_head(value: int, given: Mapping[str, Any]) -> int:
-    """Returns the size of heads: as wide together as the model or wider, as they were."""
+    """Returns the size of a head; heads that are together wider than the model stay wider."""
     rotated, other = given.get("qk_rope_head_dim"), given.get("qk_nope_head_dim")
     if rotated and other and value in (rotated, rotated + other):
         return min(value, SIZE_OF["qk_rope_head_dim" if value == rotated else "qk_head_dim"])
@@ -145,7 +145,7 @@ def _small_head(value: int, given: Mapping[str, Any]) -> int:
 
 
 def _small_changes(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields in which a layer differs from the others; what is larger there stays larger."""
+    """Returns the fields in which a layer differs from the other layers; larger values stay larger."""
     small = {}
     for name, value in changes.items():
         small[name] = small_value(name, name, value, {**given, **changes})
@@ -174,7 +174,7 @@ def small_rope(rope: Any, rotary_size: int) -> Any:
 
 
 def _sections(sections: list[int], total: int) -> list[int]:
-    """Returns as many sections in about the same proportions, which add up to a total."""
+    """Returns as many sections in about the same proportions, with the given total."""
     small = [max(1, section * total // sum(sections)) for section in sections]
     return [total - sum(small[1:]), *small[1:]]
 
@@ -231,7 +231,7 @@ def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int =
 
 
 def _features(name: str, value: Any, count: int) -> Features | None:
-    """Returns what a field says of each layer, or None for a field that does not tell layers apart."""
+    """Returns the features of each layer by a field, or None for a field that is equal for all layers."""
     if name in FIRST and isinstance(value, int):
         return [layer < value for layer in range(count)]
     if name in LAST and isinstance(value, int):
@@ -247,7 +247,7 @@ def _features(name: str, value: Any, count: int) -> Features | None:
 
 
 def _restricted(name: str, features: Features, kept: list[int]) -> Any:
-    """Returns the value of a field for the layers that stay; the reverse of `_features`."""
+    """Returns the value of a field for the kept layers; the reverse of `_features`."""
     of_kept = [features[layer] for layer in kept]
     if name in FIRST or name in LAST:
         return sum(of_kept)
@@ -259,7 +259,7 @@ def _restricted(name: str, features: Features, kept: list[int]) -> Any:
 
 
 def _kept(kinds: list[tuple[str, ...]], count: int, fewest: int) -> list[int]:
-    """Returns the layers to keep: the first of each kind; where there are too many, those that show every feature."""
+    """Returns the layers to keep: the first of each kind; of too many, a choice that shows every feature."""
     kept: list[int] = []
     shown: set[tuple[int, str]] = set()
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
@@ -281,7 +281,7 @@ MULTIPLIER = 0.75
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns the small configuration of a class of Transformers that follows from the defaults of its config class.
+    """Returns the small configuration of a Transformers class, from the defaults of its config class.
 
     Args:
         class_name: a causal-LM class, such as `Gemma2ForCausalLM`.
@@ -310,7 +310,7 @@ def _is_multiplier(name: str) -> bool:
 
 
 def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns a small configuration of the same class; the given one stays as it is."""
+    """Returns a small configuration of the same class; the given configuration does not change."""
     given = config.to_dict()
     standard = {name: word for word, name in (config.attribute_map or {}).items()}
     values = shorten(given, standard, fewest_layers)
@@ -327,9 +327,9 @@ def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> Pretr
         if isinstance(part := getattr(config, name, None), PretrainedConfig):
             values[name] = small_config(part, fewest_layers).to_dict()
     if "use_cache" in values:
-        values["use_cache"] = False  # training needs none, and some classes cannot make one
+        values["use_cache"] = False  # training needs no cache, and some classes cannot make a cache
     small: PretrainedConfig = type(config).from_dict(values)
-    small._attn_implementation = config._attn_implementation  # `to_dict` leaves it out
+    small._attn_implementation = config._attn_implementation  # left out by `to_dict`
     return small
 
 

@@ -1,8 +1,8 @@
-"""Modules that compute exactly what their class in Transformers computes.
+"""Modules with exactly the computation of their class in Transformers.
 
 In:   a submodule of a model, and names of classes of Transformers.
 Out:  whether its kernels may be called in the place of the module.
-Must hold: a module that was patched, replaced or hooked is called itself.
+Must hold: a patched, replaced or hooked module is called itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_silu(module: nn.Module) -> bool:
 
 
 def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
-    """Returns whether a module is of one of these classes of Transformers, unpatched and without hooks."""
+    """Returns whether a module is an unpatched instance, without hooks, of a named class of Transformers."""
     kind: Any = type(module)
     if kind.__name__ not in names or not _is_of_transformers(kind, kind.forward) or "forward" in vars(module):
         return False
@@ -33,6 +33,6 @@ def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
 
 @lru_cache
 def _is_of_transformers(kind: Any, forward: Any) -> bool:
-    """Returns whether a class is of Transformers, and its present `forward` the one in the source."""
+    """Returns whether a class is of Transformers, and its present `forward` is the function in the source."""
     written_in = getattr(forward, "__globals__", {}).get("__name__")
     return kind.__module__.startswith("transformers.") and written_in == kind.__module__

@@ -1,8 +1,8 @@
-"""Simulated annealing: a random walk of small changes that may go uphill, less and less as it goes on.
+"""Simulated annealing: a random walk of small changes that may go uphill, with falling probability.
 
-In:   a state to start from, a function that proposes a changed state, and how many changes are tried.
-Out:  the best state that the walk has met.
-Must hold: every random number comes from the generator that is passed in, so equal inputs give equal results.
+In:   a state to start from, a function that proposes a changed state, and the number of changes to try.
+Out:  the best state of the walk.
+Must hold: every random number comes from the given generator, so equal inputs give equal results.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def metropolis(current: float, proposed: float, temperature: float, rng: random.
 
 
 def threshold(current: float, proposed: float, temperature: float, rng: random.Random) -> bool:
-    """Accepts a value that is worse by at most a random part of the temperature.
+    """Returns whether a value is worse by at most a random part of the temperature.
 
-    It uses no transcendental function, so the walk is the same on every machine.
+    Uses no transcendental function, so the walk is equal on every machine.
     """
     return proposed <= current + temperature * rng.random()
 
@@ -51,18 +51,18 @@ def anneal(
     target: float = -math.inf,
     progress: Callable[[float], object] | None = None,
 ) -> S:
-    """Returns the state with the smallest merit among those that the walk was in.
+    """Returns the state of the walk with the smallest merit.
 
     Args:
         start: the first state.
-        propose: makes a changed state; None where the change does not apply, which counts as a step.
-        steps: the number of changes that are tried.
+        propose: makes a changed state; None where the change does not apply; either counts as a step.
+        steps: the number of changes to try.
         rng: the source of all random numbers.
         temperature: at the first step, given the value of the best state so far; from there it falls linearly to 0.
         accept: `metropolis` or `threshold`.
-        merit: what the best state is chosen by.
-        target: the walk ends where the best state's value is no more than this.
-        progress: called now and then with the part of the steps that is done, from 0 to 1.
+        merit: the measure of the best state.
+        target: the walk ends when the best state's value is no more than this.
+        progress: called now and then with the finished part of the steps, from 0 to 1.
     """
     current = best = start
     for step in range(steps):

@@ -1,6 +1,6 @@
 """Pauses of Python's collector of cyclic garbage.
 
-A function that makes millions of lists of numbers is a fifth to a quarter faster during a pause. The lists have hardly
+A function with millions of new lists of numbers is a fifth to a quarter faster during a pause. The lists have hardly
 any cycles, so reference counts free them.
 """
 
@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 def without_collection(function: Callable[Params, Found]) -> Callable[Params, Found]:
-    """Returns a function that does the same while the collector is paused."""
+    """Returns a function with the same results that runs while the collector is paused."""
 
     @functools.wraps(function)
     def paused(*args: Params.args, **kwargs: Params.kwargs) -> Found:

@@ -1,4 +1,4 @@
-"""Text forms: JSON that people can read, lists cut short for errors, and the first line in which two texts differ.
+"""Text forms: JSON for people, lists cut short for errors, and the first different line of two texts.
 
 In:   mappings, lists and plain values.
 Out:  text of short lines.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def format_json(data: Any, indent: str = "") -> str:
-    """JSON for people: whatever holds no further lists or mappings takes one line."""
+    """Returns JSON for people: a list or mapping without further lists or mappings takes one line."""
     items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
     flat = isinstance(data, dict) and not any(isinstance(item, (dict, list)) for item in items)
     if not items or (flat and indent):
@@ -33,7 +33,7 @@ def round_ms(seconds: float, digits: int = 6) -> float:
 
 
 def first_difference(mine: str, theirs: str) -> str:
-    """The first line in which two texts differ, both versions; empty when they are equal."""
+    """Returns the first different line of two texts, from each text; empty for equal texts."""
     left, right = mine.splitlines(), theirs.splitlines()
     for number in range(max(len(left), len(right))):
         a = left[number] if number < len(left) else "(nothing)"
@@ -44,6 +44,6 @@ def first_difference(mine: str, theirs: str) -> str:
 
 
 def shorten_list(items: Sequence[str], limit: int = 6) -> str:
-    """The first few items for an error message, such as "a, b and 3 more"."""
+    """Returns the first few items for an error message, for example "a, b and 3 more"."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + rest

@@ -1,9 +1,9 @@
-"""Attention as the families share it: masks, the attention interface of Transformers, a sequence that ranks share.
+"""Attention of all families: masks, the attention interface of Transformers, a sequence shared by ranks.
 
 In:   queries, keys and values [tokens, batch, heads * head_dim] of this rank's heads; masks and positions of a batch.
-Out:  the output of attention in the same layout, over the whole sequence.
-Must hold: it computes what the attention module's own `forward` computes, for every attention implementation. A sliding
-window of n tokens reaches from a token over the n tokens up to and including it, padding counted.
+Out:  the output of attention in the same layout, over the full sequence.
+Must hold: equal to the attention module's own `forward`, for every attention implementation. A sliding window of n
+tokens covers a token and the n - 1 tokens before, padding counted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SlidingWindow = int | None
 def causal_masks(
     model: Any, sliding_windows: Iterable[SlidingWindow], ids: Tensor, mask: Tensor | None, documents: Tensor | None
 ) -> dict[SlidingWindow, Any]:
-    """Returns for each window the mask that Transformers would make: a tensor, None, or what the implementation takes.
+    """Returns the mask of Transformers for each window: a tensor, None, or the implementation's own form.
 
-    Transformers is given neither positions nor a mask that may hide nothing: it would look at their values, and wait
-    for the device.
+    Transformers is given neither positions nor a mask without hidden tokens: reading the values would wait for the
+    device.
 
     Args:
         model: the Transformers model.
@@ -67,7 +67,7 @@ def causal_masks(
 
 
 def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
-    """Returns the mask function of Transformers by which tokens see those of their own document."""
+    """Returns the mask function of Transformers that limits attention to a token's own document."""
     return lambda row, head, query, key: documents[row, query] == documents[row, key]
 
 
@@ -87,15 +87,15 @@ def shared_attention(
     value_dim: int | None = None,
     sinks: nn.Parameter | None = None,
 ) -> str:
-    """Adds causal attention over a sequence that context-parallel ranks share.
+    """Adds causal attention over a sequence shared by context-parallel ranks.
 
     See `hf_helix.operators.attention.ring_attention`.
 
     Args:
         q: queries [batch, heads, tokens of this rank, head_dim].
-        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; values that are shorter are
-            filled up with zeros.
-        value_dim: the length of values; None for that of keys.
+        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; shorter values are filled up
+            with zeros.
+        value_dim: the length of values; None for the length of keys.
         sinks: one more logit for each of this rank's heads, or None.
 
     Returns:
@@ -125,7 +125,7 @@ def _ring_blocks(
     scale: float,
     sliding_window: SlidingWindow,
 ) -> str:
-    """Adds attention to one rank's keys after the other, while the next ones travel round the ring."""
+    """Adds attention to the keys of one rank after the other, while the next keys travel round the ring."""
     size = b.cp.size
     so_far: tuple[str, ...] = ()
     for distance in range(size):
@@ -167,7 +167,7 @@ def _gathered_blocks(
 
 
 def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, relative_cost: float) -> str:
-    """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
+    """Adds communication over the context-parallel ranks. Backward runs it again instead of keeping the output."""
     operator = Operator(
         name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=relative_cost
     )
@@ -175,11 +175,9 @@ def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv:
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:
-    """Raises ValueError if attention cannot run over a sequence that ranks share.
+    """Raises ValueError if attention cannot run over a sequence shared by ranks.
 
-    Args:
-        model: the Transformers model.
-        option: the model's name for the dropout of attention.
+    `option` is the model's name for the dropout of attention.
     """
     dropout = getattr(model.config, option)
     if dropout > 0:
@@ -201,22 +199,22 @@ PLAIN = (eager_attention_forward, gpt2_eager, gpt_neox_eager)
 class Attention:
     """Attention between the projections of a layer, as one function over this rank's heads.
 
-    Attention itself never sees the padding that makes the sequence divide: a row that may attend to nothing (padding
-    on the left) averages over all keys in some implementations.
+    The padding for a sequence that does not divide is removed before attention: in some implementations, a row without
+    visible keys (padding on the left) averages over all keys.
 
     Args:
         module: the attention module of Transformers.
-        heads: turns what the projections give (queries, keys and values, or all in one) and, where there is a rope,
-            cosines and sines of the positions, into `Heads`.
-        sliding_window: the window of the layer; side input `masks` has a mask for it.
+        heads: maps the outputs of the projections (queries, keys and values, or all in one) and, for a rope, cosines
+            and sines of the positions, to `Heads`.
+        sliding_window: the window of the layer; side input `masks` has the window's mask.
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
-        options: what else the attention interface is called with; None for its `scaling` and the window.
-        tensors: parameters that it is called with, of which a rank has the part of its heads (sinks).
-        has_mask: whether it takes a mask.
-        value_dim: the length of values where it is less than that of keys.
-        is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
-            sequence may take its place; None for whether it is a copy of one in `PLAIN`.
+        options: further arguments of the attention interface; None for the module's `scaling` and the window.
+        tensors: parameters among the arguments, of which a rank has the part of its heads (sinks).
+        has_mask: whether a mask is passed.
+        value_dim: the length of values if shorter than keys.
+        is_plain: whether `eager` is exactly softmax(q k * scaling + mask) v, so that attention over a shared sequence
+            may replace it; None to compare `eager` with the functions in `PLAIN`.
     """
 
     def __init__(
@@ -286,7 +284,7 @@ ROPE = ("cos", "sin")
 
 
 def is_plain_attention(eager: Callable[..., Any]) -> bool:
-    """Returns whether eager attention is one in `PLAIN`, or a copy of one in the file of another model."""
+    """Returns whether eager attention is a function in `PLAIN`, or a copy in the file of another model."""
     return any(same_code(eager, known) for known in PLAIN)
 
 
@@ -299,15 +297,15 @@ def declare_attention(
     cut: Sequence[Used] = (),
     name: str = "attention",
 ) -> str:
-    """Adds the attention of a layer, over a sequence that this rank has for itself or shares.
+    """Adds the attention of a layer, over a full or a shared sequence.
 
     Args:
         b: the builder of the layer.
         attention: the function over this rank's heads.
-        values: the values that the projections give.
-        side: the side inputs that `attention.heads` takes.
-        uses: the submodules whose parameters `attention.heads` reads, and single parameters.
-        cut: the same, of which a rank holds the part of its heads.
+        values: the outputs of the projections.
+        side: the side inputs of `attention.heads`.
+        uses: the submodules with parameters read by `attention.heads`, and single parameters.
+        cut: likewise, for parameters of which a rank holds the part of its heads.
         name: the name of the operator.
 
     Returns:
@@ -336,7 +334,7 @@ def declare_attention(
         q, k, v = attention.heads(*values, **rope)
         if attention.value_dim is not None:
             v = functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
-        # A rope may leave a higher precision, which attention would take back.
+        # A rope may leave a higher precision; attention would cast back.
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
     outputs = (f"{name}.q", f"{name}.kv")
@@ -348,10 +346,10 @@ def declare_attention(
 def _shared_form(
     attention: Attention, cp_size: int, device: torch.device
 ) -> tuple[AttentionKernel, nn.Parameter | None]:
-    """Returns the kernel that computes an attention over a sequence that ranks share, and its sinks if it has any.
+    """Returns the kernel of an attention over a sequence shared by ranks, and its sinks, if any.
 
     Raises:
-        ValueError: it is not built; says what is special in it.
+        ValueError: the attention is not built; names its special part.
     """
     module, eager, cap = attention.module, attention.eager, attention.options.get("softcap")
     implementation, tensors = module.config._attn_implementation, set(attention.tensors)
@@ -365,7 +363,7 @@ def _shared_form(
     if implementation == "eager" and _is_one_of(eager, CAPPED) and not tensors:
         return Exact(averages=True, cap=cap), None
     if implementation == "eager" and _is_one_of(eager, WITH_SINKS) and tensors <= {SINKS}:
-        # With a sink, a query that may see nothing gets zeros, as of `sdpa`; without, the mean, as of other `eager`.
+        # With a sink, a query without visible keys gets zeros, as of `sdpa`; without, the mean, as of other `eager`.
         return kernel_for("sdpa" if tensors else "eager", device), attention.tensors.get(SINKS)
     unknown = sorted(name for name, value in attention.options.items() if name not in KNOWN and value is not None)
     special = [*sorted(tensors), *unknown, *(["softcap"] if cap is not None and implementation in FLASH else [])]
@@ -380,7 +378,7 @@ def _shared_form(
 
 
 def _is_one_of(eager: Callable[..., Any], homes: Sequence[str]) -> bool:
-    """Returns whether eager attention is that of some models, or a copy of it."""
+    """Returns whether eager attention is the function of a listed module, or a copy."""
     for home in homes:
         try:
             known = import_module(f"transformers.models.{home}.modeling_{home}").eager_attention_forward
@@ -420,7 +418,7 @@ def attend(
         q: queries [batch, heads, tokens, head_dim].
         k: keys [batch, key-value heads, tokens, head_dim].
         positions: the positions of the tokens [batch or 1, tokens].
-        options: what else the interface is called with, its `scaling` among it; None for the module's alone.
+        options: all further arguments of the interface, `scaling` included; None for the module's `scaling` alone.
 
     Returns:
         [tokens, batch, heads * head_dim].

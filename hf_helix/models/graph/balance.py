@@ -1,9 +1,9 @@
-"""The load-balancing loss of a mixture of experts, which is a product of two means over all tokens and all layers.
+"""The load-balancing loss of a mixture of experts: a product of two means over all tokens and all layers.
 
-In:   the logits of every layer's router, and which tokens count.
-Out:  the value `balance` [1, 2, experts], the two sums of the layers so far, which travels with the activations; the
-      loss with the load-balancing loss added.
-Must hold: it is what `load_balancing_loss_func` of Transformers gives for the whole micro-batch, over tp and cp, too.
+In:   the logits of every layer's router, and the tokens that count.
+Out:  the value `balance` [1, 2, experts], the two sums of the layers so far, passed on with the activations; the loss
+      with the load-balancing loss added.
+Must hold: equal to `load_balancing_loss_func` of Transformers over the full micro-batch, over tp and cp, too.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Balance:
 
         Args:
             b: the builder of the layer.
-            logits: what the router says of this rank's tokens [n, batch, experts] or [n * batch, experts].
-            name: the name of the operator and of the value that it writes.
+            logits: of the router for this rank's tokens [n, batch, experts] or [n * batch, experts].
+            name: the name of the operator and of its output.
         """
 
         def part(logits: Tensor, **side: Any) -> Tensor:
@@ -86,23 +86,23 @@ class Balance:
         def add(loss: Tensor, sums: Tensor, counted_rows: Tensor, balance_scale: float) -> Tensor:
             shares = sums.sum(0) / (counted_rows * layers)
             extra = weight * balance_scale * sums.shape[-1] * (shares[0] * shares[1]).sum()
-            # Ranks that share a sequence each have all of it; their losses are added up, their gradients are not.
+            # Each cp rank has the sums of the full sequence; losses of the ranks are added up, gradients are not.
             return loss + extra - extra.detach() * (1 - 1 / cp_size)
 
         return b.segment("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE))
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocates what a layer hands on."""
+        """Allocates the two sums that a layer passes on."""
         return torch.empty((1, 2, self.num_experts), device=device)
 
 
 def add_part(b: Builder, balance: str, part: str | None) -> str:
-    """Adds what a layer's routers bring to the sums, in the unit of the layer.
+    """Adds the sums of a layer's routers to the sums of the layers before, in the unit of the layer.
 
     Args:
         b: the builder of the layer.
-        balance: the sums of the layers before it.
-        part: the sums of this layer; None where it has no router.
+        balance: the sums of the layers before.
+        part: the sums of this layer; None for a layer without a router.
     """
     if part is None:
         return b.segment(f"{BALANCE}.pass", torch.clone, balance)
@@ -110,11 +110,11 @@ def add_part(b: Builder, balance: str, part: str | None) -> str:
 
 
 def balance_side_inputs(batch: Mapping[str, Any], batch_scale: float) -> dict[str, Any]:
-    """Returns what `Balance.add_loss` reads of a micro-batch.
+    """Returns the side inputs of `Balance.add_loss` for a micro-batch.
 
     Args:
-        batch: what the data collator made, before it is cut.
-        batch_scale: the factor of a loss of the batch as a whole.
+        batch: from the data collator, uncut.
+        batch_scale: the factor of a loss of the full batch.
     """
     return {ROWS: counted_in(batch).sum(), BALANCE_SCALE: batch_scale}
 
@@ -123,8 +123,8 @@ def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
     """Returns sums over tokens [1, 2, experts]: of the most probable experts, and of all experts' probabilities.
 
     Args:
-        logits: what a router says [tokens, experts].
-        counted: which tokens count [tokens], as 0 and 1; see `counted_tokens`.
+        logits: of a router [tokens, experts].
+        counted: 1 for tokens that count, else 0 [tokens]; see `counted_tokens`.
     """
     probabilities = logits.softmax(-1).float()
     counted = counted.float().unsqueeze(-1)
@@ -135,11 +135,11 @@ def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterRecord:
-    """What a layer keeps of what its router says: figures for the logs and, where the loss is balanced, the two sums.
+    """A layer's record of its router: figures for the logs and, for a balanced loss, the two sums.
 
     Attributes:
         meter: adds up the figures.
-        choices: how many of a token's most probable experts count as its load; None where the loss is not balanced.
+        choices: the number of a token's most probable experts that count as load; None where the loss is not balanced.
     """
 
     meter: RouterMeter
@@ -149,25 +149,25 @@ class RouterRecord:
         """Returns the two sums [1, 2, experts]; nothing where the loss is not balanced.
 
         Args:
-            logits: what the router says of this rank's tokens [n * batch, experts]; None where that is not known.
-            chosen: the experts that it chooses [n * batch, k].
+            logits: of the router for this rank's tokens [n * batch, experts]; None where the logits are not known.
+            chosen: the chosen experts [n * batch, k].
             side: the side inputs of the micro-batch.
             is_training: whether figures are added up.
         """
         counted = self.meter.mine(side)
-        if is_training and torch.is_grad_enabled():  # once, where backward runs it again
+        if is_training and torch.is_grad_enabled():  # once: recompute in backward runs it with gradients
             self.meter.note(logits, chosen, counted)
         return () if self.choices is None or logits is None else (part_of(logits, counted, self.choices),)
 
 
 @dataclass(frozen=True)
 class Router:
-    """A submodule whose logits a model's load-balancing loss reads.
+    """A submodule with logits for a model's load-balancing loss.
 
     Attributes:
-        path: its name in the model.
+        path: the name of the submodule in the model.
         module: the submodule.
-        index: which of its outputs has the logits [tokens, experts].
+        index: of the output with the logits [tokens, experts].
     """
 
     path: str
@@ -181,10 +181,10 @@ def routers_of(model: nn.Module) -> list[Router]:
 
 
 def balance_of(model: Any) -> Balance | None:
-    """Returns the load-balancing loss that a Transformers model's own forward adds to its loss; None if it adds none.
+    """Returns the load-balancing loss added by a Transformers model's own forward; None for a model without.
 
     Raises:
-        ValueError: the model's loss is another one than that of Mixtral, or reads what no router of the model gives.
+        ValueError: the model's loss differs from Mixtral's, or reads logits that no router of the model returns.
     """
     forward = inspect.unwrap(type(model).forward)
     if not getattr(model.config, "output_router_logits", False) or LOSS not in forward.__code__.co_names:
@@ -219,7 +219,7 @@ def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Rou
 
 
 def _is_computed_by(function: Any, balance: Balance) -> bool:
-    """Returns whether a function computes a load-balancing loss as operators do, by trying it."""
+    """Returns whether a function computes the load-balancing loss of the operators, by a trial call."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.randn(6, balance.num_experts, generator=generator) for _ in range(2)]
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -227,6 +227,6 @@ def _is_computed_by(function: Any, balance: Balance) -> bool:
     loads, probabilities = parts.sum((0, 1)) / (mask.sum() * len(layers))
     try:
         computed = function(tuple(layers), balance.num_experts, balance.choices, mask)
-    except Exception:  # it takes other arguments, or logits of another shape
+    except Exception:  # the function takes other arguments, or logits of another shape
         return False
     return torch.allclose(computed, balance.num_experts * (loads * probabilities).sum())

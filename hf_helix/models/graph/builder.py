@@ -1,8 +1,8 @@
 """The builder: the steps of a layer, as methods that add operators to a unit.
 
-In:   the submodules of one part of a Transformers model, and the axes that it is cut over.
-Out:  a unit: the operators in order, and how every parameter is cut.
-Must hold: a declaration says the forward pass once, in order; with one rank the collectives are absent.
+In:   the submodules of one part of a Transformers model, and the axes to cut the part over.
+Out:  a unit: the operators in order, and the cut of every parameter.
+Must hold: a declaration states the forward pass once, in order; with one rank the collectives are absent.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator
 
 
 class Draft:
-    """Collects the operators of one unit. Values are names: every method returns the names of the values that it adds.
+    """Collects the operators of one unit. Values are names: every method returns the names of the added values.
 
     Args:
-        name: the name of the unit's graph; units of one name have equal graphs where they train the same.
-        label: where the unit stands in the model, such as "layers.3"; for messages and traces.
-        sharing: the axes that the model is cut over.
+        name: the name of the unit's graph; units of one name have equal graphs where equal parameters train.
+        label: the place of the unit in the model, for example "layers.3"; for messages and traces.
+        sharing: the axes to cut the model over.
         repeats: whether units of this kind follow each other.
-        loss_tweaks: what training arguments add to the mathematics of the model.
+        loss_tweaks: changes of the loss by training arguments.
 
     Attributes:
-        meters: what the routers of the unit count.
-        called: the submodules that operators call as they are.
-        logits: the value that the loss reads; None in units without a loss.
+        meters: counters of the unit's routers.
+        called: the submodules called by operators as they are.
+        logits: the value read by the loss; None in units without a loss.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Draft:
         self._inputs: list[str] = []
 
     def input(self, name: str) -> str:
-        """Adds a value that enters the unit."""
+        """Adds an input of the unit."""
         self._inputs.append(name)
         return name
 
@@ -84,13 +84,13 @@ class Draft:
         return self._collective(name, ReduceScatter(self.tp), value)
 
     def sum_over_ranks(self, name: str, value: str) -> str:
-        """Adds the sum of a small value over the tensor-parallel ranks, which each uses in its own way.
+        """Adds the sum of a small value over the tensor-parallel ranks; each rank uses the sum in its own way.
 
-        A norm over all heads needs it of the sums of squares over this rank's heads. It is an all-gather and a sum in
-        rank order, so every rank gets the same bits; its backward sums the gradients of all ranks.
+        For example, a norm over all heads needs the sum of squares over the heads of all ranks. An all-gather and a
+        sum in rank order give equal bits on every rank; backward sums the gradients of all ranks.
 
         Args:
-            name: the name of the value that it gives; its operators are called after it.
+            name: the name of the sum; begins the names of the operators.
             value: a part of the sum [tokens, ...].
         """
         if self.tp.size == 1:
@@ -99,11 +99,11 @@ class Draft:
         return self._compute(name, SumOfParts(self.tp.size), (parts,), relative_cost=LIGHT / 2)
 
     def replicate(self, name: str, value: str, axis: Axis) -> str:
-        """Adds the all-gather of [1, ...] to [ranks, ...], which all ranks use in the same way.
+        """Adds the all-gather of [1, ...] over an axis to [ranks, ...]; all ranks use the result in the same way.
 
         Args:
-            name: the name of the operator and of the value that it writes.
-            value: the value of this rank.
+            name: the name of the operator and of its output.
+            value: this rank's value.
             axis: the ranks.
         """
         if axis.size == 1:
@@ -119,14 +119,15 @@ class Draft:
         return self.declare(operator, AllGatherReplicated(axis))[0]
 
     def declare(self, operator: Operator, tensor_operator: TensorOperator) -> tuple[str, ...]:
-        """Adds an operator, and how its parameters are trained and what it saves. All other methods end here.
+        """Adds an operator, the training of its parameters, and its saved values. All other methods end here.
 
         Args:
-            operator: what plans see. `wgrad_fraction` and `has_saved_state` are filled in from the other argument.
-            tensor_operator: what it does to tensors.
+            operator: the operator as seen by plans. `wgrad_fraction` and `has_saved_state` are filled in from the
+                other argument.
+            tensor_operator: the computation on tensors.
 
         Returns:
-            The names of the values that it writes.
+            The names of the operator's outputs.
         """
         trained = tensor_operator.trained if isinstance(tensor_operator, SplitComputation) else 1.0
         self._declared.append(
@@ -136,10 +137,10 @@ class Draft:
         return operator.writes
 
     def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
-        """Records how parameters are cut.
+        """Records the placement of parameters.
 
         Raises:
-            ValueError: the blocks of the placement are not as long as a parameter; or this unit places it otherwise.
+            ValueError: the blocks of the placement do not fit a parameter; or the unit has another placement for it.
         """
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter):
@@ -160,7 +161,7 @@ class Draft:
                     )
 
     def build(self, *outputs: str) -> Unit:
-        """Returns the unit, once everything is declared; the outputs are the values that leave it."""
+        """Returns the declared unit with these outputs."""
         graphs = GraphPair.of(Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats))
         sums = {
             op.forward_name: SumOfGradients()
@@ -188,7 +189,7 @@ class Draft:
         recompute_when_selective: bool = False,
         relative_cost: float,
     ) -> str:
-        """Adds a computation of one value, which has the name of the operator."""
+        """Adds a computation of one value, named after the operator."""
         operator = Operator(
             name=name,
             kind=Kind.COMPUTE,
@@ -225,9 +226,9 @@ def lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alp
     """Returns the segment of a lookup.
 
     Args:
-        table: the plain embedding and the adapters beside it.
-        embedding: the submodule of the model, which says whether it is in training.
-        tp: the tensor-parallel ranks that the rows are cut over.
+        table: the plain embedding and its adapters.
+        embedding: the submodule of the model, with the training mode.
+        tp: the tensor-parallel ranks that share the rows.
         neftune_alpha: `TrainingArguments.neftune_noise_alpha`; None for no noise.
     """
     num_rows = table.weight.shape[0]
@@ -248,7 +249,7 @@ def lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alp
     parameters: list[Any] = [copy.weight for copy in table.copies]
     for adapter in table.all_adapters():
         parameters += adapter.parameters
-    reads = table.lora is not None  # the gradient of a table does not depend on what is in it
+    reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
     if neftune_alpha is not None and tp.rank == 0:  # one of the partial sums brings the noise
         draws, side = (lambda: embedding.training), ("ids", "length")
         return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
@@ -260,7 +261,7 @@ Used = nn.Module | nn.Parameter
 
 
 class Builder(Draft):
-    """The steps of a layer. Values are names: every method returns the names of the values that it adds."""
+    """The steps of a layer. Values are names: every method returns the names of the added values."""
 
     def segment(
         self,
@@ -276,22 +277,22 @@ class Builder(Draft):
         explicit: Explicit | None = None,
         relative_cost: float = LIGHT,
     ) -> str:
-        """Adds a submodule, or any function of one output, that runs under autograd. Selective recompute runs it again.
+        """Adds a submodule, or any function of one output, under autograd. Selective recompute runs it again.
 
         Args:
-            name: the name of the operator and of the value that it writes.
+            name: the name of the operator and of its output.
             function: returns a tensor, or a tuple of one.
-            inputs: the values that it takes.
-            side: the side inputs of the micro-batch that it takes as keywords.
-            uses: the submodules that a function calls, or whose parameters it reads, and single parameters.
-            cut: the same, of which this rank holds the part that belongs to its share of the heads or features: they
-                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head). They
-                may be among the parameters of `uses`.
-            on_shard: whether its inputs are this rank's part of the sequence or of the heads, so that the gradients of
-                its other parameters are summed over the ranks.
+            inputs: the function's input values.
+            side: the side inputs of the micro-batch passed as keywords.
+            uses: the submodules called or read by the function, and single parameters.
+            cut: submodules and parameters of which this rank holds the part for its share of the heads or features, cut
+                along dimension 0 (the weight of a norm over all heads, an attention sink for each head). Parameters of
+                `uses` may be among them.
+            on_shard: whether the inputs are this rank's part of the sequence or of the heads; then gradients of the
+                parameters that are not cut are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
-            compiles: whether `HelixConfig(compile=True)` compiles it. A function that draws is never compiled.
-            explicit: takes the place of the function, unless that is compiled.
+            compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
+            explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
@@ -312,11 +313,11 @@ class Builder(Draft):
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Adds a function of several outputs that runs under autograd; see `segment` for what is not said here.
+        """Adds a function of several outputs under autograd; see `segment` for the other arguments.
 
         Args:
-            outputs: the names of the outputs that have gradients.
-            non_differentiable: the names of further outputs, which have no gradient (indices).
+            outputs: the names of the outputs with gradients.
+            non_differentiable: the names of further outputs without gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         segment = Segment(
@@ -339,10 +340,10 @@ class Builder(Draft):
         """Adds a norm over this rank's part of the sequence.
 
         Args:
-            name: the name of the operator and of the value that it writes.
+            name: the name of the operator and of its output.
             module: the norm.
-            value: the value that it takes.
-            lowers: whether only linears read what it gives, so that autocast may cast it before it is communicated.
+            value: the input.
+            lowers: whether only linears read the output, so that autocast may cast the output before communication.
         """
 
         def norm(value: Tensor) -> Tensor:
@@ -352,26 +353,26 @@ class Builder(Draft):
         return self.segment(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function as it runs under autograd: compiled where `HelixConfig(compile=True)` asks for it."""
+        """Returns the function as run under autograd: compiled with `HelixConfig(compile=True)`."""
         return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
         """Adds a residual addition.
 
         Args:
-            name: the name of the operator and of the value that it writes.
-            left: a value.
-            right: the value that is added to it, of the same shape.
+            name: the name of the operator and of its output.
+            left: the first summand.
+            right: the second summand, of the same shape.
         """
         return self._compute(name, Add(), (left, right), relative_cost=LIGHT / 2)
 
     def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
-        """Adds dropout, where the model has any.
+        """Adds dropout, unless its probability is 0.
 
         Args:
-            name: the name of the operator and of the value that it writes.
-            module: says with which probability.
-            value: the value that it takes.
+            name: the name of the operator and of its output.
+            module: the dropout with the probability.
+            value: the input.
         """
         if module.p == 0:
             return value
@@ -380,14 +381,14 @@ class Builder(Draft):
     def column_parallel(
         self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
     ) -> tuple[str, ...]:
-        """Adds linears over the whole sequence, each cut by its output features.
+        """Adds linears over the full sequence, each cut by its output features.
 
         Args:
             name: the name of the operator.
-            linears: the linears by what their outputs are called: the value of `key` is `name.key`.
-            value: the value that all of them take.
-            blocks: the whole lengths of parts of the output features that are cut each by itself, such as queries, keys
-                and values in one linear; the same for each linear, see `Placement`.
+            linears: the linears by output: the value of `key` is `name.key`.
+            value: the common input.
+            blocks: the full lengths of parts of the output features to be cut separately, such as queries, keys and
+                values in one linear; equal for all linears, see `Placement`.
 
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
@@ -400,15 +401,15 @@ class Builder(Draft):
         return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
 
     def replicated_linear(self, name: str, linears: Mapping[str, Projection], value: str) -> tuple[str, ...]:
-        """Adds linears of which every rank has a whole copy.
+        """Adds linears with full copies on every rank.
 
-        Their value is this rank's part of the sequence; or the whole of it, of whose outputs every rank uses a part.
-        Either way a rank finds a part of the gradients of weights and biases, which are summed over the ranks.
+        The input is this rank's part of the sequence; or the full sequence, if every rank uses a part of the outputs.
+        In either case a rank computes a part of the gradients of weights and biases, to be summed over the ranks.
 
         Args:
             name: the name of the operator.
-            linears: the linears by what their outputs are called: the value of `key` is `name.key`.
-            value: the value that all of them take.
+            linears: the linears by output: the value of `key` is `name.key`.
+            value: the common input.
 
         Returns:
             One value for each linear [tokens, batch, output features].
@@ -420,12 +421,12 @@ class Builder(Draft):
         return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
-        """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`.
+        """Adds a linear cut by its input features; the outputs are partial sums for `reduce_scatter`.
 
         Args:
-            name: the name of the operator and of the value that it writes.
-            linear: the linear, with a low-rank adapter of PEFT if it has one.
-            value: the value that it takes, [sequence, batch, features / tp_size].
+            name: the name of the operator and of its output.
+            linear: the linear, perhaps with a low-rank adapter of PEFT.
+            value: the input [sequence, batch, features / tp_size].
         """
         plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
@@ -434,18 +435,18 @@ class Builder(Draft):
         return self._compute(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)
 
     def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
-        """Adds the lookup of token embeddings in a table that is cut by rows; gives partial sums for `reduce_scatter`.
+        """Adds the lookup of token embeddings in a table cut by rows; returns partial sums for `reduce_scatter`.
 
-        Reads the side input `ids` and, where noise is added, `length`.
+        Reads the side input `ids` and, for noise, `length`.
 
         Args:
-            name: the name of the operator and of the value that it writes.
+            name: the name of the operator and of its output.
             embedding: the embedding.
-            plain: whether the caller declares what a subclass of `nn.Embedding` does beyond a lookup (a scale), as
-                operators behind this one. Without it, subclasses are refused.
+            plain: whether the caller declares the extra computation of a subclass of `nn.Embedding` (a scale) by
+                operators after the lookup. Otherwise subclasses are refused.
 
         Raises:
-            ValueError: the embedding is of another class; or noise would be added before what stands behind the lookup.
+            ValueError: the embedding is of another class; or noise would be added before an operator after the lookup.
         """
         table = unwrap_peft(embedding, self.label, embeddings_of_subclasses=plain)
         if self.loss_tweaks.neftune_alpha is not None and type(table.module) is not nn.Embedding:
@@ -462,12 +463,12 @@ class Builder(Draft):
         return self._compute(name, segment, (), relative_cost=LIGHT)
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
-        """Adds the cross-entropy of logits that are cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
+        """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
 
         Args:
-            name: the name of the value that it gives; its operators are called after it.
-            logits: the logits as the model's own forward returns them; `predict()` gives them.
-            vocab_size: the rows of the whole head.
+            name: the name of the output; begins the names of the operators.
+            logits: the logits as returned by the model's own forward and by `predict()`.
+            vocab_size: the rows of the full head.
         """
         self.logits = logits
         first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
@@ -476,7 +477,7 @@ class Builder(Draft):
             first,
             vocab_size,
             self.loss_tweaks.label_smoothing,
-            # A linear keeps nothing of what it gives.
+            # A linear keeps nothing of its output.
             overwrites=isinstance(self._tensor_operators.get(written_by), Linear),
             figures=self.loss_tweaks.figures,
             wrap=self.compiled,
@@ -488,7 +489,7 @@ class Builder(Draft):
     def _linears(
         self, name: str, linears: Sequence[Unwrapped], value: str, outputs: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Adds linears that read one value, and of which each gives one."""
+        """Adds linears with one common input and one output each."""
         return self.declare(
             Operator(
                 name=name,
@@ -504,7 +505,7 @@ class Builder(Draft):
     def _place_linear(
         self, linear: Unwrapped, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
     ) -> None:
-        """Records how a linear is cut, and how the adapters beside it are."""
+        """Records the cut of a linear and of its adapters."""
         self.place([copy.weight for copy in linear.copies], matrix)
         self.place([copy.bias for copy in linear.copies], bias)
         for adapter in linear.all_adapters():
@@ -515,7 +516,7 @@ class Builder(Draft):
     def _parameters(
         self, function: object, uses: Sequence[Used], cut: Sequence[Used], on_shard: bool
     ) -> list[nn.Parameter]:
-        """Returns the parameters that a function under autograd differentiates: copies, and those that are cut."""
+        """Returns the parameters differentiated by a function under autograd: full copies, and cut parameters."""
         if isinstance(function, nn.Module):
             uses = () if any(function is each for each in cut) else (function,)
         self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
@@ -527,13 +528,13 @@ class Builder(Draft):
 
 
 def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
-    """Returns the parameters of modules, and those that are given as they are, each once and in order."""
+    """Returns the parameters of modules and the given parameters, each once and in order."""
     groups = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
     return dict.fromkeys(parameter for parameters in groups for parameter in parameters)
 
 
 def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
-    """Returns the operator of linears that read one value."""
+    """Returns the operator of linears with one common input."""
     return Linear(
         [linear.projection for linear in linears],
         adds_bias,

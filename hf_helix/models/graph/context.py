@@ -1,7 +1,7 @@
-"""What declarations of a model depend on besides the model: the axes that it is cut over, and additions to its loss.
+"""The context of a model's declaration: the axes to cut the model over, and additions to its loss.
 
 In:   nothing; these are plain data.
-Out:  `ParallelContext`, `LossTweaks`, and rough times of operators for plans that are made without a profile.
+Out:  `ParallelContext`, `LossTweaks`, and rough times of operators for plans made without a profile.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ RING, ALL_GATHER = "ring", "all_gather"
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The axes that a model is cut over, and how.
+    """The axes to cut a model over, with the method for each axis.
 
     Attributes:
         tp: the ranks of tensor and sequence parallelism.
         cp: the ranks of context parallelism.
-        experts: the ranks that tokens go to their experts over: those of expert parallelism and of tp together.
+        experts: the ranks that exchange tokens of experts: the ranks of expert parallelism and of tp together.
         cp_method: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
-        device: the device that operators run on; the model may still lie on another one.
+        device: the device of the operators; the model may still lie on another device.
         compile: `HelixConfig.compile`.
     """
 
@@ -49,12 +49,12 @@ class ParallelContext:
 
 @dataclass(frozen=True)
 class LossTweaks:
-    """What training arguments add to the mathematics of every model. The stock Trainer adds it from outside.
+    """Additions of training arguments to the loss of every model; the stock Trainer adds them outside the model.
 
     Attributes:
-        label_smoothing: `TrainingArguments.label_smoothing_factor`; it applies in evaluation, too.
-        neftune_alpha: `TrainingArguments.neftune_noise_alpha`; it applies in training only.
-        figures: whether entropy and accuracy are found beside the loss, see `cross_entropy`.
+        label_smoothing: `TrainingArguments.label_smoothing_factor`; applies in evaluation, too.
+        neftune_alpha: `TrainingArguments.neftune_noise_alpha`; applies in training only.
+        figures: whether entropy and accuracy are computed with the loss, see `cross_entropy`.
     """
 
     label_smoothing: float = 0.0

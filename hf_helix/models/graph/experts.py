@@ -1,10 +1,10 @@
-"""The experts of a layer: tokens to the ranks that hold the experts chosen for them, through these, and back.
+"""The experts of a layer: tokens to the ranks with their chosen experts, through the experts, and back.
 
 In:   tokens, weights and choices of a router, and a Transformers module of fused experts.
 Out:  the operators of `hf_helix.operators.moe.dispatch`, in order; the name of the weighted sums.
 Must hold: with one rank nothing communicates; with a capacity nothing depends on the number of rows. The module's own
-`forward` proves the form of its experts, on a copy with few experts and small random weights: code that does anything
-else, patched code included, is refused instead of being left out. The module is never touched.
+`forward` proves the form of its experts, on a copy with few experts and small random weights: code with any other
+computation, patched code included, is refused. The module is never touched.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What a module of fused experts computes for a token and an expert that it chose:
+    """The computation of fused experts for a token and a chosen expert:
 
         weight * norm(down(activation(up(token) + bias)) + bias)
 
     Attributes:
         up: the name of the first weight [experts, features, hidden].
         down: the name of the second weight [experts, hidden, intermediate].
-        up_bias: the name of the bias [experts, features] of the first linear; None where there is none.
-        down_bias: the name of the bias [experts, hidden] of the second linear.
+        up_bias: the name of the bias [experts, features] of the first linear; None for no bias.
+        down_bias: the name of the bias [experts, hidden] of the second linear; None for no bias.
         is_transposed: whether weights are [experts, features in, features out] instead.
-        is_gated: whether the activation is `_apply_gate`, which halves the features; otherwise it is `act_fn`.
-        norm: the name of the norm of what an expert gives; None where there is none.
+        is_gated: whether the activation is `_apply_gate`, with half as many output features; otherwise `act_fn`.
+        norm: the name of the norm of an expert's output; None for no norm.
     """
 
     up: str
@@ -75,18 +75,18 @@ class ExpertForm:
     norm: str | None = None
 
     def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
-        """Returns what stands between the two linears of a module of this form."""
+        """Returns the function between the two linears of a module of this form."""
         function: Callable[[Tensor], Tensor] = module._apply_gate if self.is_gated else module.act_fn
         return function
 
     def parameter(self, module: nn.Module, name: str | None) -> nn.Parameter | None:
-        """Returns the parameter of a module of this form that has a name of the form."""
+        """Returns the module's parameter with a name of the form."""
         return None if name is None else getattr(module, name)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Returns whether a module looks like fused experts: weights of three dimensions, called with tokens, the experts
-    that these chose, and the weights of the choices.
+    """Returns whether a module looks like fused experts: weights of three dimensions, called with tokens, chosen
+    experts, and the weights of the choices.
     """
     weight = getattr(module, DOWN, None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 3 and len(forward_arguments(module)) == 3
@@ -99,7 +99,7 @@ def experts_form(module: nn.Module) -> ExpertForm:
         module: its `forward` takes tokens [tokens, hidden], the experts chosen [tokens, k] and weights [tokens, k].
 
     Raises:
-        ValueError: the module is none of these, or does something else; says what.
+        ValueError: the module has no such form, or another computation; names the difference.
     """
     form = _declared_form(module)
     _check_shapes(module, form)
@@ -108,7 +108,7 @@ def experts_form(module: nn.Module) -> ExpertForm:
 
 
 def _declared_form(module: nn.Module) -> ExpertForm:
-    """Returns the form that the names of the parameters and Transformers' own description of the module say."""
+    """Returns the form stated by the names of the parameters and by Transformers' own description of the module."""
     arguments = forward_arguments(module)
     if len(arguments) != 3:
         given = ", ".join(arguments)
@@ -150,7 +150,7 @@ def _check_shapes(module: Any, form: ExpertForm) -> None:
 
 
 def _check_forward(module: nn.Module, form: ExpertForm) -> None:
-    """Raises ValueError unless the module's own forward computes what its form says, on small random weights."""
+    """Raises ValueError unless the module's own forward computes the form's result, on small random weights."""
     generator = torch.Generator().manual_seed(0)
     tiny = _tiny(module, form, generator)
     hidden = torch.randn(TOKENS, getattr(tiny, form.up).shape[1 if form.is_transposed else 2], generator=generator)
@@ -169,7 +169,7 @@ def _check_forward(module: nn.Module, form: ExpertForm) -> None:
 
 
 def _tiny(module: nn.Module, form: ExpertForm, generator: torch.Generator) -> Any:
-    """Returns a copy of a module on the CPU in fp32, with random weights, of which those of experts are small."""
+    """Returns a copy of a module on the CPU in fp32, with random weights; the weights of experts are small."""
     hidden = getattr(module, form.up).shape[1 if form.is_transposed else 2]
     inner = FEATURES // 2 if form.is_gated else FEATURES
     of_experts = {
@@ -188,12 +188,12 @@ def _tiny(module: nn.Module, form: ExpertForm, generator: torch.Generator) -> An
         memo[id(buffer)] = (torch.rand(buffer.shape, generator=generator) + 0.5).to(buffer.dtype)
     tiny: Any = copy.deepcopy(module, memo)
     if hasattr(tiny, "config"):
-        tiny.config._experts_implementation = "eager"  # any other one reads all experts
+        tiny.config._experts_implementation = "eager"  # other implementations read all experts
     return tiny
 
 
 def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Returns what a form says, choice by choice.
+    """Returns the result of a form, choice by choice.
 
     Args:
         hidden: the tokens [tokens, hidden].
@@ -215,7 +215,7 @@ def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weig
 
 
 def forward_arguments(module: nn.Module) -> list[str]:
-    """Returns the names of what a module's forward takes."""
+    """Returns the names of the arguments of a module's forward."""
     names = list(inspect.signature(type(module).forward).parameters)
     return names[1:]
 
@@ -242,7 +242,7 @@ def declare_experts(
     name: str = "experts",
     flat: bool = False,
 ) -> str:
-    """Adds the way of tokens through the experts that were chosen for them.
+    """Adds the operators of experts: tokens to the chosen experts, the experts, and the way back.
 
     Args:
         b: the builder of the layer.
@@ -250,15 +250,15 @@ def declare_experts(
         weights: the weights of every token's choices [n * batch, k].
         chosen: the experts [n * batch, k], each below the number of experts.
         module: fused experts, see `experts_form`.
-        meter: counts what the router does; None where nobody asks.
-        name: what the names of the operators begin with.
+        meter: counts the router's choices; None for no counts.
+        name: the beginning of the operators' names.
         flat: whether the tokens and the sums are [n * batch, hidden].
 
     Returns:
         The weighted sums of the experts' outputs [n, batch, hidden].
 
     Raises:
-        ValueError: the module computes something else than fused experts do.
+        ValueError: the module's computation differs from fused experts.
     """
     form = experts_form(module)
     up, down = getattr(module, form.up), getattr(module, form.down)
@@ -266,7 +266,7 @@ def declare_experts(
     rows, places, counts = way.permute(h, chosen, meter)
     rows, sizes, counts = way.dispatch(rows, counts)
     rows = way.linear("up", up, form.parameter(module, form.up_bias), form.is_transposed, rows, sizes)
-    # Every rank has its own experts' rows, so the gradients of what all experts share are summed.
+    # Every rank has its own experts' rows, so gradients of parameters shared by all experts are summed.
     children = [child for key, child in module.named_children() if key != form.norm]
     rows = b.segment(f"{name}.act", form.activation(module), rows, uses=children, on_shard=True)
     rows = way.linear("down", down, form.parameter(module, form.down_bias), form.is_transposed, rows, sizes)
@@ -278,12 +278,7 @@ def declare_experts(
 
 
 def check_expert_count(count: int, sharing: ParallelContext) -> None:
-    """Raises ValueError unless the ranks that share the experts of a layer get equally many.
-
-    Args:
-        count: the number of experts.
-        sharing: the axes that the model is cut over.
-    """
+    """Raises ValueError unless the ranks that share the experts of a layer get equal numbers of experts."""
     ranks = sharing.experts.size
     if count % ranks:
         works = [size for size in range(1, count // sharing.tp.size + 1) if count % (size * sharing.tp.size) == 0]
@@ -295,17 +290,17 @@ def check_expert_count(count: int, sharing: ParallelContext) -> None:
 
 
 def counted_in(batch: Mapping[str, Any]) -> Tensor:
-    """Returns which tokens of a batch are no padding [batch, sequence], as 0 and 1."""
+    """Returns 1 for the tokens of a batch that are no padding, else 0 [batch, sequence]."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     return torch.ones_like(ids) if mask is None else mask
 
 
 def expert_side_inputs(batch: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
-    """Returns the side inputs of a micro-batch that the operators of experts read.
+    """Returns the side inputs of a micro-batch for the operators of experts.
 
     Args:
-        batch: what the data collator made; where ranks share experts with a capacity, with the longest batch of these.
-        cut: which tokens are this rank's.
+        batch: from the data collator; where ranks share experts with a capacity, with the longest batch of the ranks.
+        cut: selects this rank's tokens.
     """
     mine = cut.take(counted_in(batch), 1).t().contiguous()
     return {COUNTED: mine, SHARD_TOKENS: batch.get(SHARD_TOKENS, mine.numel() // cut.tp_size)}
@@ -317,9 +312,9 @@ class _Way:
 
     Attributes:
         b: the builder of the layer.
-        name: what the names of the operators and of their values begin with.
+        name: the beginning of the names of operators and values.
         num_experts: of the module.
-        row_counts: what the host knows of the layer's rows.
+        row_counts: the host's numbers of the layer's rows.
     """
 
     b: Builder
@@ -328,8 +323,8 @@ class _Way:
     row_counts: RowCounts = field(default_factory=RowCounts)
 
     def permute(self, h: str, chosen: str, meter: RouterMeter | None) -> tuple[str, str, Names]:
-        """Adds the sorting of rows by expert; gives also the places they came from and, without a capacity, the number
-        of rows of each expert.
+        """Adds the sorting of rows by expert; returns rows, original places and, without a capacity, the number of rows
+        of each expert.
         """
         factor = self.b.sharing.capacity_factor
         if factor is None:
@@ -341,8 +336,8 @@ class _Way:
         return rows, places, ()
 
     def dispatch(self, rows: str, counts: Names) -> tuple[str, Names, Names]:
-        """Adds the way of rows to their experts; gives also the number of rows of each expert here, and the numbers
-        that went and came, for the way back.
+        """Adds the way of rows to their experts; returns rows, the number of rows of each expert here, and the numbers
+        of rows sent and received, for the way back.
         """
         axis = self.b.sharing.experts
         if axis.size == 1:
@@ -365,7 +360,7 @@ class _Way:
         return rows, tuple(sizes), counts
 
     def combine(self, rows: str, counts: Names) -> str:
-        """Adds the way of rows back to where they came from."""
+        """Adds the way of rows back to their original places."""
         axis = self.b.sharing.experts
         if axis.size == 1:
             return rows

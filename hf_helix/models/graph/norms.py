@@ -1,9 +1,9 @@
 """RMS norms of Transformers by torch's own kernel, where a device has one.
 
 In:   a norm of a decoder and its argument.
-Out:  its value: what the module itself computes, or the same mathematics by `torch.nn.functional.rms_norm`.
-Must hold: only a module that is known to compute `weight * (x / rms(x))`, and that was not patched, replaced or
-hooked, is left uncalled. The result has the type that the module would give it.
+Out:  the output of the module, from the module itself or from `torch.nn.functional.rms_norm`.
+Must hold: the kernel replaces only modules known to compute `weight * (x / rms(x))`, not patched, replaced or hooked.
+The result has the module's output type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ computes the same steps as the modules, in another order."""
 
 
 def normed(module: Any, value: Tensor) -> Tensor:
-    """Returns `module(value)`, by the fused kernel where that is the same. `torch.compile` fuses the module itself."""
+    """Returns `module(value)`, by the fused kernel if equal. `torch.compile` fuses the module itself."""
     if not torch.compiler.is_compiling() and is_fused(module, value):
         return rms_norm(value, module.weight, module.variance_epsilon)
     return module(value)
@@ -49,5 +49,5 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Returns whether a module computes what `rms_norm` does, and nothing else."""
+    """Returns whether a module computes `rms_norm`, and nothing else."""
     return is_untouched(module, NAMES)

@@ -1,7 +1,7 @@
-"""The rope of Llama and of all that have copies of it, as families run it.
+"""The rope of Llama, and of all models with copies of its code.
 
 In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
-Out:  both rotated.
+Out:  rotated queries and keys.
 Must hold: the bits of `apply_rotary_pos_emb`, compiled or not.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["Pair", "apply_rotary_pos_emb", "rotate"]
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines that have no gradient.
+    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines without gradient.
 
     Args:
         q: queries, [batch, heads, tokens, head_dim].
@@ -25,7 +25,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         cos: cosines, [batch, tokens, head_dim].
         sin: sines, likewise.
     """
-    if torch.compiler.is_compiling():  # which fuses it
+    if torch.compiler.is_compiling():  # the compiler fuses the plain code
         result: Pair = apply_rotary_pos_emb(q, k, cos, sin)
         return result
     return rotated(q, k, cos, sin)

@@ -1,8 +1,7 @@
 """The arguments of decoder layers beside the hidden states, recorded from the decoder's own forward.
 
 In:   a model whose layers are replaced by stubs while the decoder's `forward` runs.
-Out:  once, the arguments of every layer; later, for every micro-batch, the tensors among the arguments (a rope of any
-      kind).
+Out:  once, the arguments of every layer; later, for every micro-batch, the tensors among them (a rope of any kind).
 Must hold: the model's own code decides. The code runs over embeddings of one feature and ends at the last layer, so the
 cost on a device is negligible. Masks are placeholders (`MaskOf`), since making masks would wait for the device.
 """
@@ -78,7 +77,7 @@ class LayerCall:
 
     @property
     def key(self) -> str:
-        """A text that is equal for calls with different values of tensors, and different for all other calls."""
+        """A text, equal for calls with different values of tensors, and different for all other calls."""
         return repr((self.args, sorted(self.kwargs.items())))
 
 
@@ -163,7 +162,7 @@ def named_masks(module: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _mask_functions(kind: type) -> list[tuple[str, str]]:
-    """Returns the mask functions that the code of a class may call, as module and name."""
+    """Returns the possible mask functions of the code of a class, as module and name."""
     homes = dict.fromkeys(base.__module__ for base in kind.__mro__ if base.__module__ in sys.modules)
     return [
         (home, name)

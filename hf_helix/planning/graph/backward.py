@@ -2,7 +2,7 @@
 
 In:   a forward `Graph`.
 Out:  the `Graph` of its backward pass: input gradients, weight gradients, communication by its dual, recomputation.
-Must hold: the gradient of a value that several operators read is summed in one fixed order.
+Must hold: the gradient of a value with several readers is summed in one fixed order.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ KeepWaiting = Callable[[Operator, Operator | None, Sequence[Operator]], bool]
 
 
 def derive_backward(graph: Graph) -> Graph:
-    """The backward graph of `graph`: edges reversed, communication replaced by its dual, linears split in I and W.
+    """Returns the backward graph: edges reversed, communication replaced by its dual, linears split in I and W.
 
     Pseudo-code:
 
         for every operator of the forward graph, last one first:
-            emit B, which reads the gradients of its outputs (and what it saved) and writes those of its inputs;
+            emit B: reads the gradients of its outputs (and its saved values), writes the gradients of its inputs;
             of a linear, emit I in its place and set W aside;
-            where communication would have to sum gradients of several readers, emit the sum as an operator of its own
-        move communication that is recomputed to directly after what it needs
+            where communication would have to sum gradients of several readers, emit the sum as a separate operator
+        move recomputed communication to directly after its inputs
         insert every W after its I, or after the communication that reads the I's result
-        insert every recomputed operator (R) before the first operator that needs it
+        insert every recomputed operator (R) before its first reader
 
     So even a single strand overlaps a W with communication (the paper's "self-overlap", section 4.2). A frozen linear
     has no W. The gradient of a value with several readers is summed in the order of backward: each reader adds to the
     sum of the readers before. The recomputed value `v` is `r.v`, and operators read it after their gradients;
-    recomputed communication that needs no other recomputation begins with the unit's backward.
+    recomputed communication without other recomputed inputs begins with the unit's backward.
 
     Example: a norm, an all-gather, a linear and a residual, whose sum leaves the unit.
 
@@ -134,7 +134,7 @@ def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, 
 
 
 def _left_by(op: Operator) -> tuple[str, ...]:
-    """The recomputation that leaves the saved state for the backward of `op`."""
+    """Returns the recomputation that leaves the saved state for the backward of `op`."""
     return (f"{op.name}.again",) if op.recomputed and op.has_saved_state else ()
 
 
@@ -163,8 +163,8 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
 
 
 def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operator]) -> list[Operator]:
-    """The operators with each recomputed one before its first reader; the inputs of a W come before its I, so that the
-    W can overlap the communication after the I."""
+    """Returns the operators with each recomputed operator before its first reader; the inputs of a W come before its I,
+    so that the W can overlap the communication after the I."""
     writers = {value: op for op in repeats for value in op.writes}
     named = {op.name: op for op in repeats}
     reads = {op.forward_name: op.reads for op in operators if op.part is Part.W}
@@ -187,7 +187,7 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
 
 
 def _repeated_values(graph: Graph) -> set[str]:
-    """The results of recomputed operators; indices and counts are kept if they come with values that have gradients."""
+    """Returns the results of recomputed operators; indices and counts returned with differentiable values are kept."""
     return {
         value
         for op in graph.operators
@@ -198,12 +198,12 @@ def _repeated_values(graph: Graph) -> set[str]:
 
 
 def _plain_values(graph: Graph) -> set[str]:
-    """The values that have no gradient."""
+    """Returns the values without gradient."""
     return {value for op in graph.operators for value in op.non_differentiable}
 
 
 def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]) -> list[Operator]:
-    """The sums of gradients that are complete after the backward of `op` and need an operator of their own."""
+    """Returns the sums of gradients that are complete after the backward of `op` and need a separate operator."""
     return [
         Operator(
             name=f"{value}.sum",
@@ -262,12 +262,12 @@ def place_weights(
 
 
 def feeds(op: Operator, following: Operator | None) -> bool:
-    """Whether the following operator is communication that reads the result of this one."""
+    """Returns whether the following operator is communication that reads this operator's result."""
     return following is not None and following.kind.communicates and bool(set(following.reads) & set(op.writes))
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
-    """The readers of each value in the order of backward, in which their gradients are summed."""
+    """Returns the readers of each value in the order of backward, the order of summing their gradients."""
     readers: dict[str, list[Operator]] = {value: [] for op in graph.operators for value in op.writes}
     for op in reversed(graph.operators):
         for value in dict.fromkeys(op.reads):
@@ -304,7 +304,7 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
 def _gradient_names(
     op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """The results of the backward of `op`, one for each input, and the partial gradients that it adds."""
+    """Returns the results of the backward of `op`, one for each input, and the partial gradients to add."""
     writes: list[str] = []
     adds: list[str | None] = []
     for value in op.reads:
@@ -345,12 +345,12 @@ SEND, RECEIVE = "send", "receive"
 
 
 def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
-    """Returns the units between two virtual stages on different ranks: `send` ends one, `receive` begins the next.
+    """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived like any other: gradients come in at `send` and go out at `receive`.
+    Their backward is derived, too: gradients come in at `send` and go out at `receive`.
 
     Args:
-        values: how many values leave a layer.
+        values: the number of a layer's outputs.
     """
     names = tuple(f"x{number}" for number in range(values))
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())

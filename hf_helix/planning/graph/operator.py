@@ -2,8 +2,8 @@
 
 In:   the operators of one unit (a decoder layer, the embedding, the head), declared once, in forward order.
 Out:  a `Graph` of the forward pass and, by `derive_backward`, the `Graph` of its backward pass.
-Must hold: a value is written once; every operator comes after what it reads; the gradient of a value read by
-several operators is summed in one fixed order, so that results do not depend on the plan.
+Must hold: a value is written once; every operator comes after the writers of its inputs; the gradient of a value with
+several readers is summed in one fixed order, so that results do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 
 class Kind(Enum):
-    """Which stream an operator runs on: computation, or one of the kinds of communication.
+    """The stream of an operator: computation, or one of the kinds of communication.
 
     Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer;
     `PIPELINE` transfers a value to the next virtual stage; `GRADIENTS` are gradient reductions over replicas (dp, cp)
@@ -47,7 +47,7 @@ class Part(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """The smallest schedulable piece.
+    """The smallest schedulable unit of work.
 
     Attributes:
         name: unique in its graph.
@@ -55,27 +55,25 @@ class Operator:
         reads: the values of its inputs; the gradient of value `v` is `d.v`.
         writes: the values of its outputs.
         part: see `Part`.
-        forward_name: the declared operator of which this operator is a part; by default its own name.
-        splits_dgrad_wgrad: whether its backward has two parts, I and W; W reads all that forward read.
-        wgrad_fraction: how much of W there is, from 1 (all of its weights are trained) to 0 (none: its backward has no
-            W).
+        forward_name: the declared operator that contains this operator; by default its own name.
+        splits_dgrad_wgrad: whether its backward has two parts, I and W; W reads all inputs of forward.
+        wgrad_fraction: the part of W to compute, from 1 (all weights are trained) to 0 (none: its backward has no W).
         backward_kind: the kind of its backward; None for the same.
         accumulates: for each output, the partial gradient to add, or None.
         ordered_after: predecessors by order alone; of this graph, not of the derived backward.
-        saved_for_backward: values of the forward pass that its backward reads.
-        has_saved_state: whether it also leaves unnamed state for its backward, such as tensors saved by autograd.
-        recomputed: whether backward runs it again, so that its results and state are not kept.
-        recompute_when_selective: whether recomputing it is cheap for the memory it saves.
-        control_deps: values that must exist although the operator does not read them, so that it does not run too
-            early.
+        saved_for_backward: values of the forward pass read by its backward.
+        has_saved_state: whether unnamed state is left for its backward, for example tensors saved by autograd.
+        recomputed: whether backward runs the operator again instead of keeping results and state.
+        recompute_when_selective: whether recomputing is cheap for the saved memory.
+        control_deps: values to wait for without reading, so that the operator does not run too early.
         non_differentiable: outputs without a gradient (indices, counts).
-        host_read_sizes: inputs with sizes for the host, which reads them when it issues the operator.
-        weights: values that hold unsharded parameters (ZeRO-3); the executor sets them in the model's modules, so they
-            are no arguments of the operator.
+        host_read_sizes: inputs with sizes, read by the host to issue the operator.
+        weights: values with unsharded parameters (ZeRO-3); the executor sets them in the model's modules: no arguments
+            of the operator.
         dgrad_weights: the part of `weights` that its backward, or its input gradient, also reads.
         wgrad_weights: the part of `weights` that its weight gradient also reads.
-        ahead: by how many units it is prefetched, see `planning.window.passes`; 0 for none. Such an operator reads
-            nothing.
+        ahead: the number of units by which it is prefetched, see `planning.window.passes`; 0 for none. A prefetched
+            operator reads nothing.
         relative_cost: a rough relative time.
     """
 
@@ -137,9 +135,9 @@ class Graph:
         name: of the unit; units of the same name have equal graphs.
         operators: in canonical order.
         inputs: values that enter the unit.
-        outputs: values that leave it.
+        outputs: values that leave the unit.
         repeats: whether units of this kind follow each other: the outputs of one are the inputs of the next.
-        saved_values: of a backward graph, the values of the forward pass that it reads.
+        saved_values: of a backward graph, the values of the forward pass among its inputs.
     """
 
     name: str
@@ -184,7 +182,7 @@ class Graph:
         raise KeyError(name)
 
     def describe(self) -> str:
-        """One line per operator; equal text means equal graphs."""
+        """Returns a line for each operator; equal text means equal graphs."""
         repeats = " (repeats)" if self.repeats else ""
         lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
         for op in self.operators:
@@ -207,6 +205,6 @@ class Graph:
 
 
 def digest(graphs: Iterable[Graph]) -> str:
-    """A short fingerprint of graphs; a plan file holds it, so that a plan for another model is recognised."""
+    """Returns a short fingerprint of graphs; plan files hold the fingerprint, to reject a plan for another model."""
     text = "\n".join(graph.describe() for graph in graphs)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""Recomputation (activation checkpointing): operators that backward runs again, so that less need be kept.
+"""Recomputation (activation checkpointing): operators that backward runs again, to keep fewer activations.
 
 In:   the forward graph of a layer and a mode; or a profile.
 Out:  the graph with recomputed operators marked, for `derive_backward`; the profile of such graphs.
 Must hold: operators whose outputs no backward operator reads are not recomputed (the last linear, its reduce-scatter,
-the residual). Indices and counts are kept: they are small, and the recomputation must route rows as before.
+the residual). Indices and counts are kept: both are small, and the recomputation must route rows as before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE, SELECTIVE, FULL = RECOMPUTE
 
 
 def recomputed(graph: Graph, mode: str) -> Graph:
-    """Returns the forward graph with a mark on the operators that backward runs again."""
+    """Returns the forward graph with the operators of a mode marked as recomputed."""
     if mode == NONE:
         return graph
     plain = {value for op in graph.operators for value in op.non_differentiable}
@@ -35,7 +35,7 @@ def recomputed(graph: Graph, mode: str) -> Graph:
         if may and (op.has_saved_state or needed.intersection(op.writes) - plain):
             marked.add(op.name)
             needed.update(op.reads)
-        elif op.recomputed and not op.differentiable:  # weights, which are gathered again in every mode
+        elif op.recomputed and not op.differentiable:  # weights: gathered again in every mode
             marked.add(op.name)
     return replace(graph, operators=tuple(replace(op, recomputed=op.name in marked) for op in graph.operators))
 

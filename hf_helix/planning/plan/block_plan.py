@@ -1,9 +1,9 @@
-"""Block plans: an order of operators for every pair of units that can meet.
+"""Block plans: an order of operators for every possible pair of units.
 
-In:   a rule that orders one block (the forward graph of a unit with the backward graph of another), and a profile.
-Out:  a `BlockPlan`: for every block a list of entries such as `F.attn.gather` and `B.mlp.down.W`.
-Must hold: an order holds every operator of its block once, each after its inputs. `validate_order` checks this, apart
-from the rules that make orders.
+In:   a rule that orders a block (the forward graph of a unit with the backward graph of another), and a profile.
+Out:  a `BlockPlan`: for every block a list of entries, for example `F.attn.gather` and `B.mlp.down.W`.
+Must hold: an order holds every operator of its block once, each after its inputs. `validate_order` checks this
+independently of the rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OrderBlock = Callable[[Graph | None, Graph | None, Profile], Order]
 
 @dataclass(frozen=True, order=True)
 class Block:
-    """The names of the forward and the backward unit that meet; None where a strand is absent."""
+    """The names of the paired forward and backward units; None for an absent strand."""
 
     forward: str | None
     backward: str | None
@@ -64,7 +64,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPlan(Plan):
-    """The order of every block that a schedule can form."""
+    """The order of every block of a schedule."""
 
     KEY: ClassVar[str] = "blocks"
 
@@ -72,11 +72,11 @@ class BlockPlan(Plan):
 
     @classmethod
     def of(cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Self:
-        """The plan of a rule that orders one block at a time.
+        """Returns the plan of a rule that orders blocks independently.
 
         Args:
             rule: its name.
-            order_block: applied to every block that units of the profile can form; each order is checked.
+            order_block: applied to every possible block of the profile's units; each order is checked.
             profile: the graphs and the times of their operators.
             model: the model's class, for plan files.
             mesh: the sizes of the mesh, for plan files.
@@ -86,7 +86,7 @@ class BlockPlan(Plan):
         return cls(rule, model, dict(mesh), graphs_digest(pairs), orders)
 
     def order(self, forward: str | None, backward: str | None) -> Order:
-        """The order of the block in which these two units meet."""
+        """Returns the order of the block of these two units."""
         return self.orders[Block(forward, backward)]
 
     def issue(
@@ -156,8 +156,8 @@ class _Blocks:
         ]
 
     def _indices(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
-        """The instructions of a block in order, as indices into the pattern, each with whether it is of forward; `NONE`
-        stands for a barrier."""
+        """Returns the instructions of a block in order, as indices into the pattern, each with its direction (whether
+        forward); `NONE` stands for a barrier."""
         halves = slot.backward.computation_type if slot.backward else ""
         key = forward[1] if forward else None, backward[1] if backward else None, halves
         if key not in self._known:
@@ -168,15 +168,15 @@ class _Blocks:
             units = self._window.layout.units
             names = (units[place[1]] if place else None for place in (forward, backward))
             order = self._plan.order(*names)
-            # A prefetched operator of the next unit may have no entry here: it comes first. A split backward has only
-            # one of its halves here.
+            # A prefetched operator of the next unit may have no entry here: it comes first. Of a split backward, only
+            # one half may be here.
             unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
             self._known[key] = [index for entry in (*unnamed, *order) for index in made.get(entry, ())]
         return self._known[key]
 
 
 def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:
-    """The order that a rule makes for every block of a profile's units, each one checked."""
+    """Returns a rule's order for every block of a profile's units, each checked."""
     pairs, orders = profile.layout.graphs, {}
     for block in all_blocks(pairs):
         forward, backward = block.graphs(pairs)
@@ -186,7 +186,7 @@ def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:
 
 
 def orders_from(data: Any, pairs: Mapping[str, GraphPair]) -> dict[Block, Order]:
-    """The orders of a file, each one checked. Raises as `Plan.from_data`."""
+    """Returns the orders of a file, each checked. Raises as `Plan.from_data`."""
     orders = {Block.parse(name): tuple(order) for name, order in data.items()}
     wanted = {str(block): block for block in all_blocks(pairs)}
     check_known(map(str, orders), wanted, "block")
@@ -214,14 +214,14 @@ def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator
 
 
 def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
-    """Checks that `order` is a permutation of the block's operators in which each comes after what it reads.
+    """Checks that `order` is a permutation of the block's operators, each after its inputs.
 
     Args:
-        forward: the graph of the forward strand; None where it is absent.
-        backward: the graph of the backward strand; None where it is absent.
+        forward: the graph of the forward strand; None for an absent strand.
+        backward: likewise, of the backward strand.
 
     Raises:
-        ValueError: with the whole order printed and an arrow at the first entry that is wrong.
+        ValueError: with the full order printed and an arrow at the first wrong entry.
     """
     order = list(order)
     operators = entries(forward, backward)
@@ -249,7 +249,7 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
 def _problem(
     entry: str, operators: Mapping[str, Operator], seen: set[str], written: set[tuple[str, str]]
 ) -> str | None:
-    """The error of an entry after the seen ones; None if it is right."""
+    """Returns the error of an entry after the seen entries; None for a right entry."""
     if entry not in operators:
         return "is not an operator of this block"
     if entry in seen:

@@ -2,8 +2,8 @@
 
 In:   the path or the text of a file, and the model.
 Out:  the plan.
-Must hold: a file that is damaged, of another version or for another model is an error that says so, and how to make a
-new one. Writing and reading a plan gives an equal plan.
+Must hold: a damaged file, or a file of another version or for another model, is an error with the remedy. Writing and
+reading a plan gives an equal plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan, IntraBatchPlan)
 
 
 def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """Reads a plan file and checks that it is whole and made for this model and mesh.
+    """Returns the plan of a file; checks that the file is undamaged and made for this model and mesh.
 
     Args:
         path: the file.
@@ -31,7 +31,7 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
         mesh: the sizes of the mesh, by the names of their options.
 
     Raises:
-        ValueError: damaged, of another version, or for another model or mesh; says which and how to get a new one.
+        ValueError: damaged, of another version, or for another model or mesh; names the cause and the remedy.
     """
     try:
         text = Path(path).read_text()
@@ -47,7 +47,7 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
 
 
 def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """A plan from its text form; errors are those of `load_plan`, without the name of the file.
+    """Returns a plan from its text form; errors as of `load_plan`, without the name of the file.
 
     Args:
         text: of a plan file.

@@ -1,7 +1,7 @@
 """Plans: the static order in which every rank issues operators.
 
-`Plan` is the base of every kind of plan: `BlockPlan` lists orders, `PriorityPlan` computes them from priorities. An
-order means the same on every device, see `planning.timing.clock`; `planning.window.passes` completes it.
+`Plan` is the base of all kinds of plans: `BlockPlan` lists orders, `PriorityPlan` computes orders from priorities. An
+order is valid on every device, see `planning.timing.clock`; `planning.window.passes` completes the order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan(ABC):
     """A plan.
 
     Attributes:
-        rule: the name of the rule that made it, see `planning.plan.registry`.
+        rule: the name of the plan's rule, see `planning.plan.registry`.
         model: the class of its model.
         mesh: the sizes of its mesh.
         graphs: a digest of the model's graphs, see `graphs_digest`.
@@ -57,12 +57,12 @@ class Plan(ABC):
         rank: int | None = None,
         sync_points: SyncPoints = (),
     ) -> OrderedWindow:
-        """A window in the order of issue.
+        """Returns a window in the order of issue.
 
         Args:
             schedule: the window.
-            layout: the units of all ranks, with the graphs that the plan orders, see `profile_for`.
-            slots_ahead: how many slots before its reader a receive is issued, unless the plan orders receives.
+            layout: the units of all ranks, with the graphs ordered by the plan, see `profile_for`.
+            slots_ahead: the number of slots from a receive to its reader, unless the plan orders receives.
             rank: the only rank to order; None for all.
             sync_points: see `SyncPoints`; a plan that orders slot by slot needs none.
         """
@@ -87,12 +87,12 @@ class Plan(ABC):
     def from_data(
         cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
     ) -> Self:
-        """The plan from a file, checked against the model's graphs.
+        """Returns the plan of a file, checked against the model's graphs.
 
         Args:
             data: the part under `KEY`.
             pairs: the graphs of the model's units.
-            rule: the name of the rule that made the plan.
+            rule: the name of the plan's rule.
             model: the model's class.
             mesh: the sizes of the mesh, by the names of their options.
             graphs: the fingerprint of `pairs`, see `graphs_digest`.
@@ -102,16 +102,16 @@ class Plan(ABC):
         """
 
     def profile_for(self, profile: Profile) -> Profile:
-        """The profile of the graphs that the plan orders, derived from the profile of the model's own graphs."""
+        """Returns the profile of the graphs ordered by the plan, derived from the profile of the model's own graphs."""
         return profile
 
     def to_json(self) -> str:
-        """The text form of plan files: JSON, one operator a line."""
+        """Returns the text form of plan files: JSON, an operator a line."""
         data = {"format": FORMAT, "rule": self.rule, "model": self.model, "mesh": dict(self.mesh)}
         return format_json({**data, "graphs": self.graphs, self.KEY: self.data()}) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan to a file that `HelixConfig(plan=path)` takes."""
+        """Writes the plan to a file for `HelixConfig(plan=path)`."""
         Path(path).write_text(self.to_json())
 
 
@@ -121,12 +121,12 @@ def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
 
 
 def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises ValueError for the first name that a model does not have.
+    """Raises ValueError for the first name that is unknown to a model.
 
     Args:
-        names: those of a file.
-        known: those of the model.
-        what: the kind of thing, for the error.
+        names: of a file.
+        known: of the model.
+        what: the kind of name, for the error.
     """
     strange = sorted(set(names) - set(known))
     if strange:

@@ -1,15 +1,15 @@
 """Ordering constraints of list scheduling beyond data dependencies, and the activation memory of instructions.
 
 In:   a window and its schedule.
-Out:  a `Precedence`: the predecessors of every instruction; `ActivationMemory`: what each allocates and frees.
-Must hold: every edge goes from an instruction to a later one of the schedule, so some order keeps them all. Gradients
-accumulate, and transfers follow each other, in the schedule's order of micro-batches. Every computation of a layer
-counts as an equal part of the layer's activations; whatever is allocated for a micro-batch is freed.
+Out:  a `Precedence`: the predecessors of every instruction; `ActivationMemory`: activations allocated and freed.
+Must hold: every edge goes from an instruction to a later instruction of the schedule, so some order keeps all edges.
+Gradients accumulate, and transfers follow each other, in the schedule's order of micro-batches. Every computation of a
+layer counts as an equal part of the layer's activations; all activations of a micro-batch are freed.
 
     strand                F0 of unit 0 -> unit 1 -> unit 2 -> F1 of unit 0 -> ...
     enters unit n         after it has left unit n - 2; a layer also after it has left the layer n - 1
-    left a unit           when its last operator, and every recomputation of it, was issued; W of the unit may follow
-    later slot n                begins after the end of all slots up to n - 2
+    left a unit           when its last operator, and every recomputation in the unit, was issued; W may follow
+    later slot n          begins after the end of all slots up to n - 2
     where the other strand has nothing to do, every second action of a strand is a strand of its own
 """
 
@@ -40,12 +40,12 @@ class Precedence:
         arrays: the window as arrays.
         schedule: of the window.
         layout: the units of all ranks.
-        kept: what each instruction of the pattern allocates of kept activations.
-        recomputed: what each allocates of recomputed activations.
+        kept: the kept activations allocated by each instruction of the pattern.
+        recomputed: likewise, of recomputed activations.
 
     Attributes:
         needs: of each place, its predecessors.
-        layers: of each forward action, the layers' activations that it allocates.
+        layers: of each forward action, the layers' activations to allocate.
         action: of each place that allocates, its forward action; of all others -1.
         ahead: of each place that allocates, the forward action before its own; -1 for none.
     """
@@ -76,7 +76,7 @@ class Precedence:
         """Adds edges for accumulation and transfers in the order of micro-batches.
 
         Returns:
-            The passes through units, without those that consist of weight gradients.
+            The passes through units, without passes of weight gradients alone.
         """
         window, needs = self._window, self.needs
         after = window.pattern.ordered_after
@@ -104,7 +104,7 @@ class Precedence:
         return passes
 
     def _follow(self, strand: Strand, layout: Layout, passes: Collection[UnitPass]) -> None:
-        """Adds the edges by which a strand goes from unit to unit.
+        """Adds the edges from unit to unit of a strand.
 
         The embedding of the next micro-batch may run concurrently with the head, but a strand never has two layers
         under way.
@@ -128,7 +128,7 @@ class Precedence:
                     self.action[place], self.ahead[place] = number, ahead
 
     def _keep_step(self, slots: Sequence[Slot], layout: Layout, passes: Collection[UnitPass]) -> None:
-        """Adds the edges by which a slot begins after the end of all slots but the last one before it."""
+        """Adds edges: a slot begins after the end of all earlier slots but the last."""
         for place, slot in enumerate(slots):
             for action in slot.actions:
                 first = _unit_passes(action, layout)[:1]  # a single rank may have a chunk without units
@@ -138,10 +138,10 @@ class Precedence:
                             self._enter_after(first[0], last[0])
 
     def _enter_after(self, unit_pass: UnitPass, earlier: UnitPass) -> None:
-        """Adds the edges by which a strand enters a unit after it has left an earlier one.
+        """Adds edges: a strand enters a unit after the end of an earlier unit.
 
-        Without the recomputations among them, a deferred weight gradient and a new layer could each wait for memory
-        that the other holds.
+        Recomputations are part of the earlier unit: otherwise a deferred weight gradient and a new layer could each
+        wait for memory of the other.
         """
         left = self._places(earlier, self._chains[earlier[::2]].exits)
         for place in self._places(unit_pass, self._chains[unit_pass[::2]].entries):
@@ -159,7 +159,7 @@ class _Chain:
     Attributes:
         indices: all operators.
         entries: the first operators: those without a predecessor in the unit.
-        exits: operators that must be issued before the strand enters the next layer: the last one and recomputations.
+        exits: operators to be issued before the strand enters the next layer: the last operator and recomputations.
         allocates: operators that allocate kept activations.
     """
 
@@ -177,8 +177,8 @@ class _Chain:
 
 
 def _turns(pattern: Pattern, layout: Layout) -> dict[int, list[tuple[tuple[str, int], bool, bool]]]:
-    """For backward operators that take turns: the row, whether the operator waits for the last one of the row, and
-    whether the next one of the row waits for it."""
+    """Returns, for backward operators that take turns: the row, whether the operator waits for the last operator of the
+    row, and whether the next operator of the row waits for it."""
     turns: dict[int, list[tuple[tuple[str, int], bool, bool]]] = {}
     rows = {each: row for row, members in enumerate(layout.shared) for each in members}
     for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
@@ -188,7 +188,7 @@ def _turns(pattern: Pattern, layout: Layout) -> dict[int, list[tuple[tuple[str, 
         if (unit, op.name) in rows:
             turns.setdefault(index, []).append((("shared", rows[unit, op.name]), True, True))
         if not layout.graphs[layout.units[unit]].forward.repeats and op.part in (Part.I, Part.W):
-            # Logits are large and no part of a layer: they are freed before those of the next micro-batch are made.
+            # Logits are large and no part of a layer: freed before the next micro-batch's logits are made.
             turns.setdefault(index, []).append((("unit", unit), op.part is Part.I, op.part is Part.W))
     return turns
 
@@ -237,7 +237,7 @@ def shares_of(pair: GraphPair) -> Shares:
     writers = {value: op for op in pair.forward.operators for value in op.writes if value not in op.non_differentiable}
 
     def source(reads: Sequence[str]) -> str:
-        """The nearest computation that is recomputed."""
+        """Returns the nearest recomputed computation."""
         for op in (writers[value] for value in reads if value in writers):
             if op.recomputed:
                 return op.name if op.kind is Kind.COMPUTE else source(op.reads)
@@ -253,11 +253,11 @@ def shares_of(pair: GraphPair) -> Shares:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """What every instruction of a pattern allocates and frees, in layers' activations.
+    """The allocated and freed activations of a pattern's instructions, in layers' activations.
 
     Attributes:
-        alloc: an instruction that allocates is delayed while the limit is reached.
-        free: likewise.
+        alloc: by instruction; an instruction that allocates is delayed while the limit is reached.
+        free: by instruction.
     """
 
     alloc: list[float]
@@ -267,12 +267,12 @@ class ActivationMemory:
 def activation_memory(
     pattern: Pattern, layout: Layout, shares: Mapping[str, Shares], recomputed: bool
 ) -> ActivationMemory:
-    """Returns what the instructions of a pattern allocate and free.
+    """Returns the activations that a pattern's instructions allocate and free.
 
     Args:
         pattern: the instructions of one micro-batch.
         shares: of every repeating unit, see `shares_of`.
-        recomputed: whether to count recomputed activations, or those that forward keeps.
+        recomputed: whether to count recomputed activations, or activations kept by forward.
     """
     alloc, free = [0.0] * len(pattern.operators), [0.0] * len(pattern.operators)
     for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
@@ -287,7 +287,7 @@ def activation_memory(
         elif op.part is Part.F:
             alloc[index] = 0.0 if recomputed else share
         elif op.part in (Part.I, Part.W):
-            # An I leaves the gradients that its W reads, such as those of gate and up. They count as a negative `free`
+            # An I leaves the gradients that its W reads, for example of gate and up: a negative `free`
             # and not as `alloc`: a delayed backward could deadlock.
             gradients = sum(value.startswith("d.") for value in op.reads)
             free[index] = (1 + gradients if op.part is Part.W else -gradients) * share

@@ -1,9 +1,9 @@
-"""The rules that make plans, by the names that `HelixConfig(plan=...)` takes.
+"""The rules that make plans, by the names of `HelixConfig(plan=...)`.
 
 In:   a rule's name and a profile.
 Out:  a plan.
-Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is. The names are
-those of `hf_helix.config.RULES`, in that order: options are checked where planning may not be imported.
+Must hold: every rule makes its plan from the profile alone, so no model is needed. The names equal
+`hf_helix.config.RULES`, in order: options are checked without an import of planning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rule:
     Attributes:
         name: for `HelixConfig(plan=...)` and `hf-helix plan --rule`.
         make: makes the plan.
-        needs_profile: whether the rule needs measured times; the others also make plans before a measurement.
+        needs_profile: whether the rule needs measured times; other rules also make plans before a measurement.
         runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single micro-batch.
     """
 
@@ -78,7 +78,7 @@ def _search(request: Request) -> Priorities:
 
 
 def _in_tiles(request: Request) -> Plan:
-    """One tile for each rank that a collective moves data between."""
+    """Returns the plan with a tile for each rank of a collective."""
     return IntraBatchPlan.of_tiles(
         request.rule, sequential, request.profile, model=request.model, mesh=request.mesh, tiles=request.mesh["tp_size"]
     )
@@ -101,7 +101,7 @@ assert tuple(RULES) == config.RULES, (
 
 
 def runs_one_strand(name: str) -> bool:
-    """Whether a name is a rule that runs one micro-batch at a time."""
+    """Returns whether a name is a rule that runs one micro-batch at a time."""
     return name in RULES and RULES[name].runs_one_strand
 
 
@@ -115,15 +115,15 @@ def make_plan(
     progress: Progress | None = None,
     searching: float = 1.0,
 ) -> Plan:
-    """The plan of a rule.
+    """Returns the plan of a rule.
 
     Args:
         rule: the name.
         profile: the times of the operators.
         model, mesh: the model's class and the sizes of the mesh, for plan files.
-        schedule: of the window for which a plan is searched.
+        schedule: of the window of a searched plan.
         progress: called with the finished part of the work.
-        searching: the length of a search, in parts of the usual one.
+        searching: the length of a search, relative to the usual length.
 
     Raises:
         KeyError: no rule has this name.
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """The plan `sequential`, which needs no measurement.
+    """Returns the plan `sequential`, made without a measurement.
 
     Args:
         layout: the units of all ranks.

@@ -5,13 +5,13 @@ Out:  `Priorities`.
 Must hold: within the memory of `extra_live_layers`; the window is at most `CLOSE` times as long as under `greedy`.
 
     candidates = [greedy]
-    for each kind of layer:             anneal on a chain of layers, one forward concurrent with one backward: the
+    for each kind of layer:             anneal on a chain of layers, a forward concurrent with a backward: the
         steady candidates += [result]          state of a rank
     anneal from the best candidate on a short window with warm-up, cool-down and all kinds of units
-    return the best candidate on the whole window on all ranks, of a long window on `JUDGED` periods
+    return the best candidate on the full window on all ranks, of a long window on `JUDGED` periods
 
-Candidates are compared by simulation, contention included. Measured times drift, and an order that delays collectives
-looks free while computation is the bottleneck; so candidates are also simulated with computation 20 % faster.
+Candidates are compared by simulation, contention included. Measured times drift, and an order with late collectives
+looks good while computation is the bottleneck; so candidates are also simulated with computation 20 % faster.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ HEAT = 0.001  # the part by which a change may make a window longer at first
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
 SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # layers of a chunk and micro-batches of the short window
 USUAL_MICROBATCHES = 8
-JUDGED = 16  # periods of the window on which candidates are compared
+JUDGED = 16  # periods of the window for comparing candidates
 COMPUTE_TIME_FACTORS = (1.0, 0.8)  # on the seconds of computations; the first is as measured
-CLOSE = 1.005  # windows that differ by less under the first factor are compared under all factors
+CLOSE = 1.005  # windows with a smaller ratio under the first factor are compared under all factors
 
 Progress = Callable[[float], object]
 """Called with the finished part of a search, from 0 to 1."""
 
 
 def usual_extra_live_layers(layout: Layout) -> int:
-    """One layer of activations beyond one strand; none on several ranks, whose fused slots already keep one more
-    (paper, section 6.5)."""
+    """Returns one layer of activations beyond one strand; on several ranks none: fused slots already keep one more
+    layer (paper, section 6.5)."""
     return EXTRA_LIVE_LAYERS if layout.num_ranks == 1 else 0
 
 
@@ -108,7 +108,7 @@ def search(
 
 
 def usual_schedule(layout: Layout) -> Schedule:
-    """The default schedule that plans are made for."""
+    """Returns the default schedule of plans."""
     name = "folded_1f1b" if len(layout.chunks) > layout.num_ranks else "1f1b"
     return build_schedule(name, layout.num_ranks, USUAL_MICROBATCHES)
 
@@ -119,7 +119,7 @@ def num_annealings(layout: Layout) -> int:
 
 
 def chains(layout: Layout, layers: int = CHAIN_LAYERS) -> list[tuple[Layout, Schedule]]:
-    """For every kind of layer, several layers with one forward and one backward micro-batch."""
+    """Returns, for every kind of layer, several layers with a forward and a backward micro-batch."""
     names = dict.fromkeys(name for name in layout.units if layout.graphs[name].forward.repeats)
     schedule = [[Slot(Action(0, "F", 1), Action(0, "B", 0))]]
     units = list(range(layers))
@@ -135,7 +135,7 @@ def _improve(
     effort: float,
     progress: Progress | None,
 ) -> Priorities:
-    """The priorities that annealing finds for a window."""
+    """Returns the priorities found by annealing for a window."""
     cost = _Cost(start, profile, layout, schedule)
     names, scale = cost.names, max(start.times.values())
 
@@ -171,7 +171,7 @@ class _Cost:
 
     @property
     def effort(self) -> int:
-        """Instructions ordered and simulated for one call; with contention a simulated one counts three times."""
+        """Instructions ordered and simulated for a call; with contention a simulated instruction counts three times."""
         return len(self._scheduler.arrays) * (1 + len(self._arrays) * (1 if self._contention is None else 3))
 
     def __call__(self, priority: Priority) -> float:
@@ -192,7 +192,8 @@ def _tell(progress: Progress, number: int, count: int, share: float) -> None:
 
 
 def shorten(layout: Layout) -> Layout:
-    """The layout on one rank, with at most `SHORT_LAYERS` repeating units in a chunk; two chunks for several ranks."""
+    """Returns the layout on one rank, with at most `SHORT_LAYERS` repeating units in a chunk; for several ranks two
+    chunks."""
     model = [unit for unit in range(len(layout.units)) if not layout.transfers(unit)]
     layers = [unit for unit in model if layout.graphs[layout.units[unit]].forward.repeats]
     parts = layout.chunks
@@ -222,7 +223,7 @@ class _Candidate(NamedTuple):
 
 
 def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: random.Random) -> Priority:
-    """The priorities with one operator changed by up to `scale` seconds, or drawn anew."""
+    """Returns the priorities with one operator changed by up to `scale` seconds, or drawn anew."""
     name = rng.choice(names)
     change = scale * rng.uniform(-1, 1)
     anew = rng.random() < 0.3
@@ -231,22 +232,21 @@ def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: rando
 
 # -- deferred weight gradients -----------------------------------------------------------------------------------------
 
-MICROBATCHES = 2  # for each pipeline rank, of the window on which numbers of units are compared
-PARTS = 8  # numbers of units to try first: so many parts of all units; then as many around the best one
+MICROBATCHES = 2  # for each pipeline rank, of the window for comparing numbers of units
+PARTS = 8  # numbers of units to try first: that many parts of all units; then as many around the best number
 GAIN = 1e-4  # a number of units is taken if the window becomes shorter by more than this part
 
 
 def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: Schedule) -> Priorities:
     """Returns the priorities with the best number of units that defer their weight gradients in the last backward.
 
-    All gradient reductions, of S seconds, fall into the last backward, of B seconds, and after it. With the
-    computations
-    they are a flow shop of two machines: bucket k is computed for a_k seconds, then reduced for b_k.
+    All gradient reductions, of S seconds, fall into the last backward, of B seconds, and after it. Computations and
+    reductions are a flow shop of two machines: bucket k is computed for a_k seconds, then reduced for b_k.
 
-    1. S < B: the last bucket is exposed, by itself that of the embedding, often the largest. By Johnson's rule (1954)
+    1. S < B: the last bucket is exposed: the embedding's, often the largest. By Johnson's rule (1954)
        jobs with a_k < b_k go first, so the chain of input gradients should end early. The weight gradients of the first
        layers can wait: deferred, they overlap the reduction of the embedding. Deferring all would leave nothing to
-       reduce before the chain ends. The best number depends on all times, so it is found by trial.
+       reduce before the chain ends. The best number depends on all times, and is found by trial.
     2. S > B: S less the computation before the first bucket is exposed under every plan, and nothing is deferred.
        Reducing earlier contributions first would hide nothing (the last micro-batch adds to every element) and change
        the bits; interleaving the last two backwards would keep twice the activations of a stage.

@@ -102,7 +102,7 @@ def num_microbatches_of(schedule: Schedule) -> int:
 
 
 def without_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The schedule of the first `count` micro-batches; micro-batches do not depend on each other, so it can run."""
+    """Returns the schedule of the first `count` micro-batches; it can run, since micro-batches are independent."""
 
     def kept(action: Action | None) -> Action | None:
         return action if action is not None and action.microbatch < count else None
@@ -114,11 +114,11 @@ def without_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None) -> str:
-    """Returns one line per rank.
+    """Returns a line for each rank.
 
     Args:
         schedule: of every rank.
-        marked: of a rank, the slot that gets an arrow; the number of slots marks the end of the line.
+        marked: for a rank, the slot with an arrow; the number of slots marks the end of the line.
     """
     lines = []
     for rank, slots in enumerate(schedule):
@@ -131,10 +131,10 @@ def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None)
 
 
 def parse_schedule(text: str, num_ranks: int) -> Schedule:
-    """Reads what `format_schedule` writes, or torch's CSV of computations: commas, empty cells, no `rank 0:`.
+    """Reads the output of `format_schedule`, or torch's CSV of computations: commas, empty cells, no `rank 0:`.
 
     Raises:
-        ValueError: with the whole text and an arrow at the error, where there is one place.
+        ValueError: with the full text and an arrow at the error, if the error has a position.
     """
     schedule: Schedule = []
     for start, line in _lines(text):
@@ -157,7 +157,7 @@ def parse_schedule(text: str, num_ranks: int) -> Schedule:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields every line that is not blank, with the position of its start."""
+    """Yields every non-blank line, with the position of its start."""
     start = 0
     for line in text.splitlines(keepends=True):
         if line.strip():

@@ -1,12 +1,12 @@
 """The schedule `auto`: the fastest on the fold for given costs.
 
 In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
-Out:  the fastest schedule found: a named one, or a list schedule that local search has improved.
+Out:  the fastest schedule found: a named schedule, or a list schedule improved by local search.
 Must hold: the placement is the fold, so layers never move between ranks; the schedule is never slower than
 `folded_1f1b` and `dualpipe_v` where their activations fit; equal inputs give equal schedules on every machine.
 
-    list scheduling   a free rank takes the action that its policy prefers among those whose inputs have arrived
-    local search      anneals the best schedules by small random changes, most of them on the critical path
+    list scheduling   a free rank takes its policy's preferred action among the actions with all inputs
+    local search      anneals the best schedules by small random changes, mostly on the critical path
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
 
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
-    """The best list schedule: the best policies of a short window compete on the whole one."""
+    """Returns the best list schedule: the best policies of a short window compete on the full window."""
     rounds, short = [(clock, 1)], 2 * (max(clock.ranks) + 1)
     if short < clock.num_microbatches:
         rounds.insert(0, (SlotClock(clock.ranks, clock.costs, short), FINALISTS))
@@ -105,7 +105,7 @@ def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int
 
 
 def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
-    """Yields two policies; for equal stages and short windows one of them is as good as the best."""
+    """Yields two policies; for equal stages and short windows the better of the two is as good as the best."""
     for early in (True, False):
         yield Policy(max_live, costs.gain > 1, early, 2 * num_microbatches, backward=int(early), delay=0.5)
 
@@ -116,10 +116,10 @@ class Policy:
 
     Attributes:
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; at least 2.
-        pair: whether F and B that can both start run as one slot.
+        pair: whether an F and a B that can start run as one slot.
         early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients
             sooner.
-        apart: how many of a rank's last backwards run as I, with W where nothing else can start.
+        apart: the number of a rank's last backwards that run as I, with W where nothing else can start.
         forward: the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last.
         backward: the chunk whose B goes first, likewise.
         delay: the part of a W that may delay another action; 1 fills every gap.
@@ -137,7 +137,7 @@ class Policy:
 def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
     """Returns the list schedule of a policy, and its seconds.
 
-    It never deadlocks: the second chunk always has room, because F of the first chunk takes the last place only while
+    Never deadlocks: the second chunk always has memory, because F of the first chunk takes the last place only while
     an activation of the second is alive; so a full rank can always free a place, and the oldest micro-batch can go on.
     """
     num_ranks = max(clock.ranks) + 1
@@ -170,7 +170,7 @@ class _State:
         self.done = {part: [0] * len(clock.ranks) for part in "FIW"}  # of each stage, how many have run
         self.last_chunk = {"F": [1] * len(self.chunks), "B": [0] * len(self.chunks)}
 
-    # -- what can start ----------------------------------------------------------------------------------------------
+    # -- actions that can start ---------------------------------------------------------------------------------------
 
     def _forward_time(self, stage: int) -> float:
         """When the next F of a stage can start; infinity if none is left, has room, or is on its way."""
@@ -200,10 +200,10 @@ class _State:
             preferred = 1 - self.last_chunk[part][rank]
         return self.chunks[rank][::-1] if preferred else self.chunks[rank]
 
-    # -- what to run -------------------------------------------------------------------------------------------------
+    # -- the choice of a slot -----------------------------------------------------------------------------------------
 
     def choose(self, rank: int, now: float) -> Slot | None:
-        """The slot that a free rank starts now; None to wait for a result that is on its way."""
+        """Returns the slot that a free rank starts now; None to wait for a result on its way."""
         backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
         forward = None
         if backward is None or self.policy.pair:
@@ -224,7 +224,7 @@ class _State:
         return Slot(None if forward is None else self._next(forward, "F"), self._next(backward, kind))
 
     def _fill(self, rank: int, now: float) -> Slot | None:
-        """The W that has waited longest, if it fits before another action can start."""
+        """Returns the W that has waited longest, if it fits before another action can start."""
         waiting = [stage for stage in self.chunks[rank] if self.done["W"][stage] < self.done["I"][stage]]
         if not waiting:
             return None
@@ -237,10 +237,10 @@ class _State:
         part = "I" if computation_type == "B" else computation_type
         return Action(stage, computation_type, self.done[part][stage])
 
-    # -- what has run ------------------------------------------------------------------------------------------------
+    # -- completed slots ----------------------------------------------------------------------------------------------
 
     def run(self, slot: Slot, rank: int, end: float) -> list[tuple[float, int]]:
-        """Counts a slot of a rank that ends at `end`; returns the times at which ranks may go on."""
+        """Counts a slot of a rank with the given end; returns the times at which ranks may go on."""
         wakes = [(end, rank)]
         for action in slot.actions:
             stage = action.stage
@@ -283,10 +283,10 @@ class _Candidate:
 
 
 def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Schedule:
-    """The fastest schedule of a random walk of small changes.
+    """Returns the fastest schedule of a random walk of small changes.
 
-    A list schedule takes no choice back, although the best choice for a slot can be bad for later ones; this walk does.
-    It uses no clock, hash or transcendental function, so it is the same on every machine.
+    A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
+    does. Without clock, hash or transcendental function, the walk is equal on every machine.
 
     Args:
         clock: of its stages and micro-batches.
@@ -327,7 +327,7 @@ def _anywhere(rows: Sequence[Row], rng: random.Random) -> tuple[int, int]:
 def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
     """Whether a rank takes the micro-batches in order and holds at most `max_live`; W before I deadlocks on the
     clock."""
-    following = [0] * (3 * num_stages)  # by part: the micro-batch that comes next
+    following = [0] * (3 * num_stages)  # by part: the next micro-batch
     live = 0
     for slot, _, _, _, parts in row:
         for part, microbatch in parts:
@@ -343,7 +343,7 @@ def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
 
 # -- changes ---------------------------------------------------------------------------------------------------------
 #
-# Each function changes a row in place, at a place, or leaves it as it is.
+# Each function changes a row in place, at a place, or leaves the row unchanged.
 
 Make = Callable[[Slot], TimedSlot]
 

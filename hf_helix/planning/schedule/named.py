@@ -2,7 +2,7 @@
 
 In:   the number of pipeline ranks P and of micro-batches M.
 Out:  a `Schedule`.
-Must hold: `validate` accepts each; the builders do not use it. The names are those of `hf_helix.config.SCHEDULES`.
+Must hold: `validate` accepts each; the builders do not use it. The names are listed in `hf_helix.config.SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def folded_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns the paper's W schedule on the fold (section 4.1, figure 8): 1F1B over M+P units that go down and up.
 
     Over global slot numbers t, rank r runs: F of chunk 0 at 2k+r; F of chunk 1 at 2k+2P-1-r; B of chunk 1 at
-    2P+2k+r; B of chunk 0 at 4P+2k-1-r. With M >= P that makes 4P+2M-2 slots of which 2(M-P) a rank are fused.
+    2P+2k+r; B of chunk 0 at 4P+2k-1-r. With M >= P there are 4P+2M-2 slots; 2(M-P) slots of a rank are fused.
     """
     schedule = []
     for rank in range(num_ranks):
@@ -54,7 +54,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns DeepSeek's DualPipeV on the fold: fused slots in the middle, I and W apart at both ends.
 
-    It is made for M >= 2P; with fewer, it is the schedule of 2P micro-batches without the missing ones.
+    For M >= 2P; with fewer micro-batches, the schedule of 2P micro-batches without the missing ones.
     """
     built_for = max(num_microbatches, 2 * num_ranks)
     schedule = [_numbered(_dualpipe_v_steps(rank, num_ranks, built_for)) for rank in range(num_ranks)]
@@ -101,7 +101,7 @@ def _numbered(steps: Iterable[Step]) -> list[Slot]:
 
 
 class NamedSchedule(NamedTuple):
-    """A builder, which takes the numbers of ranks and of micro-batches, and the placement of its virtual stages."""
+    """A builder by the numbers of ranks and of micro-batches, and the placement of its virtual stages."""
 
     build: Callable[[int, int], Schedule]
     placement: str
@@ -121,7 +121,7 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule
     """Returns the schedule of a name, validated.
 
     Args:
-        name: one of `NAMED_SCHEDULES`, or an alias.
+        name: in `NAMED_SCHEDULES`, or an alias.
         num_ranks: of the pipeline.
         num_microbatches: of the window.
 

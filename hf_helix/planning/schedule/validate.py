@@ -1,8 +1,8 @@
 """Checks a schedule by running it, slot by slot, without a model.
 
 In:   the schedule of every rank, the number of micro-batches, and the rank of every virtual stage.
-Out:  nothing, or an error that prints the schedule with an arrow at the first slot that is wrong.
-Must hold: it shares no code with builders of schedules and the slot clock.
+Out:  nothing, or an error that prints the schedule with an arrow at the first wrong slot.
+Must hold: no code is shared with the builders of schedules and the slot clock.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, fo
 
 
 def validate(schedule: Schedule, num_microbatches: int, ranks: Sequence[int]) -> None:
-    """Runs a schedule without a model: each action once, where its stage is, after what it needs; no rank is stuck.
+    """Runs a schedule without a model: each action once, on its stage's rank, after its inputs; no rank is stuck.
 
-    Every stage takes the micro-batches in order, so that gradients add up in one order under every schedule.
+    Every stage takes the micro-batches in order, so that gradients add up in equal order under every schedule.
 
     Args:
         schedule: of every rank.
@@ -23,7 +23,7 @@ def validate(schedule: Schedule, num_microbatches: int, ranks: Sequence[int]) ->
         ranks: the rank of every virtual stage.
 
     Raises:
-        ValueError: with the whole schedule printed and an arrow at the first slot that is wrong or can never run.
+        ValueError: with the full schedule printed and an arrow at the first slot that is wrong or can never run.
     """
     if len(schedule) != max(ranks) + 1:
         raise ValueError(
@@ -66,12 +66,12 @@ def _waiting(slot: Slot, rank: int, dry_run: _DryRun) -> str:
 
 
 def _named(need: Action) -> str:
-    """The action as an error names it: a full backward includes an input gradient."""
+    """Returns an action's name for errors: a full backward includes an input gradient."""
     return f"{Action(need.stage, 'B', need.microbatch)} or {need}" if need.computation_type == "I" else str(need)
 
 
 class _DryRun:
-    """Counts what has run, in parts: a full backward is an input gradient and a weight gradient."""
+    """Counts completed actions, in parts: a full backward is an input gradient and a weight gradient."""
 
     def __init__(self, num_microbatches: int, ranks: Sequence[int]) -> None:
         self.num_microbatches = num_microbatches
@@ -80,7 +80,7 @@ class _DryRun:
         """Micro-batches that have run each part of each stage; they run in order, so the count is also the next one."""
 
     def problem(self, slot: Slot, rank: int) -> str:
-        """Why a slot can never run from here on; empty if it can."""
+        """Returns the reason why a slot can never run from here on; empty if it can."""
         if not slot.actions:
             return f"rank {rank} has an empty slot"
         return next(filter(None, (self._problem(action, rank) for action in slot.actions)), "")
@@ -120,7 +120,7 @@ class _DryRun:
                 self.count[action.stage, part] += 1
 
     def missing(self) -> list[Action]:
-        """The actions that never ran; a missing I with its missing W as one B."""
+        """Returns the actions that never ran; a missing I with its missing W as a B."""
         actions = []
         for stage in range(len(self.ranks)):
             for microbatch in range(self.num_microbatches):

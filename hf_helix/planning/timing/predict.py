@@ -1,10 +1,10 @@
-"""Predictions: the seconds of a window under a plan, and when each instruction runs.
+"""Predictions: the seconds of a window under a plan, and the times of its instructions.
 
 In:   a plan, a profile, and the schedule of a window.
 Out:  a `Prediction`.
-Must hold: seconds are those of `simulate`, but for rounding, where the window becomes periodic: all ranks take as long
-for some stretches as for as many before. Where it does not, a further stretch of a long window takes the mean of the
-last half of the simulated stretches.
+Must hold: seconds equal `simulate`, but for rounding, where the window becomes periodic: all ranks take as long for
+some repetitions as for as many before. Otherwise a further repetition of a long window takes the mean of the last half
+of the simulated repetitions.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Prediction:
     """The predicted times of a window.
 
     Attributes:
-        seconds: of the whole window.
-        reduction_seconds: those at its end in which only gradient reductions run.
-        drawn: the timeline, if it was asked for.
-        instructions: those of the timeline, in the order of issue, rank by rank.
+        seconds: of the full window.
+        reduction_seconds: at its end, with gradient reductions only.
+        drawn: the timeline, if requested.
+        instructions: of the timeline, in the order of issue, rank by rank.
     """
 
     seconds: float
@@ -48,7 +48,7 @@ class Prediction:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline that was asked for."""
+        """The requested timeline."""
         assert self.drawn is not None, "the timeline is kept by predict(..., timeline=True)"
         return self.drawn
 
@@ -110,7 +110,7 @@ def _prediction(timeline: Timeline) -> Prediction:
 
 
 def _period(gaps: list[list[float]]) -> int:
-    """After how many repetitions the times of all ranks recur; 0 if they do not."""
+    """Returns the number of repetitions after which the times of all ranks recur; 0 for no recurrence."""
     for count in range(1, len(gaps[0]) // 2 + 1):
         total = sum(gaps[0][-count:])
         pairs = [(each[-number], each[-number - count]) for each in gaps for number in range(1, count + 1)]

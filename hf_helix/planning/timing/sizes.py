@@ -1,4 +1,4 @@
-"""The parallel sizes of a layout, and what people call it.
+"""The parallel sizes of a layout, and their names for people.
 
 In:   nothing.
 Out:  `Sizes`, and their text.
@@ -40,22 +40,22 @@ class Sizes:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same of a parameter and see other tokens."""
+        """The number of ranks with equal parts of a parameter and different tokens."""
         return self.dp * self.cp
 
     @property
     def expert_copies(self) -> int:
-        """Ranks that hold the same experts and see other tokens."""
+        """The number of ranks with equal experts and different tokens."""
         return self.copies // self.ep
 
     def spread(self) -> dict[str, int]:
-        """Returns the axes of several ranks that have copies, over which these can be spread, with their ranks."""
+        """Returns the axes of several replicas, with their numbers of ranks: axes to shard over."""
         copies = {COPIES: self.copies, EXPERT_COPIES: self.expert_copies}
         return {name: size for name, size in copies.items() if size > 1}
 
 
 def size_text(sizes: Sizes) -> str:
-    """Returns parallel sizes above 1, such as "tp 8 x pp 2 x dp 4"."""
+    """Returns parallel sizes above 1, for example "tp 8 x pp 2 x dp 4"."""
     named = {"tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "dp": sizes.dp}
     text = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
     return text + (f" (ep {sizes.ep})" if sizes.ep > 1 else "")

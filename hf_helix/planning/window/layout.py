@@ -1,4 +1,4 @@
-"""Layouts: the units of every pipeline rank, the graphs that the units run, and the names of all operators."""
+"""Layouts: the units of every pipeline rank, the graphs of the units, and the names of all operators."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GATHER_COST = 8.0
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """A bucket: gradients that replicas (dp, cp) reduce in one collective, after the last micro-batch has added to all.
+    """A bucket: gradients reduced by replicas (dp, cp) in one collective, after the last micro-batch has added to all.
 
     Attributes:
         adders: the backward operators that add to the gradients, as (unit, name), all on one pipeline rank.
-        bytes: of the gradients, on the rank with most of them.
+        bytes: of the gradients, on the rank with most bytes.
     """
 
     adders: tuple[tuple[int, str], ...]
@@ -38,15 +38,15 @@ class GradientReduction:
 
 @dataclass(frozen=True)
 class WeightGather:
-    """ZeRO-1 weights: replicated on every rank, but each replica has stepped a shard (`shard_optimizer`).
+    """ZeRO-1 weights: replicated on every rank, with a shard stepped by each replica (`shard_optimizer`).
 
     A window gathers the weights once, from its start on, in the order of the layout. The first computation of a unit
     waits for all gathers of the unit.
 
     Attributes:
-        units: the units that read the weights, all on one pipeline rank.
+        units: the units with these weights, all on one pipeline rank.
         name: unique among the gathers of these units.
-        bytes: of the weights, on the rank with most of them.
+        bytes: of the weights, on the rank with most bytes.
     """
 
     units: tuple[int, ...]
@@ -63,11 +63,11 @@ class Layout:
         chunks: the units of each virtual stage, as indices.
         graphs: the graphs of each name.
         ranks: the pipeline rank of each virtual stage; empty for a single rank.
-        shared: backward operators, as (unit, name), that add to one gradient, such as the gradient of tied embeddings;
-            each row in the order in which a micro-batch runs the operators.
-        reductions: gradient reductions of all pipeline ranks; those of one rank in the order in which a micro-batch
+        shared: backward operators, as (unit, name), that add to one gradient, for example the gradient of tied
+            embeddings; each row in the order of a micro-batch's backward.
+        reductions: gradient reductions of all pipeline ranks; reductions of a rank in the order in which a micro-batch
             would complete the gradients; empty without replicas.
-        gathers: weight gathers of all pipeline ranks; those of one rank in the order in which a micro-batch first reads
+        gathers: weight gathers of all pipeline ranks; gathers of a rank in the order in which a micro-batch first reads
             the weights.
     """
 
@@ -91,7 +91,7 @@ class Layout:
 
     @cached_property
     def derived(self) -> dict[str, object]:
-        """A cache for results that follow from the layout alone."""
+        """A cache for results derived from the layout alone."""
         return {}
 
     @cached_property
@@ -105,7 +105,7 @@ class Layout:
         return max(self.ranks, default=0) + 1
 
     def rank_of(self, unit: int) -> int:
-        """The pipeline rank that holds a unit."""
+        """Returns the pipeline rank of a unit."""
         return self._homes.get(unit, 0)
 
     def units_of(self, rank: int) -> list[int]:
@@ -138,7 +138,7 @@ class Layout:
         return self.graphs[self.units[unit]].forward.transfers
 
     def describe(self) -> str:
-        """One line per virtual stage; equal text means equal placement."""
+        """Returns a line for each virtual stage; equal text means equal placement."""
         lines = []
         for stage, chunk in self.chunks.items():
             names = " ".join(self.units[unit] for unit in chunk)
@@ -150,12 +150,12 @@ class Layout:
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
-        """The key of a value: it names the unit that writes the value.
+        """Returns the key of a value: the unit that writes the value, and a name.
 
         Args:
-            unit: the index of the unit that reads or writes the value.
+            unit: the index of a unit that reads or writes the value.
             value: the name of the value in that unit's graph.
-            forward: whether the graph is that of forward.
+            forward: whether the value is in the unit's forward graph.
         """
         pair = self.graphs[self.units[unit]]
         forward = forward or value in pair.backward.saved_values
@@ -171,7 +171,7 @@ class Layout:
 def place_names(
     units: Sequence[str], ranks: Sequence[int], ranges: Sequence[range]
 ) -> tuple[list[str], dict[int, list[int]]]:
-    """Returns the names of all units, those between the ranks included, and the units of each virtual stage as indices.
+    """Returns the names of all units, transfers between the ranks included, and the unit indices of each virtual stage.
 
     The embedding goes with the first layers, the head with the last.
 
@@ -206,7 +206,7 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
 
 
 def named_reductions(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Every gradient reduction in the order of the layout; a rough guess of its time is that of its adders."""
+    """Yields every gradient reduction in the order of the layout; the rough guess of its time is its adders' time."""
     for number, reduction in enumerate(layout.reductions):
         adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in reduction.adders)
         op = Operator(
@@ -235,18 +235,18 @@ def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
 
 
 def named_per_step(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """The operators that run once a step: weight gathers and gradient reductions."""
+    """Yields the operators that run once a step: weight gathers and gradient reductions."""
     yield from named_gathers(layout)
     yield from named_reductions(layout)
 
 
 def is_per_step(name: Name) -> bool:
-    """Whether a name is that of a weight gather or a gradient reduction."""
+    """Returns whether a name is the name of a weight gather or a gradient reduction."""
     return name[0] in (REDUCTIONS, GATHERS)
 
 
 def names_per_step(layout: Layout, rank: int) -> list[Name]:
-    """The weight gathers and gradient reductions of a pipeline rank; all share one stream."""
+    """Returns the weight gathers and gradient reductions of a pipeline rank; all share a stream."""
     reductions, gathers = ([name for name, _ in named(layout)] for named in (named_reductions, named_gathers))
     return [reductions[number] for number in layout.reductions_of(rank)] + [
         gathers[number] for number in layout.gathers_of(rank)

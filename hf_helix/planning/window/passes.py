@@ -1,20 +1,20 @@
-"""Passes over a window: what a plan does not order is put into its order of issue.
+"""Passes over a window: operators outside a plan's order are inserted into its order of issue.
 
 In:   a window and a plan's order of issue: places of one rank or of several; `~unit` stands for a barrier.
 Out:  the order with prefetched operators moved forward, gradient reductions and weight gathers; an `OrderedWindow`.
-Must hold: everything else keeps its order, so the order stays valid. A pass depends on the order alone, so all replicas
-issue their collectives in the same order.
+Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order alone, so all
+replicas issue their collectives in the same order.
 
 `PASSES` run one after the other:
 
-    prefetch            an operator of `Operator.ahead` = n moves n units before its own, or stays where the plan has it
-                        if that is earlier. Units count as the rank comes to compute in them, whatever the micro-batch
-                        and the
-                        direction: each of two strands gets the weights of its next unit during the unit of the other.
+    prefetch            an operator of `Operator.ahead` = n moves n units before its own, or keeps an earlier place
+                        of the plan. Units count in the order of the rank's computation, whatever the micro-batch and
+                        the direction: each of two strands gets the weights of its next unit during the unit of the
+                        other.
     reduce_gradients    a reduction follows the last operator that adds to its bucket. The reductions of a rank run one
                         after the other; first complete, first issued is optimal. A plan only chooses when buckets are
                         complete, see `defer_weight_gradients` of `planning.plan.search`.
-    gather_weights      the gathers of a rank come first; they share the stream of the reductions, which is idle then.
+    gather_weights      the gathers of a rank come first; the stream is shared with the reductions, and idle then.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class OrderedWindow:
 
 
 def prefetch(window: Window, order: Order) -> Order:
-    """Moves prefetched operators as many units forward as they ask for."""
+    """Moves prefetched operators forward by their number of units."""
     if not window.pattern.prefetch_readers:
         return order
     turns = _Turns(window, order)
-    moved: dict[int, list[int]] = {}  # by position, the operators to issue before it
+    moved: dict[int, list[int]] = {}  # by position, the operators to issue before the position
     for position, place in enumerate(order):
         earlier = turns.latest_position(place)
         if earlier is not None and earlier <= position:  # also without a move, to be sorted among the moved ones
@@ -108,7 +108,7 @@ def prefetch(window: Window, order: Order) -> Order:
 
 
 class _Turns:
-    """The turns of a rank: the units in the order in which the rank comes to compute in them.
+    """The turns of a rank: the units in the order of the rank's computation.
 
     Attributes:
         of: the turn in which each prefetched place is first read.
@@ -128,7 +128,7 @@ class _Turns:
                 self._note(position, window.microbatches[place], index, passes)
 
     def _note(self, position: int, microbatch: int, index: int, passes: dict[UnitPass, int]) -> None:
-        """Notes that the values of a prefetched operator are read at a position."""
+        """Records a read of a prefetched operator's values at a position."""
         place, pattern = self._window.at[microbatch][index], self._window.pattern
         if place == NONE or place in self.of:
             return
@@ -140,7 +140,7 @@ class _Turns:
         self.of[place] = passes[unit_pass]
 
     def latest_position(self, place: int) -> int | None:
-        """The position before which a prefetched operator is issued at the latest; None for all others."""
+        """Returns the position before which a prefetched operator is issued at the latest; None for other operators."""
         if place not in self.of:
             return None
         pattern, index = self._window.pattern, self._window.indices[place]
@@ -152,7 +152,7 @@ class _Turns:
 
 
 def reduce_gradients(window: Window, order: Order) -> Order:
-    """Issues each gradient reduction after the last operator that adds to its gradients."""
+    """Inserts each gradient reduction after the last adder to its gradients."""
     count = len(window.layout.reductions)
     added: dict[int, list[int]] = {}
     issued: set[int] = set()
@@ -173,11 +173,11 @@ def reduce_gradients(window: Window, order: Order) -> Order:
 def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
     """Returns the bucket of each gradient, numbered from 0.
 
-    The last reduction of a window is exposed. So from where fewer than `TAIL` buckets are left, each bucket takes one
-    in `TAIL` of the remaining bytes.
+    The last reduction of a window is exposed. So when fewer than `TAIL` buckets are left, each bucket takes a part of
+    1 / `TAIL` of the remaining bytes.
 
     Args:
-        sizes: bytes of the gradients, in the order in which a micro-batch alone completes them.
+        sizes: bytes of the gradients, in the order in which a micro-batch alone completes the gradients.
         largest: bytes of a bucket at most; a larger gradient gets a bucket of its own.
     """
     left = sum(size for size in sizes if size <= largest)

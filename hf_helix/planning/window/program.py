@@ -1,9 +1,9 @@
-"""Programs: everything one rank issues for a window, in one flat list.
+"""Programs: all instructions that a rank issues for a window, in one flat list.
 
 In:   a schedule, a layout and a plan.
-Out:  a `Program`: the instructions of a rank in the order of issue, with the values that each frees.
+Out:  a `Program`: the instructions of a rank in the order of issue, with the values that each instruction frees.
 Must hold: every operator of every micro-batch once, each after its inputs; a value is freed by its last reader;
-messages between two ranks are received in the order in which they are sent.
+messages between two ranks are received in the order of sending.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.repetition import order_window
 from hf_helix.planning.window.window import Window
 
-COPIES = (2, 6, 14)  # repetitions to write out until one frees the same as the next
+COPIES = (2, 6, 14)  # repetitions to write out until two neighbours free the same values
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Program(Sequence[Instruction]):
     Attributes:
         once: the instructions of a short window.
         period: begin and end of the part of `once` that repeats.
-        repeats: how many more times.
+        repeats: the number of further repetitions.
         shift: micro-batch indices grow by `shift` per repetition.
         slots: of the short window.
     """
@@ -43,7 +43,7 @@ class Program(Sequence[Instruction]):
     slots: Sequence[Slot] = ()
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yields parts of `once` in the order of issue: begin, end, and what to add to micro-batch indices."""
+        """Yields parts of `once` in the order of issue: begin, end, and the summand of micro-batch indices."""
         yield 0, self.period[1], 0
         for number in range(1, self.repeats + 1):
             yield *self.period, number * self.shift
@@ -128,12 +128,12 @@ def validate_program(
     its adders, and weights are gathered before their unit computes.
 
     Args:
-        sources: values that exist from the start, such as the gradient of the loss.
-        layout: with shared gradients, gradient reductions and weight gathers; None without them.
+        sources: values that exist from the start, for example the gradient of the loss.
+        layout: with shared gradients, gradient reductions and weight gathers; None for none.
         slots: of the rank; shared gradients accumulate in their order.
 
     Raises:
-        ValueError: names the first instruction that is wrong.
+        ValueError: names the first wrong instruction.
     """
     checks = (_Values(sources), _Order(slots, layout), _PerStep(layout))
     for place, instruction in enumerate(program):
@@ -221,7 +221,7 @@ class _PerStep:
 
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
-    """For every operator that shares a gradient, the turns of all its adders; one list for one gradient."""
+    """Returns, for every operator with a shared gradient, the turns of all its adders; a list for each gradient."""
     rows: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
     for row in layout.shared:
         turns: list[tuple[int, int, str]] = []

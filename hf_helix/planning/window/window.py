@@ -10,8 +10,8 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     indices[place]   0       1         2          0       1                  index into the pattern
     microbatches     0       0         0          1       1
 
-Places from `len(window)` on stand for the gradient reductions and then the weight gathers of the layout, which run once
-a step; in an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
+Places from `len(window)` on are the gradient reductions and then the weight gathers of the layout: each runs once a
+step. In an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
 places; places become instructions once, at the end.
 """
 
@@ -47,18 +47,18 @@ NONE = -1
 
 @dataclass(frozen=True)
 class WindowArrays:
-    """Instructions as lists of numbers, one entry for each place.
+    """Instructions as lists of numbers, an entry for each place.
 
     Attributes:
         streams: an index into `STREAMS`.
-        seconds: the time alone.
-        needs: the places that must end first.
+        seconds: the time of the operator alone.
+        needs: the places to end first.
         entries: the operator, as an index into `names`; `NONE` for a barrier.
         names: the operators.
         ranks: the pipeline rank; empty for a single rank.
-        lanes: instructions of one rank, stream and lane run one after the other; empty where all are 0.
+        lanes: instructions of one rank, stream and lane run one after the other; empty if all are 0.
         size_sources: the collective whose result the host reads before it issues the instruction, or `NONE`; empty
-            where all are `NONE`.
+            if all are `NONE`.
     """
 
     streams: list[int]
@@ -78,7 +78,7 @@ class WindowArrays:
         return self.ranks[place] if self.ranks else 0
 
     def queues(self) -> list[int]:
-        """The queue of each place; instructions of one queue run one after the other."""
+        """Returns the queue of each place; instructions of a queue run one after the other."""
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
@@ -88,10 +88,10 @@ class WindowArrays:
 
         Args:
             stream: an index into `STREAMS`.
-            seconds: the time alone.
-            needs: the places that must end first.
+            seconds: the time of the operator alone.
+            needs: the places to end first.
             rank: the pipeline rank.
-            name: of an operator that is not in `names` yet; None for a barrier.
+            name: of an operator not yet in `names`; None for a barrier.
         """
         self.entries.append(NONE if name is None else len(self.names))
         self.names.extend([] if name is None else [name])
@@ -117,7 +117,7 @@ class WindowArrays:
         )
 
     def with_compute_scaled(self, factor: float) -> WindowArrays:
-        """The instructions with computations that take `factor` times as long."""
+        """Returns the instructions with times of computations multiplied by `factor`."""
         pairs = zip(self.seconds, self.streams, strict=True)
         return replace(self, seconds=[each * factor if stream == COMPUTE else each for each, stream in pairs])
 
@@ -139,14 +139,13 @@ class Pattern:
     """The instructions of one micro-batch in all units of a layout: the units forward, then backward.
 
     Attributes:
-        instructions: those of micro-batch 0.
+        instructions: of micro-batch 0.
         spans: the part of `instructions` of each unit and direction (whether forward).
         names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
-        ordered_after: of each instruction, predecessors by order alone: those that its operator names
-            (`ordered_after`), the I of a W, and for a prefetched operator the writers of the inputs of the unit that it
-            is listed with.
-        prefetch_readers: of each prefetched instruction, the readers of the values that it brings.
-        is_awaited: whether a barrier waits for the instruction: collectives, if they are not prefetched.
+        ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
+            and for a prefetched operator the writers of the inputs of its unit.
+        prefetch_readers: of each prefetched instruction, the readers of its values.
+        is_awaited: whether a barrier waits for the instruction: collectives, unless prefetched.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -185,7 +184,7 @@ class Pattern:
         found = []
         for each, op in zip(self.instructions, self.operators, strict=True):
             needs = [self._writers[key] for key in each.needs if key in self._writers]
-            if op.part is not Part.F and op.kind is not Kind.PIPELINE:  # state that forward has saved for backward
+            if op.part is not Part.F and op.kind is not Kind.PIPELINE:  # state saved by forward for backward
                 needs += [forwards[key] for key in [(each.unit, op.forward_name)] if key in forwards]
             if op.receives:
                 needs += [senders[key] for key in [transfer_key(each)] if key in senders]
@@ -218,7 +217,7 @@ class Pattern:
 
     @cached_property
     def reductions(self) -> dict[int, list[int]]:
-        """The gradient reductions that each instruction adds to."""
+        """Returns the gradient reductions that each instruction adds to."""
         indices = {
             (unit, self.operators[index].name): index
             for unit in {unit for each in self._layout.reductions for unit, _ in each.adders}
@@ -239,7 +238,7 @@ class Pattern:
 
 
 def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
-    """0; of transfers, a lane for each neighbour that is sent to, and a lane for each unit that receives."""
+    """Returns 0; of transfers, a lane for each receiving neighbour, and a lane for each receiving unit."""
     if op.kind is not Kind.PIPELINE:
         return 0
     forward = op.part is Part.F
@@ -267,15 +266,15 @@ class Window:
     """The instructions of a window, rank by rank and slot by slot, as numbers.
 
     Args:
-        schedule: of the window; ranks that do not matter may have no slots.
+        schedule: of the window; ranks without interest may have no slots.
         layout: the units of all ranks.
 
     Attributes:
         passes: through units, in order.
         indices: of each place, its index into the pattern.
         microbatches: of each place, its micro-batch.
-        at: of each micro-batch and index, the place; `NONE` where the window lacks the instruction.
-        slots: of each rank and slot, the place of the first instruction; one more for the end of the rank.
+        at: of each micro-batch and index, the place; `NONE` for an instruction outside the window.
+        slots: of each rank and slot, the place of the first instruction; then the end of the rank.
     """
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
@@ -322,7 +321,7 @@ class Window:
         return self.pattern.instructions[self.indices[place]].of(self.microbatches[place])
 
     def instructions(self, order: Iterable[int]) -> list[Instruction]:
-        """The instructions of an order of issue: here places become instructions.
+        """Returns the instructions of an order of issue: here places become instructions.
 
         A gradient reduction has the micro-batch and the unit of the last instruction before it.
         """
@@ -380,7 +379,7 @@ class Window:
         return arrays
 
     def _add_reductions(self, arrays: WindowArrays, times: Times) -> None:
-        """Adds the gradient reductions; each needs the last instructions that add to its gradients."""
+        """Adds the gradient reductions; each needs the last adders to its gradients."""
         names = [name for name, _ in named_reductions(self.layout)]
         last = {index: place for place, index in enumerate(self.indices)} if names else {}
         needs: list[list[int]] = [[] for _ in names]

@@ -1,7 +1,7 @@
-"""Orders of a block that need no times: `sequential`, the baseline of all plans, and the paper's Wavelet+
+"""Orders of a block without times: `sequential`, the baseline of all plans, and the paper's Wavelet+
 (`round_robin`).
 
-Each takes the forward and the backward graph of a block (None: the strand is absent) and returns an order.
+Each function takes the forward and the backward graph of a block (None: the strand is absent) and returns an order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hf_helix.planning.timing.profile import Profile
 
 
 def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """One strand at a time, in canonical order, each with a barrier at its end.
+    """Returns an order with a strand at a time, in canonical order, each with a barrier at its end.
 
-    As in Megatron-LM, one thing overlaps: the weight gradient of a column-parallel linear and the reduce-scatter after
+    As in Megatron-LM, a single overlap: the weight gradient of a column-parallel linear with the reduce-scatter after
     its input gradient.
 
     Args:
@@ -28,6 +28,6 @@ def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) 
 
 
 def round_robin(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """One operator of each strand in turn; the rest of the longer strand follows."""
+    """Returns the operators of the strands in turn; the rest of the longer strand follows."""
     turns = zip_longest(entries(forward, None), entries(None, backward))
     return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)

@@ -1,12 +1,12 @@
 """The paper's intra-batch baseline (after MegaScale): one micro-batch at a time, collectives cut into tiles.
 
 In:   the graphs of the model's units, their profile, and a number of tiles.
-Out:  an `IntraBatchPlan`, the tiled graphs that it orders, and their profile. Each all-gather before a linear, and each
+Out:  an `IntraBatchPlan`, its tiled graphs, and their profile. Each all-gather before a linear, and each
       reduce-scatter after a linear, is cut into tiles, issued in turn with the tiles of the linear, so that even a
       single strand overlaps computation and communication.
 Must hold: values with other readers keep their names, so the rest of the graph is unchanged. The tiles of a linear add
-to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the whole
-operator.
+to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the operator's
+time.
 
 Tiles also exist in `hf_helix.runtime.intra_batch` (tensors) and in `hf_helix.runtime.intra_batch` (a stage that runs
 tiles).
@@ -59,11 +59,11 @@ class IntraBatchPlan(BlockPlan):
         mesh: Mapping[str, int],
         tiles: int,
     ) -> Self:
-        """The plan of a rule that orders one block at a time. Arguments as of `BlockPlan.of`.
+        """Returns the plan of a rule that orders blocks independently. Arguments as of `BlockPlan.of`.
 
         Args:
             profile: of the model's own graphs.
-            tiles: how many each collective is cut into.
+            tiles: the number of tiles of each collective.
         """
         orders = orders_of(order_block, tile_profile(profile, tiles))
         return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
@@ -90,7 +90,7 @@ class IntraBatchPlan(BlockPlan):
 
 @dataclass(frozen=True)
 class Site:
-    """Two operators that are cut together: a gather and the linear that reads it, or a linear and its scatter."""
+    """Two operators cut together: a gather and the linear after it, or a linear and its scatter."""
 
     first: Operator
     second: Operator
@@ -107,17 +107,17 @@ class Site:
 
     @property
     def cut(self) -> str:
-        """Name of the operator that cuts what goes in."""
+        """The name of the operator that cuts the input."""
         return f"{self.first.name}.cut"
 
     @property
     def join(self) -> str:
-        """Name of the operator that puts together what comes out."""
+        """The name of the operator that joins the outputs."""
         return f"{self.second.name}.join"
 
 
 def tile_graph(graph: Graph, tiles: int) -> Graph:
-    """The forward graph with every collective that a linear reads or writes alone cut into tiles.
+    """Returns the forward graph with every collective of a single linear cut into tiles.
 
     Raises:
         ValueError: fewer than one tile.
@@ -161,8 +161,8 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
 
 
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
-    """The tiled forward graph and its backward: communication of tiles as early as possible, and the W's of a row of
-    tiles after all I's of the row that communication follows, to overlap it."""
+    """Returns the tiled forward graph and its backward: communication of tiles as early as possible, and the W's of a
+    row of tiles after all I's of the row with communication after them, to overlap it."""
     forward = tile_graph(pair.forward, tiles)
     if forward is pair.forward:
         return pair
@@ -194,7 +194,7 @@ def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
 
 
 def sites(graph: Graph) -> list[Site]:
-    """The sites of a graph that can be tiled. A linear between a gather and a scatter is tiled with the gather."""
+    """Returns the tileable sites of a graph. A linear between a gather and a scatter is tiled with the gather."""
     readers: dict[str, list[Operator]] = {}
     for op in graph.operators:
         for value in op.reads:
@@ -216,10 +216,10 @@ def sites(graph: Graph) -> list[Site]:
 
 
 def tile_profile(profile: Profile, tiles: int) -> Profile:
-    """The profile of the tiled graphs, derived from the times of whole operators.
+    """Returns the profile of the tiled graphs, derived from the times of the untiled operators.
 
-    A tile takes its part of the whole; cut and join take as long as the cheapest local operator of their graph in
-    forward, since they copy a value once in either direction. Slowdowns are those of the whole operators.
+    A tile takes its part of the time; cut and join take as long as the cheapest local operator of their graph in
+    forward, since a value is copied once in either direction. Slowdowns are those of the untiled operators.
     """
     if tiles == 1:
         return profile
@@ -227,7 +227,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     layout = tile_layout(old, tiles)
     sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
-    of_window = [name for name in profile.times if is_per_step(name)]  # also those that a part of the window has not
+    of_window = [name for name in profile.times if is_per_step(name)]  # also reductions outside a part of the window
     times |= {name: profile.times[name] for name in of_window}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
