@@ -42,7 +42,7 @@ def refuse_calls(model: nn.Module, instead: Instead) -> None:
             f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
         )
 
-    refuse.is_refusal = True  # type: ignore[attr-defined]  # marks the package's own replacement, for checks of patched forwards
+    refuse.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
     model.forward = refuse
 
 

@@ -11,8 +11,5 @@ scorecard     the communication that a plan hides
 live          the figures of the logs
 flops         floating-point operations of a model, peaks of devices
 perfetto      traces for ui.perfetto.dev
-figures of the logs
-flops         work of a model, peaks of devices
-perfetto      traces for ui.perfetto.dev
 figures       files, colours, heads and legends of all pictures
 """

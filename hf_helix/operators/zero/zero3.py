@@ -115,7 +115,7 @@ def _read_in_backward(op: Operator) -> Iterator[str]:
 # -- operators on unsharded parameters --------------------------------------------------------------------------------
 
 Unsharded = Sequence[tuple[FlatParameter, Tensor]]
-"""FlatParameter parameters, each with the buffer that its parameters are views of."""
+"""Flat parameters, each with the buffer that its parameters are views of."""
 
 
 class _SavedView(NamedTuple):

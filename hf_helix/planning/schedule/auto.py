@@ -67,7 +67,7 @@ def choose_schedule(
 
 
 def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
-    """Returns list schedules without a search; weight gradients are deferred until a rank would wait."""
+    """Returns list schedules, made without a search; a rank defers weight gradients until it would wait."""
     ranks = stage_ranks(FOLD, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
     named = [simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in FOLDED]

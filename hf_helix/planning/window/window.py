@@ -143,7 +143,7 @@ class Pattern:
         spans: the part of `instructions` of each unit and direction (whether forward).
         names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
         ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
-            and for a prefetched operator the writers of the inputs of its unit.
+            and for a prefetched operator the writers of the inputs of the unit listed with it.
         prefetch_readers: of each prefetched instruction, the readers of its values.
         is_awaited: whether a barrier waits for the instruction: collectives, unless prefetched.
     """

@@ -105,8 +105,7 @@ class GradientReduction:
 
     The program says when the last gradient of a bucket has been issued. The steps for a bucket:
 
-        tp         sum of the gradients that each rank has for its part of the sequence, in line with other tp
-        collectives
+        tp         sum of the ranks' gradients for their parts of the sequence, in line with other tp collectives
         dp and cp  sum over the parts of a sequence and average over the batches, on the stream of gradients
 
     Buckets do not depend on the plan, so neither do the sums. Gradients in float32 are reduced in place, after a move
