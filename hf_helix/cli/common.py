@@ -78,8 +78,8 @@ def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Sched
         microbatches: of a window.
         name: of a schedule, as in `HelixConfig`.
     """
-    from hf_helix.planning.schedule.clock import stage_costs
     from hf_helix.planning.schedule.scheduler import Scheduler
+    from hf_helix.planning.schedule.slot_clock import stage_costs
 
     return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
 

@@ -20,7 +20,7 @@ from hf_helix.config import AUTO, RECOMPUTE, RULES
 
 if TYPE_CHECKING:
     from hf_helix.planning.plan.plan import Plan
-    from hf_helix.planning.schedule.clock import Simulated
+    from hf_helix.planning.schedule.slot_clock import Simulated
     from hf_helix.planning.timing.profile import Profile
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")

@@ -21,7 +21,7 @@ from hf_helix.doctor.memory import GRADIENT, Peak
 from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name

@@ -23,8 +23,8 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.timing.clock import Timeline
 from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes

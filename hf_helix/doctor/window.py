@@ -23,10 +23,10 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.auto import listed_schedules
-from hf_helix.planning.schedule.clock import USUAL_GAIN, Costs, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
-from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.schedule.slot_clock import USUAL_GAIN, Costs, simulate_schedule, stage_costs
+from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction

@@ -21,7 +21,7 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.window.layout import Name, named_gathers, named_reductions
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket
-from hf_helix.runtime.gradients.reduce import GradientReduction
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
@@ -65,7 +65,7 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
         for parameter in bucket.placements:
             if parameter.grad is None:  # the first time, or again where the reduction leaves parts of it
                 parameter.grad = torch.zeros_like(parameter)
-        GradientReduction([bucket], runner.mesh, streams).finish()
+        GradientReducer([bucket], runner.mesh, streams).finish()
 
     issuing = ISSUING_SLOWEST + ISSUING * len(bucket.placements)  # their gradients are made, and moved
     try:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.window import STREAMS
 from hf_helix.runtime.trace import Trace, merge

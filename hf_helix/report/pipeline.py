@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.schedule.actions import Action, Slot
-from hf_helix.planning.schedule.clock import Simulated
 from hf_helix.planning.schedule.placement import stages_of_rank
+from hf_helix.planning.schedule.slot_clock import Simulated
 from hf_helix.report.figures import COLOURS, FAINT, INK, draw_head, draw_legend, figure_file, text_width
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients.buckets import gradient_buckets
-from hf_helix.runtime.gradients.reduce import GradientReduction
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import stage_for
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
@@ -105,12 +105,12 @@ class Runner:
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def _reduction(self) -> tuple[GradientReduction, Callable[[int], object] | None]:
+    def _reduction(self) -> tuple[GradientReducer, Callable[[int], object] | None]:
         """Returns the gradient reduction of a window, and the function that issues the reduction with an index in the
         layout."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
-        reduction = GradientReduction(self.buckets, self.mesh, self.executor.streams)
+        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams)
         if not self._numbers:
             return reduction, None
         return reduction, lambda number: reduction.reduce_bucket(self._numbers[number])

@@ -32,8 +32,8 @@ from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import RULES, runs_one_strand
-from hf_helix.planning.schedule.clock import stage_costs
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names
+from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.planning.window.layout import Layout

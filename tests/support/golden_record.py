@@ -43,8 +43,8 @@ from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.clock import stage_costs
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import rough_profile

@@ -18,7 +18,7 @@ from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import graphs_digest
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.clock import Timeline
+from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction

@@ -14,8 +14,8 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import full_parameter
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.clock import stage_costs
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.divided import plain_parameters

@@ -11,7 +11,7 @@ from support.arrays import arrays_of, window_instructions
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.clock import Timeline, simulate
+from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name

@@ -1,7 +1,7 @@
 """Plans: the static order in which every rank issues operators.
 
 `Plan` is the base of all kinds of plans: `BlockPlan` lists orders, `PriorityPlan` computes orders from priorities. An
-order is valid on every device, see `planning.timing.clock`; `planning.window.passes` completes the order.
+order is valid on every device, see `planning.timing.operator_clock`; `planning.window.passes` completes the order.
 """
 
 from __future__ import annotations

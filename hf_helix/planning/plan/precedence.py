@@ -6,11 +6,11 @@ Must hold: every edge goes from an instruction to a later instruction of the sch
 Gradients accumulate, and transfers follow each other, in the schedule's order of micro-batches. Every computation of a
 layer counts as an equal part of the layer's activations; all activations of a micro-batch are freed.
 
-    strand                F0 of unit 0 -> unit 1 -> unit 2 -> F1 of unit 0 -> ...
-    enters unit n         after it has left unit n - 2; a layer also after it has left the layer n - 1
-    left a unit           when its last operator, and every recomputation in the unit, was issued; W may follow
-    later slot n          begins after the end of all slots up to n - 2
-    where the other strand has nothing to do, every second action of a strand is a strand of its own
+    a strand runs         F0 of unit 0 -> unit 1 -> unit 2 -> F1 of unit 0 -> ...
+    it enters unit n      after it has left unit n - 2; a layer also after it has left the layer n - 1
+    it has left a unit    when the last operator, and every recomputation in the unit, was issued; W may follow
+    slot n begins         after the end of all slots up to n - 2
+    an idle strand        gives every second action of the other strand a strand of its own
 """
 
 from __future__ import annotations

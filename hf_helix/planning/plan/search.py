@@ -5,8 +5,9 @@ Out:  `Priorities`.
 Must hold: within the memory of `extra_live_layers`; the window is at most `CLOSE` times as long as under `greedy`.
 
     candidates = [greedy]
-    for each kind of layer:             anneal on a chain of layers, a forward concurrent with a backward: the
-        steady candidates += [result]          state of a rank
+    for each kind of layer:
+        anneal on a chain of layers, a forward concurrent with a backward: the steady state of a rank
+        candidates += [result]
     anneal from the best candidate on a short window with warm-up, cool-down and all kinds of units
     return the best candidate on the full window on all ranks, of a long window on `JUDGED` periods
 
@@ -29,7 +30,7 @@ from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS, SLACK, ListScheduler, Priorities, Priority
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.planning.window.passes import run_passes

@@ -21,9 +21,17 @@ from itertools import product
 
 from hf_helix.planning.annealing import anneal, threshold
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
-from hf_helix.planning.schedule.clock import ClockRun, Costs, Row, Simulated, SlotClock, TimedSlot, simulate_schedule
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
+from hf_helix.planning.schedule.slot_clock import (
+    ClockRun,
+    Costs,
+    Row,
+    Simulated,
+    SlotClock,
+    TimedSlot,
+    simulate_schedule,
+)
 from hf_helix.planning.schedule.validate import validate
 
 SEARCHED = "searched"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from hf_helix.config import AUTO, SCHEDULES
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, without_microbatches
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule.validate import validate
@@ -116,12 +117,14 @@ PLACEMENT_OF = {name: schedule.placement for name, schedule in NAMED_SCHEDULES.i
 FOLDED = tuple(name for name, placement in PLACEMENT_OF.items() if placement == FOLD)
 """The schedules that `auto` may choose: all of one placement."""
 
+assert (AUTO, *NAMED_SCHEDULES) == SCHEDULES, "a schedule has its name in hf_helix.config.SCHEDULES, too"
+
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns the schedule of a name, validated.
 
     Args:
-        name: in `NAMED_SCHEDULES`, or an alias.
+        name: in `NAMED_SCHEDULES`.
         num_ranks: of the pipeline.
         num_microbatches: of the window.
 

@@ -20,9 +20,9 @@ from hf_helix.planning.schedule.actions import (
     without_microbatches,
 )
 from hf_helix.planning.schedule.auto import choose_schedule
-from hf_helix.planning.schedule.clock import Costs, Simulated, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.named import FOLDED, PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
+from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.profile import Profile
 

@@ -17,7 +17,7 @@ from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.timing.clock import Timeline, simulate
+from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.passes import OrderedWindow

@@ -100,7 +100,7 @@ MAX_UPCASTS = 2
 Placements = Mapping[nn.Parameter, Placement]
 
 
-class GradientReduction:
+class GradientReducer:
     """Reduces the gradients of one window over the ranks, while backward still runs.
 
     The program says when the last gradient of a bucket has been issued. The steps for a bucket:
@@ -192,7 +192,7 @@ class GradientReduction:
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
-    GradientReduction(gradient_buckets(units, mesh), mesh, streams).finish()
+    GradientReducer(gradient_buckets(units, mesh), mesh, streams).finish()
 
 
 @contextlib.contextmanager

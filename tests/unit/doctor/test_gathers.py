@@ -25,7 +25,7 @@ from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.program import build_program

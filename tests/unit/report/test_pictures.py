@@ -13,7 +13,7 @@ from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
 
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION

@@ -8,9 +8,9 @@ import pytest
 from support.windows import boxes
 
 from hf_helix.planning.schedule.actions import parse_schedule
-from hf_helix.planning.schedule.clock import Costs, Simulated, simulate_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
+from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule
 from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
 pytest.importorskip("matplotlib")

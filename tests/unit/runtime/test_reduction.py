@@ -16,7 +16,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import buckets
-from hf_helix.runtime.gradients.reduce import GradientReduction
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.streams import CpuStreams, Event
 
 
@@ -64,9 +64,9 @@ def kinds(streams: Recorder) -> list[str]:
 
 def reduction_of(
     placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool
-) -> GradientReduction:
+) -> GradientReducer:
     units, mesh = {k: unit_of(result) for k, result in enumerate(placements)}, mesh_of(tp, dp)
-    return GradientReduction(buckets.gradient_buckets(units, mesh), mesh, streams)
+    return GradientReducer(buckets.gradient_buckets(units, mesh), mesh, streams)
 
 
 @pytest.fixture

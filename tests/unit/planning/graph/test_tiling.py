@@ -31,7 +31,7 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
 from hf_helix.planning.plan.block_plan import all_blocks, validate_order
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction, unit_instructions
 from hf_helix.planning.window.layout import Layout, named_operators

@@ -16,7 +16,7 @@ from hf_helix.planning.plan.baselines import dhelix as dhelix_module
 from hf_helix.planning.plan.baselines.dhelix import dhelix
 from hf_helix.planning.plan.baselines.in_turn import sequential
 from hf_helix.planning.plan.block_plan import BARRIER, Order, all_blocks, entries, validate_order
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Pair, Profile, rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions
 from hf_helix.planning.window.layout import Layout, named_operators

@@ -38,7 +38,7 @@ from hf_helix.planning.plan.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.plan.search import CLOSE, greedy, search, shorten
 from hf_helix.planning.schedule.actions import Action, Slot
-from hf_helix.planning.timing.clock import Timeline, simulate
+from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Name, named_operators
 from hf_helix.planning.window.program import build_programs

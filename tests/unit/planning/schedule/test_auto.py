@@ -13,10 +13,10 @@ import pytest
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.actions import Schedule, Slot, format_schedule, parse_schedule
 from hf_helix.planning.schedule.auto import SEARCHED, Policy, choose_schedule, list_schedule
-from hf_helix.planning.schedule.clock import Costs, Row, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.schedule.scheduler import find_schedule
+from hf_helix.planning.schedule.slot_clock import Costs, Row, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}

@@ -7,10 +7,10 @@ import pytest
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.auto import choose_schedule
-from hf_helix.planning.schedule.clock import Costs, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, schedule_names
+from hf_helix.planning.schedule.slot_clock import Costs, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
 

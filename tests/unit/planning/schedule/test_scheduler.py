@@ -9,10 +9,10 @@ from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
 
 from hf_helix.config import AUTO
 from hf_helix.planning.schedule.actions import format_schedule
-from hf_helix.planning.schedule.clock import Costs, stage_costs
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates
+from hf_helix.planning.schedule.slot_clock import Costs, stage_costs
 from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.profile import Profile
 

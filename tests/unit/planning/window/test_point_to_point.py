@@ -26,10 +26,10 @@ from hf_helix.planning.plan.search import greedy, search
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.auto import choose_schedule
-from hf_helix.planning.schedule.clock import Costs
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.schedule.slot_clock import Costs
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.program import build_programs

@@ -16,7 +16,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
 from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions

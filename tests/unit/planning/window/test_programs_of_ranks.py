@@ -39,7 +39,7 @@ from hf_helix.planning.plan.search import greedy
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout

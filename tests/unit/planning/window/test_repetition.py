@@ -32,7 +32,7 @@ from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.validate import validate
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction

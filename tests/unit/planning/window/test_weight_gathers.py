@@ -12,7 +12,7 @@ from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.baselines.intra_batch import tile_profile
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.timing.clock import simulate
+from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile

@@ -14,7 +14,7 @@ from support.arrays import arrays_of, window_instructions
 from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.clock import Slowdown, Timeline, simulate
+from hf_helix.planning.timing.operator_clock import Slowdown, Timeline, simulate
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, entry_of, unit_instructions
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import STREAMS, WindowArrays
