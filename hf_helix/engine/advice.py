@@ -1,10 +1,10 @@
-"""What the doctor found, kept on disk, so that a run can say at its start that another layout is clearly faster.
+"""The findings of the doctor on disk: a run says at its start when another layout is clearly faster.
 
-In:   a ranking of layouts for a model on a cluster; later, a model, and what a run trains it with.
+In:   a ranking of layouts for a model on a cluster; later, a model and the machine and options of a run.
 Out:  a file in the cache; one line of output.
-Must hold: it is said only where the doctor was asked for this: the same model, as many devices of the same kind on as
-many nodes, the same type of matrix products, sequences and steps about as long; a file that cannot be read is as good
-as none; a run never simulates.
+Must hold: a run gives advice only for the question of the doctor: the same model, as many devices of the same kind on
+as many nodes, the same type of matrix products, sequences and steps about as long. An unreadable file counts as none; a
+run never simulates.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Machine:
-    """What the layouts of a file are for, and what a run has.
+    """The machine of a file of layouts, and of a run.
 
     Attributes:
         device: the name of each device.
-        devices: how many.
-        nodes: they stand in.
+        devices: the number of devices.
+        nodes: the number of nodes.
         dtype: of matrix products.
     """
 
@@ -57,7 +57,7 @@ class Machine:
 
 
 def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype: str, length: int, tokens: int) -> Path:
-    """Writes what the doctor found to a file in the cache.
+    """Writes the doctor's speeds to a file in the cache.
 
     Args:
         speeds: predicted tokens per second of each layout, at least one.
@@ -78,12 +78,12 @@ def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype:
 
 
 class Advice:
-    """What the doctor found for the model that a run is about to train. Collective.
+    """The findings of the doctor for the model of a run. Collective.
 
     Args:
         base: the whole Transformers model, before it is cut.
-        mesh: what it is to be trained on.
-        autocast_dtype: the type of matrix products under autocast; None for that of the weights.
+        mesh: the ranks of the run.
+        autocast_dtype: the type of matrix products under autocast; None for the type of the weights.
     """
 
     def __init__(self, base: Any, mesh: Mesh, autocast_dtype: torch.dtype | None) -> None:
@@ -98,7 +98,7 @@ class Advice:
             self._data = known_layouts(base, machine)
 
     def say(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Says on rank 0, once, if a layout is known that is clearly faster than the one that runs."""
+        """Prints on rank 0, once, a layout known to be clearly faster than the running layout."""
         data, self._data = self._data, None
         if data is None:
             return
@@ -111,7 +111,7 @@ class Advice:
 
 
 def known_layouts(base: Any, machine: Machine) -> Any:
-    """Returns what the doctor found for a model on such a machine; None where it was not asked."""
+    """Returns the doctor's speeds for a model on a machine; None without a file."""
     try:
         data = json.loads(_file(base, machine.devices).read_text())
         return data if data["format"] == FORMAT and data["machine"] == vars(machine) else None
@@ -120,7 +120,7 @@ def known_layouts(base: Any, machine: Machine) -> Any:
 
 
 def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int) -> str | None:
-    """Returns what to say of a layout; None where nothing better is known."""
+    """Returns the sentence about a layout; None where nothing better is known."""
     mine = Sizes(sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"], sizes["ep"])
     try:
         if not _near(length, data["length"]) or not _near(tokens, data["tokens"]):

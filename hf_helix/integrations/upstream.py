@@ -1,11 +1,10 @@
 """Methods of other packages that classes of hf_helix override, and the check that their overrides are still called.
 
-In:   a class of ours that stands on a class of another package; `overrides` marks each method that replaces one there.
-Out:  the class itself, or an error that names every method that does not fit, the package and its version, and versions
-      that work.
-Must hold: only the standard library is imported here. A method that was renamed there, or takes other parameters now,
-is an error when the class is made: ours would silently be without effect. Names that hf_helix only calls or reads need
-no check, since they raise when they are gone.
+In:   a subclass of another package's class; `overrides` marks each overriding method.
+Out:  the class itself, or an error with every method that does not fit, the package, its version, and working versions.
+Must hold: only the standard library is imported here. A method renamed upstream, or called with other parameters, is an
+error when the class is made: the override would silently be without effect. Names that hf_helix only calls or reads
+need no check: a missing name raises.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 class UpstreamChanged(RuntimeError):
-    """An installed package has changed in a way that hf_helix does not know yet."""
+    """An installed package differs from all known versions."""
 
 
 class Override(NamedTuple):
-    """The mark of a method that overrides one of another package, see `overrides`."""
+    """The mark of an overriding method, see `overrides`."""
 
     owner: str
     otherwise: str
@@ -50,7 +49,7 @@ class Override(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What does not fit, and the package that it belongs to."""
+    """A mismatch, and the package to blame."""
 
     package: str
     sentence: str
@@ -59,13 +58,13 @@ class Problem(NamedTuple):
 def overrides(
     owner: str, otherwise: str, *, caller: str | None = "", needs: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Returns a decorator that marks a method as the override of one of another package.
+    """Returns a decorator that marks a method as an override of another package's method.
 
     Args:
-        owner: the name of the class that has the other method.
-        otherwise: what would happen if ours were not called.
-        caller: the class, as `module:class`, whose code calls it; "" for the owner itself, None where users call it.
-        needs: parameters that ours reads by name, beyond those in its signature.
+        owner: the name of the other package's class.
+        otherwise: the consequence if the override were not called.
+        caller: the class, as `module:class`, whose code calls the method; "" for the owner, None for users.
+        needs: further parameters that the override reads by name.
     """
 
     def mark(function: Function) -> Function:
@@ -76,17 +75,17 @@ def overrides(
 
 
 def check_class(kind: Class) -> Class:
-    """Returns the class if its methods fit what is installed. Also a decorator.
+    """Returns the class if its methods fit the installed packages. Also a decorator.
 
     Raises:
-        UpstreamChanged: names every method that does not fit, and versions that do.
+        UpstreamChanged: names every method without a fit, and working versions.
     """
     _raise(problems_of_class(kind))
     return kind
 
 
 def explain(error: ImportError) -> None:
-    """Says which versions of a known package have a name that cannot be imported.
+    """Explains a failed import of a name of a known package by the versions with this name.
 
     Raises:
         UpstreamChanged: the name is of such a package.
@@ -97,7 +96,7 @@ def explain(error: ImportError) -> None:
 
 
 def problems_of_class(kind: type) -> list[Problem]:
-    """Returns what does not fit of the methods that a class of ours overrides, or hides by accident."""
+    """Returns the mismatches of the methods that a class overrides, or hides by accident."""
     ours = [base for base in kind.__mro__ if _package(base) == _OURS]
     theirs = [base for base in kind.__mro__ if _package(base) in KNOWN]
     if not theirs:
@@ -119,7 +118,7 @@ def _mark_of(value: Any) -> Override | None:
 
 
 def _problems_of(name: str, mark: Override, ours: list[type], theirs: list[type]) -> Iterator[str]:
-    """What does not fit of one method, as sentences."""
+    """The mismatches of a method, as sentences."""
     about, why = f"{mark.owner}.{name}", f"; hf_helix overrides it: without ours, {mark.otherwise}"
     stock = [vars(base)[name] for base in theirs if name in vars(base)]
     if not stock:
@@ -134,7 +133,7 @@ def _problems_of(name: str, mark: Override, ours: list[type], theirs: list[type]
 
 
 def _differences(own: Any, stock: Any, needs: tuple[str, ...]) -> Iterator[str]:
-    """How the parameters of a method differ from those that it is called with, and passes on."""
+    """The differences between the parameters of a method, the arguments of its calls, and the arguments passed on."""
     if isinstance(own, property) or isinstance(stock, property):
         if type(own) is not type(stock):
             yield f"is a {type(stock).__name__} now"
@@ -160,10 +159,10 @@ def _takes(parameters: list[inspect.Parameter], kind: Any) -> bool:
 
 
 def resolve(name: str) -> Any:
-    """Returns what `module:attribute.attribute` names.
+    """Returns the object named by `module:attribute.attribute`.
 
     Raises:
-        ImportError, AttributeError: it is not there.
+        ImportError, AttributeError: no such object.
     """
     module, _, attributes = name.partition(":")
     return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
@@ -171,7 +170,7 @@ def resolve(name: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _mentioned_by(kind: type) -> set[str]:
-    """The names that stand in the code of a class and its bases."""
+    """The names in the code of a class and its bases."""
     methods = [method for base in kind.__mro__ for method in vars(base).values()]
     return {name for method in methods for name in mentions(method)}
 
@@ -184,7 +183,7 @@ def mentions(method: Any) -> set[str]:
 
 
 def _parts(code: CodeType | None) -> Iterator[CodeType]:
-    """A function's code, and that of the functions inside it."""
+    """The code of a function and of its inner functions."""
     if code is not None:
         yield code
         for inner in code.co_consts:
