@@ -63,10 +63,12 @@ class DoctorCommand(OnCluster):
         self.check_counts("top", "sequence_length")
         self.check_experts()
         cluster = self.scaled_cluster()
-        paper = self.on_paper(cluster)
-        ranking = self._search(paper, cluster, tokens)
+        simulated = self.simulated_model(cluster)
+        ranking = self._search(simulated, cluster, tokens)
         if not ranking.steps:
-            family_of(base_of(paper.model)).digest(base_of(paper.model))  # raises where no layout at all can be made
+            family_of(base_of(simulated.model)).digest(
+                base_of(simulated.model)
+            )  # raises where no layout at all can be made
             reasons = "\n".join(dropped_lines(ranking.dropped))
             raise ValueError(
                 f"no layout of {self.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
@@ -76,17 +78,19 @@ class DoctorCommand(OnCluster):
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         if self.network is None and not assumes_rows:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
-            remember(base_of(paper.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
+            remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
-        print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for")
+        print(
+            f"{simulated.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for"
+        )
         if cluster.nodes > 1:
             rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
             print(f"Links between nodes of {rate}, each for {sharing} devices; --network 10gbit asks about another one")
         print()
         print("\n".join(ranking_lines(ranking, cluster, self.top)))
-        if paper.experts > 1 and not assumes_rows:
+        if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
-        _print_best(best, paper, cluster)
+        _print_best(best, simulated, cluster)
         if self.why:
             print("\nDropped:")
             print("\n".join(dropped_lines(ranking.dropped)))
@@ -96,7 +100,7 @@ class DoctorCommand(OnCluster):
             self.write.write_text(launch_file(best, cluster))
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
 
-    def _search(self, paper: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
+    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
         """Returns the layouts with enough memory, the fastest first."""
         from hf_helix.doctor.layouts import Search
         from hf_helix.doctor.processes import usable_cores
@@ -104,12 +108,12 @@ class DoctorCommand(OnCluster):
 
         with progress_bar() as progress:
             return Search(
-                paper.amounts,
+                simulated.amounts,
                 cluster,
                 tokens,
                 self.sequence_length,
-                layers=paper.layers,
-                experts=paper.experts,
+                layers=simulated.layers,
+                experts=simulated.experts,
                 schedule=self.schedule,
                 dtype=self.dtype,
                 imbalance=self.imbalance,
@@ -120,7 +124,7 @@ class DoctorCommand(OnCluster):
             ).run()
 
 
-def _print_best(best: Step, paper: SimulatedModel, cluster: Cluster) -> None:
+def _print_best(best: Step, simulated: SimulatedModel, cluster: Cluster) -> None:
     """Prints the parts of the best step, and the gain over one strand or of sharding the optimizer."""
     from dataclasses import replace
 
@@ -132,13 +136,13 @@ def _print_best(best: Step, paper: SimulatedModel, cluster: Cluster) -> None:
     print("\n".join(step_lines(best, cluster)))
     if best.case.plan != ONE_STRAND:
         single = replace(best.case, plan=ONE_STRAND)
-        alone = simulate_step(paper.amounts(single), single, cluster, best.fidelity)
+        alone = simulate_step(simulated.amounts(single), single, cluster, best.fidelity)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
         )
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
-        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster, best.fidelity)))
+        print(shards_line(best, simulate_step(simulated.amounts(shared), shared, cluster, best.fidelity)))
 
 
 def parse_count(text: str) -> int:

@@ -57,7 +57,7 @@ class OnCluster(Command):
             cluster = _resized(cluster, self.gpus)
         return cluster if self.network is None else _linked(cluster, self.network)
 
-    def on_paper(self, cluster: Cluster) -> SimulatedModel:
+    def simulated_model(self, cluster: Cluster) -> SimulatedModel:
         """Returns the model, with adapters if they are asked for.
 
         Raises:
@@ -74,11 +74,11 @@ class OnCluster(Command):
                 f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself"
             )
         dtype = TYPES[self.dtype] or torch.float32
-        paper = SimulatedModel(adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path, cluster)
+        simulated = SimulatedModel(adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path, cluster)
         capacity = self.expert_capacity_factor
-        if capacity is not None and paper.experts == 1:
-            raise ValueError(f"--expert_capacity_factor {capacity:g}: {paper.name} has no experts; leave it out")
-        return paper
+        if capacity is not None and simulated.experts == 1:
+            raise ValueError(f"--expert_capacity_factor {capacity:g}: {simulated.name} has no experts; leave it out")
+        return simulated
 
     def check_counts(self, *names: str) -> None:
         """Raises ValueError where an option is below 1."""
@@ -135,7 +135,7 @@ class SimulateCommand(OnCluster):
 
         cluster = self.scaled_cluster()
         case = self._case(cluster)
-        amounts = self.on_paper(cluster).amounts(case)
+        amounts = self.simulated_model(cluster).amounts(case)
         rules = RULES if self.plan == ALL else (self.plan,)
         steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
