@@ -80,9 +80,8 @@ class DoctorCommand(OnCluster):
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
-        print(
-            f"{simulated.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for"
-        )
+        devices = f"{cluster.name}, {cluster.devices} devices"
+        print(f"{simulated.name}{trained} on {devices}, {tokens:,} tokens a step asked for")
         if cluster.nodes > 1:
             rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
             print(f"Links between nodes of {rate}, each for {sharing} devices; --network 10gbit asks about another one")
