@@ -21,6 +21,9 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
 
+DECLARED = ("llama", "gpt2", "phimoe")
+"""Families without a proof on first use; the verdict on any other is kept in the cache of the session."""
+
 Batch = dict[str, Tensor]
 Step = tuple[str, int, int, str, str]
 """A computation that ran: part, micro-batch, virtual stage, unit, operator. The part is F, W, or I for any other."""
@@ -77,7 +80,7 @@ def make(
         model=frozen(tiny(**model), freeze),
         args=arguments(folder, **(training or {})),
         train_dataset=sequences(4),
-        helix_config=HelixConfig(**{"cache": False, **helix}),
+        helix_config=HelixConfig(**{"cache": model.get("family", "llama") not in DECLARED, **helix}),
     )
 
 
