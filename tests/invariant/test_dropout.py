@@ -28,7 +28,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("llama", "neox")
+QUICK = ("llama", "gpt2")
 
 
 @pytest.mark.parametrize("model", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DRY])
