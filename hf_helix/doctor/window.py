@@ -201,23 +201,28 @@ class WindowClock:
         if self.fidelity is Fidelity.QUICK:
             seconds, reductions, _ = self.extrapolated(self._seconds)
             return WindowTime(seconds, reductions)
+        is_whole = self.fidelity.is_whole
+        seconds = reductions = alone = 0.0
+        if not is_whole or self._ranks > 1:  # of a whole window, the bubble alone needs the busiest rank's seconds
+            seconds, reductions, alone = self.extrapolated(self._seconds)
+        (waits,) = self.extrapolated(self._waits)
+        drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
+        if is_whole:
+            parts = drawn or self._parts(self.planned, self._microbatches)
+            seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
+        bubble = max(0.0, seconds - alone) if self._ranks > 1 else 0.0
+        drawing = (drawn.instructions, drawn.timeline) if drawn else None
+        return WindowTime(seconds, reductions, waits, bubble, self._exposed_by_kind(drawn), drawing)
+
+    def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
+        """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
+        if drawn:
+            by_kind = {kind: found for kind, (_, found) in exposed_seconds(drawn.timeline, self.busiest).items()}
+            by_kind.pop(Kind.GRADIENTS, None)  # in `reductions` and in `waits`
+            return by_kind
         used: set[Kind] = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
         kinds: list[Kind] = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
-        seconds, reductions, alone = self.extrapolated(self._seconds)
-        (waits,) = self.extrapolated(self._waits)
-        exposed = self.extrapolated(functools.partial(self._exposed, kinds))
-        drawing = None
-        by_kind: dict[Kind, float] = dict(zip(kinds, exposed, strict=True))
-        if self.fidelity.is_whole:
-            parts = self._drawn() if self.fidelity is Fidelity.DRAWN else None
-            drawing = (parts.instructions, parts.timeline) if parts else None
-            parts = parts or self._parts(self.planned, self._microbatches)
-            seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
-            if drawing:
-                by_kind = {kind: found for kind, (_, found) in exposed_seconds(drawing[1], self.busiest).items()}
-                by_kind.pop(Kind.GRADIENTS, None)  # in `reductions` and in `waits`
-        bubble = max(0.0, seconds - alone) if self._ranks > 1 else 0.0
-        return WindowTime(seconds, reductions, waits, bubble, by_kind, drawing)
+        return dict(zip(kinds, self.extrapolated(functools.partial(self._exposed, kinds)), strict=True))
 
     def _drawn(self) -> Prediction | None:
         """Returns the window operator by operator; None for more than `OPERATORS`."""
