@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -52,18 +51,6 @@ class CommandParser(argparse.ArgumentParser):
         return spelled + equals + value
 
 
-def add_parser(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str
-) -> argparse.ArgumentParser:
-    """Declare a command."""
-    description = f"{summary[:1].upper()}{summary[1:]}."
-    parser = commands.add_parser(
-        name, help=summary, description=description, epilog=text, formatter_class=HelpFormatter
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 @dataclass(kw_only=True)
 class Command:
     """A command of `hf-helix`: the fields are its options, the docstring its `--help`. `PlanCommand` is `plan`.
@@ -86,13 +73,20 @@ class Command:
     def add_command(cls, commands: Commands) -> None:
         """Adds the parser of the command."""
         summary, _, text = inspect.cleandoc(cls.__doc__ or "").partition(".\n\n")
-        summary = summary[:1].lower() + summary[1:].rstrip(".")
+        summary = summary.rstrip(".")
         names, hints = [each.name for each in fields(cls)], get_type_hints(cls)
 
         def run(given: argparse.Namespace) -> None:
             cls(**{name: getattr(given, name) for name in names}).run()
 
-        parser = add_parser(commands, cls._word(), run, summary, text + cls.epilog)
+        parser = commands.add_parser(
+            cls._word(),
+            help=summary[:1].lower() + summary[1:],
+            description=f"{summary}.",
+            epilog=text + cls.epilog,
+            formatter_class=HelpFormatter,
+        )
+        parser.set_defaults(run=run)
         for each in fields(cls):
             arguments = {**_taking(hints[each.name]), **each.metadata}
             prefix = "" if arguments.pop("positional", False) else "--"
