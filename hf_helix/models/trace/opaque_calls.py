@@ -212,9 +212,10 @@ class OpaqueCalls:
 
     def set_table(self, path: str, table: Any) -> None:
         """Makes the lookups of an embedding opaque: its own, and those of all copies of `modules_to_save`."""
-        copies = {id(copy) for copy in unwrapped(table).copies} if unwrapped(table).wrapper is not None else set()
-        inside = {f"{path}.{name}" for name, module in table.named_modules() if name and id(module) in copies}
-        self.table, self.tables = path, {path, *inside}
+        inside = unwrapped(table)
+        copies = inside.copies if inside.wrapper is not None else ()
+        self.table = path
+        self.tables = {path, *(f"{path}.{name}" for name, module in table.named_modules() if module in copies)}
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
