@@ -92,8 +92,7 @@ def write_slice(
     """Writes a rank's slice of a tensor to its offsets in a file.
 
     A slice along the first dimension is contiguous in the file; a slice along another dimension has a contiguous piece
-    for
-    each index of the dimensions before.
+    for each index of the dimensions before.
 
     Args:
         start: the offset of the tensor in bytes.

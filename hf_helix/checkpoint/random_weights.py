@@ -62,8 +62,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
 
     Every layer, and every module outside of the layers, has a seed of its own, made from `seed` and its name, so the
     weights do not depend on the layout. The weights differ from a model drawn at once with this seed, whose modules
-    draw in
-    sequence.
+    draw in sequence.
 
     Raises:
         ValueError: a module draws weights of another module.

@@ -49,8 +49,7 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     """Gives this rank's parameters and buffers memory on its device, in place of the meta device.
 
     Parameters are cut and uninitialised, and empty for other pipeline ranks; buffers have the model's values.
-    Parameters
-    that are sharded over data-parallel ranks are sharded from the start.
+    Parameters that are sharded over data-parallel ranks are sharded from the start.
 
     Args:
         model: changed in place; parameters and buffers off the meta device stay unchanged.

@@ -188,8 +188,7 @@ def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, for
 
     Returns:
         Documents [batch, sequence], `PADDING` for padding; None where every token attends to all earlier tokens, or
-        where
-        only unread tokens attend to others (padding on the right, see `Form`).
+        where only unread tokens attend to others (padding on the right, see `Form`).
 
     Raises:
         ValueError: the mask does not have two dimensions.

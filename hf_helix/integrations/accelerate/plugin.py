@@ -47,8 +47,7 @@ def _prepare_process() -> None:
     These objects are made before any call of hf_helix, so the preparation runs on import. All changes outside of
     hf_helix:
     `CUDA_DEVICE_MAX_CONNECTIONS`, a function of torch after a restart (see `separate_starts`), and in a launched
-    process
-    the exception hook, the loading of kernels, and a message of Accelerators.
+    process the exception hook, the loading of kernels, and a message of Accelerators.
     """
     separate_starts()
     if is_launched():
@@ -89,8 +88,7 @@ class HelixPlugin(ParallelismConfig):
 
     Args:
         config: the options, or keywords: `HelixPlugin(tp_size=2)`. By default from the environment or the launcher's
-            YAML
-            (see `launcher`).
+            YAML (see `launcher`).
     """
 
     def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
@@ -144,8 +142,7 @@ class HelixPlugin(ParallelismConfig):
     )
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Returns the dimensions by which Accelerate distributes batches; None if every rank gets its own batch.
-        Without
-        dimensions, the second call of the stock method fails.
+        Without dimensions, the second call of the stock method fails.
         """
         if device_type is None:
             return self.mesh.device_mesh if self.mesh else None
@@ -160,8 +157,7 @@ class HelixPlugin(ParallelismConfig):
             accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
                 `gradient_accumulation_steps` count.
             objects: an ordinary Transformers model, and any number of new optimizers of its parameters, schedulers and
-                data
-                loaders.
+                data loaders.
             seed: of the randomness of the training (dropout, routers); None for torch's own seed (`set_seed`).
             weights: a checkpoint folder for a model on the meta device; None for random weights.
 

@@ -107,8 +107,7 @@ class CheckpointHooks(TrainerAttributes):
 
     def _settle_stream(self) -> None:
         """Lets every rank read a stream that a run may resume: after a resume, Accelerate 1.15 does not know the ranks
-        that
-        share the batches of rank 0.
+        that share the batches of rank 0.
         """
         options = self.accelerator.dataloader_config
         is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
@@ -179,8 +178,7 @@ class CheckpointHooks(TrainerAttributes):
     @overrides("Trainer", "a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so a
-        resumed
-        epoch starts with the generator states of its original start.
+        resumed epoch starts with the generator states of its original start.
         """
         if self._first_epoch is not None:
             set_generators(self._read_generators(self._first_epoch)["epoch"])
@@ -195,8 +193,7 @@ class CheckpointHooks(TrainerAttributes):
 
     def _read_generators(self, folder: Path) -> dict[str, Generators]:
         """Returns the states of this rank's generators. On another layout all ranks take rank 0's, since ranks that
-        share a
-        batch must draw the same numbers.
+        share a batch must draw the same numbers.
         """
         assert self._resumed is not None
         same_layout = self._resumed.layout == self.helix.mesh.sizes

@@ -66,8 +66,7 @@ USE_INSTEAD = Instead(
 
 def _accumulation_steps(args: TrainingArguments) -> int:
     """Returns the number of micro-batches of a step, from the arguments or Accelerate's options, which the stock
-    Trainer
-    reads later.
+    Trainer reads later.
     """
     config: Any = args.accelerator_config
     steps: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
@@ -82,8 +81,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             (see
             `hf_helix.config`).
         weights: a checkpoint folder for a model on the meta device; each rank reads its slices. Without the folder,
-            such a
-            model starts at random. `model="path/to/folder"` gives model and weights.
+            such a model starts at random. `model="path/to/folder"` gives model and weights.
 
     Everything else is the Trainer's own.
     """
@@ -143,8 +141,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def _whole_model(self, call: TrainerCall) -> Any:
         """Returns the model before the cut, with its adapters; None if `model_init` makes the model later. A model
-        given as a
-        folder is made without weights, since each rank reads its slices.
+        given as a folder is made without weights, since each rank reads its slices.
         """
         model = call.get("model")
         if isinstance(model, (str, os.PathLike)):
@@ -237,8 +234,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     @overrides("Trainer", "it would step stand-ins")
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the stock method does. With `shard_optimizer` or `shard_parameters`, the optimizer
-        steps
-        this rank's shards.
+        steps this rank's shards.
         """
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.helix.step_shards(optimizer)

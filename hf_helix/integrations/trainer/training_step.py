@@ -207,8 +207,8 @@ class WindowHooks(TrainerAttributes):
         """Returns the factors for the losses of a window.
 
         As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
-        stock
-        Trainer divides `num_items` by tp * pp * cp even without a sum over these ranks; the factor undoes the division.
+        stock Trainer divides `num_items` by tp * pp * cp even without a sum over these ranks; the factor undoes the
+        division.
 
         Args:
             num_items: the number of tokens of the window with a label; None for a sum of losses.
@@ -222,8 +222,7 @@ class WindowHooks(TrainerAttributes):
 
     def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> LossScale:
         """Returns the factors for a single micro-batch. Without `num_items`, the stock Trainer divides the mean loss of
-        the
-        micro-batch by the number of micro-batches of a step.
+        the micro-batch by the number of micro-batches of a step.
         """
         if num_items is not None:
             return self.loss_scale(num_items)

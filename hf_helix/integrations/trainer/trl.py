@@ -84,8 +84,7 @@ class StockSFTTrainer(StockTrainer):
 
     def settle(self, call: TrainerCall) -> None:
         """Makes an `SFTConfig` of other arguments as SFTTrainer does, and reads a model given by name that gets
-        adapters: no
-        folder has the weights of model and adapters.
+        adapters: no folder has the weights of model and adapters.
         """
         args, model, config = call.get("args"), call.get("model"), sys.modules[_MODULE].SFTConfig
         is_named = isinstance(model, (str, os.PathLike))

@@ -4,8 +4,7 @@ In:   a profile with the bytes of its collectives, and the speeds of links.
 Out:  profiles of the same operators on these links, and the predicted times of plans for each.
 Must hold: a collective takes its time without a link, or latency + bytes / rate, whichever is more, as the emulation
 does (`operators.communication.emulated_link`). Collectives and computations slow each other down by the real work of
-the
-machine, which no link changes: by the same seconds, however long the collective takes.
+the machine, which no link changes: by the same seconds, however long the collective takes.
 """
 
 from __future__ import annotations
