@@ -94,6 +94,11 @@ def follow(
     }
 
 
+def tasks() -> int:
+    """The threads that the system sees in this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
 def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int]]:
     """The threads that trainers of a loop leave behind, by name, and how many the system sees after each of them."""
     before, left, counts = set(threading.enumerate()), set(), []
@@ -107,7 +112,9 @@ def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int
         while any(thread.is_alive() for thread in mine if thread.name != LIVENESS) and time.monotonic() < deadline:
             time.sleep(0.01)
         left |= {thread.name for thread in mine if thread.is_alive()} - {LIVENESS}
-        counts.append(len(os.listdir("/proc/self/task")))
+        while counts and tasks() > counts[0] and time.monotonic() < deadline:  # threads of the backend end by themselves
+            time.sleep(0.01)
+        counts.append(tasks())
     return left, counts
 
 
