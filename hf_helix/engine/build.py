@@ -193,7 +193,7 @@ def _declare_units(
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
-        check_forwards(model, base, family, called)
+        check_forwards(model, base, family, called, loss_tweaks.own)
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
     return units, called
 

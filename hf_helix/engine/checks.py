@@ -13,6 +13,7 @@ family's `check` for its sizes.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
+from hf_helix.models.causal_lm import check_head
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
@@ -53,6 +55,8 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
             "model.config.output_router_logits = False"
         )
+    if not loss_tweaks.own:
+        check_head(base_of(model))
     _check_device(model, weights)
     check_adapters(model)
     family_of(base_of(model))
@@ -106,7 +110,7 @@ def limits_of(base: Any) -> Limits:
     is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
     return Limits(
         ids=base.get_input_embeddings().weight.shape[0],
-        labels=base.get_output_embeddings().weight.shape[0],
+        labels=table.weight.shape[0] if (table := base.get_output_embeddings()) is not None else sys.maxsize,
         positions=family_of(base).num_positions(base),
         trained_length=getattr(base.config, "max_position_embeddings", None) if is_plain else None,
     )

@@ -40,6 +40,7 @@ from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.zero import cut_states, full_weights, step_shards
 from hf_helix.models.batch_inputs import LOSS_ALONE
@@ -114,6 +115,7 @@ class Engine(Diagnostics):
         self._snapshot = Snapshot(model, self._called)
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
         self.graphs = self._make_graphs()
+        self.seam = self._make_seam() if options.loss_tweaks.own else None
         self._refuse_direct_use(instead)
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
@@ -134,12 +136,22 @@ class Engine(Diagnostics):
             say(f"cuda_graphs=True: windows run without CUDA graphs: {reason}")
         return WindowGraphs(say) if reason is None else None
 
+    def _make_seam(self) -> Seam:
+        def check(batch: Mapping[str, Any]) -> None:
+            agree_on_window([batch], self.mesh.batch_group)
+            self.check_value_bounds(batch)
+
+        seam = Seam(self.runner, self._maker, check, self._check_trainable)
+        seam.put_into(self.family.decoder(self.base))
+        return seam
+
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
         has_parts = is_cut(self.runner.stage, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
-            refuse_calls(model, instead)
+            if self.seam is None:
+                refuse_calls(model, instead)
         if has_parts:
             refuse_saving(self.model, instead)
 
@@ -148,7 +160,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._called)
+            check_forwards(self.model, self.base, self.family, self._called, self.seam is not None)
             self._hooks = hooks
 
     def close(self) -> None:
@@ -234,17 +246,28 @@ class Engine(Diagnostics):
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """The checked micro-batches of a window. Collective."""
+        self._check_trainable()
+        check_batch(batches[0])
+        agree_on_window(batches, self.mesh.batch_group)
+        self._advice.say(batches)
+        self.model.train()
+        return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
+
+    @plain_parameters()
+    def _check_trainable(self) -> None:
+        """Refuses changes of the model since it was cut, before a window is trained."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained_then:
             check_trained(self.model, self.runner.stage, self._trains)
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
-        check_batch(batches[0])
-        agree_on_window(batches, self.mesh.batch_group)
-        self._advice.say(batches)
-        self.model.train()
-        return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
+
+    def finish_window(self) -> None:
+        """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
+        assert self.seam is not None
+        self.seam.finish()
+        self._divided.note_gradients()
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         is_shared = self.config.expert_capacity_factor is not None

@@ -171,11 +171,19 @@ class SequenceCut:
 
     def join(self, parts: Tensor) -> Tensor:
         """Returns the full sequence in order, from the tokens of every rank [ranks * n, ...]."""
-        if self.cp_size == 1:
-            return parts
-        n = parts.shape[0] // self.cp_size
-        order = torch.cat([positions_of(n, self.cp_size, rank, parts.device) for rank in range(self.cp_size)])
-        return parts[order.argsort()]
+        return parts if self.cp_size == 1 else parts[self._order(parts).argsort()]
+
+    def parted(self, value: Tensor) -> Tensor:
+        """Returns the tokens of every rank [ranks * n, ...], from the full sequence; a sequence that does not divide is
+        padded with zeros."""
+        extra = self.padded(len(value)) - len(value)
+        value = torch.cat((value, value.new_zeros(extra, *value.shape[1:]))) if extra else value
+        return value if self.cp_size == 1 else value[self._order(value)]
+
+    def _order(self, value: Tensor) -> Tensor:
+        """Returns the positions of the tokens of rank 0, then those of rank 1 and so on."""
+        n = len(value) // self.cp_size
+        return torch.cat([positions_of(n, self.cp_size, rank, value.device) for rank in range(self.cp_size)])
 
 
 def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:

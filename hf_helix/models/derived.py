@@ -85,7 +85,9 @@ class DerivedFamily(Family):
             self._has_experts = bool(self._expert_counts())
             self._routers = {id(router.module): router.index for router in routers_of(base)}
             self._balance: Balance | None = None
-            self._ends: dict[tuple[int, int], tuple[SegmentPlan, SegmentPlan]] = {}
+            self._has_head = base.get_output_embeddings() is not None
+            self._ends_at_decoder = not self._has_head
+            self._ends: dict[tuple[bool, int, int], tuple[SegmentPlan, SegmentPlan]] = {}
             masks = [mask for call in self.calls.calls for mask in call.masks]
             by_positions = {mask.by_positions for mask in masks}
             if len(by_positions) > 1:
@@ -126,6 +128,7 @@ class DerivedFamily(Family):
     ) -> list[Unit]:
         with refusing(model):
             self._balance = balance_of(model)
+            self._ends_at_decoder = not self._has_head or (loss_tweaks is not None and loss_tweaks.own)
             return super().units(model, sharing, loss_tweaks, places)
 
     def layer_key(self, model: Any, place: int) -> str:
@@ -139,6 +142,13 @@ class DerivedFamily(Family):
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = declare(plan, b, model, {plan.start[0]: x}, FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
+
+    def decoder(self, model: Any) -> nn.Module:
+        return self.calls.decoder.module
+
+    def decoder_output(self, b: Builder, model: Any, x: str) -> str:
+        _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
+        return declare(plan, b, model, {plan.start[0]: x})
 
     def balance(self, model: Any) -> Balance | None:
         """Returns the load-balancing loss of the latest units."""
@@ -204,7 +214,7 @@ class DerivedFamily(Family):
         return trace(skeleton, opaque_calls, hidden, call.given, run)
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
-        """Traces a full model with opaque layers."""
+        """Traces a full model with opaque layers, up to its logits or to the output of its decoder."""
         self._kind(0, 1, 0)  # sets `calls.is_tuple`
         opaque_calls, skeleton, decoder = OpaqueCalls(inlined), skeleton_of(model).train(), self.calls.decoder
         skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
@@ -221,16 +231,21 @@ class DerivedFamily(Family):
                 module.forward = lambda x, *args, **kwargs: (x, x)  # only layers use the result
 
         def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
-            with named_masks(module.get_submodule(decoder.path)):
-                logits: Tensor = module(input_ids=ids, position_ids=given[0], use_cache=False).logits
-            return logits
+            inner = module.get_submodule(decoder.path)
+            with named_masks(inner):
+                called = inner if self._ends_at_decoder else module
+                result = called(input_ids=ids, position_ids=given[0], use_cache=False)
+                found: Tensor = result[0] if self._ends_at_decoder else result.logits
+            return found
 
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
         return trace(skeleton, opaque_calls, ids, [POSITIONS], run)
 
     def _plans_of_ends(self, model: Any, size: int, rank: int) -> tuple[SegmentPlan, SegmentPlan]:
-        if (size, rank) not in self._ends:
-            placements = self._place("", functools.partial(self._trace_model, model), size, ValuePlacement(FREE))
+        key = self._ends_at_decoder, size, rank
+        if key not in self._ends:
+            name = "decoder" if self._ends_at_decoder else ""
+            placements = self._place(name, functools.partial(self._trace_model, model), size, ValuePlacement(FREE))
             graph = placements.trace
             layers = [n for n in graph.nodes if (opaque := graph.opaque_call(n)) is not None and opaque.kind == LAYER]
             layers.sort(key=lambda node: int(graph.path_of(node)))
@@ -239,11 +254,11 @@ class DerivedFamily(Family):
                     raise Underivable("its forward computes something between two layers")
             share = Share(size, rank)
             first = args_of(layers[0])[0]
-            self._ends[size, rank] = (
+            self._ends[key] = (
                 SegmentPlan(placements, share, [], first),
                 SegmentPlan(placements, share, [layers[-1]], graph.result),
             )
-        return self._ends[size, rank]
+        return self._ends[key]
 
     # -- checks ----------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,34 @@ class Family(ABC):
         balance = self.balance(model)
         return () if balance is None else (balance.start(b),)
 
+    def output(self, b: Builder, model: Any, below: Collection[nn.Parameter] | None) -> Unit:
+        """Declares the unit between the last layer and the decoder's output, which every rank has in full
+        [sequence, batch, hidden]: for losses of the caller's own.
+
+        Args:
+            b: the builder of the unit.
+            model: the Transformers model.
+            below: the parameters of all other units; None if not all are declared.
+        """
+        output = self.decoder_output(b, model, b.input("x"))
+        for name, axis in (("gather.tp", b.tp), ("gather.cp", b.cp)):
+            output = b.replicate(name, output, axis)
+        b.place_above(model, below)
+        return b.build(output)
+
+    def decoder_output(self, b: Builder, model: Any, x: str) -> str:
+        """Declares what the decoder computes after its last layer, on this rank's part of the sequence."""
+        return b.norm("norm", self.final_norm(model), x, lowers=False)
+
+    def decoder(self, model: Any) -> nn.Module:
+        """Returns the submodule that runs the layers."""
+        first = next(iter(self.layers(model)))
+        return next(
+            module
+            for module in model.modules()
+            if any(isinstance(child, nn.ModuleList) and first in list(child) for child in module.children())
+        )
+
     def loss(self, b: Builder, model: Any, x: str) -> str:
         """Declares norm, head and loss of the tokens. Changes of the logits are added before `b.loss`.
 
@@ -156,7 +184,17 @@ class Family(ABC):
                 continue
             b = Builder("layer", f"layers.{index}", sharing, repeats=True)
             units.append(self.layer(b, layer))
-        units.append(self.head(Builder("head", "head", sharing, loss_tweaks=loss_tweaks), model))
+        b = Builder("head", "head", sharing, loss_tweaks=loss_tweaks)
+        if not b.loss_tweaks.own:
+            units.append(self.head(b, model))
+        elif self.balance(model) is not None:
+            raise ValueError(
+                "output_router_logits=True adds a loss of the routers to the model's own loss, and the loss is computed "
+                "by other code; set model.config.output_router_logits = False"
+            )
+        else:
+            below = {parameter for unit in units for parameter in unit.placements}
+            units.append(self.output(b, model, below if places is None else None))
         return number_distinct_graphs(units)
 
     def layer_key(self, model: Any, place: int) -> str:
@@ -192,9 +230,9 @@ class Family(ABC):
 
     def head_cost(self, model: Any) -> float:
         """Returns the work of head and loss relative to a layer's work, by the sizes of the matrices."""
-        layer = next(iter(self.layers(model)))
+        layer, head = next(iter(self.layers(model))), model.get_output_embeddings()
         matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
-        return float(model.get_output_embeddings().weight.numel() / matrices)
+        return 0.0 if head is None else float(head.weight.numel() / matrices)
 
     def side_inputs(
         self,

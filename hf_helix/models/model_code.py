@@ -42,7 +42,9 @@ _HOOKS = {
 }
 
 
-def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module]) -> None:
+def check_forwards(
+    model: Any, base: Any, family: Family, called: Iterable[nn.Module], own_loss: bool = False
+) -> None:
     """Refuses hooks and code that would never run.
 
     Args:
@@ -50,15 +52,18 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
         base: the Transformers model inside a `PeftModel`, or the model.
         family: the family of the model.
         called: the submodules that operators call.
+        own_loss: whether the model is called, so that all code above its decoder runs.
 
     Raises:
         ValueError: names the hooks and code, and the remedy.
     """
     runs = {id(module) for given in called for module in given.modules()}
+    if own_loss:
+        runs |= {id(module) for module in model.modules()} - {id(module) for module in family.decoder(base).modules()}
     is_own = getattr(transformers, family.model_class, None) is None
     by_weights = set(map(id, _by_weights(base)))
     inside = {id(module) for module in base.modules()}
-    problems = [*_problems_of_loss(base, is_own)]
+    problems = [] if own_loss else [*_problems_of_loss(base, is_own)]
     for name, module in model.named_modules():
         if id(module) not in runs:
             where = f"model.{name}" if name else "model"
@@ -149,6 +154,11 @@ def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
         yield f"{owner.__name__}.loss_function overrides that of Transformers: remove the override"
 
 
+def has_stock_loss(base: Any) -> bool:
+    """Returns whether the loss of a model is Transformers' loss of the next token."""
+    return not any(_problems_of_loss(base, getattr(transformers, type(base).__name__, None) is None))
+
+
 def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
     for kind, words in _HOOKS.items():
         for hook in vars(module)[kind].values():
@@ -199,7 +209,7 @@ def forward_of(module: nn.Module) -> Any:
 
 def _problems_of_change(where: str, module: nn.Module, traced: Any) -> Iterator[str]:
     """Yields a `forward` replaced after the trace."""
-    if traced not in (None, forward_of(module)):
+    if traced not in (None, forward_of(module)) and not getattr(forward_of(module), "is_refusal", False):
         yield (
             f"{where}.forward was replaced by {_named(forward_of(module))} after it was traced: replace it before the "
             "trainer is made"

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_helix.models.causal_lm import check_head
 from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.llama import Llama
@@ -71,7 +70,6 @@ def _derived(model: Any) -> Family:
                 "be derived from, nor one that a family is registered for; docs/adding_a_model.md shows how to "
                 "register one"
             )
-        check_head(model)
         check_traceable(model)
         _DERIVED[model] = DerivedFamily(model)
     return _DERIVED[model]

@@ -8,7 +8,7 @@ Must hold: units of the same name have equal graphs, so one order serves them al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,7 @@ class Unit:
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
         loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        above: the parameters above the decoder, which no operator reads: those of code of the caller's.
         flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
     """
 
@@ -46,6 +47,7 @@ class Unit:
     called: Sequence[torch.nn.Module] = ()
     logits: str | None = None
     loss_shape: tuple[int, ...] = ()
+    above: Collection[torch.nn.Parameter] = ()
     flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 
     @property

@@ -64,7 +64,7 @@ def token_flops(model: Any) -> TokenFlops:
     unused = tables.union(*(module.parameters() for module in kept))
     weights = {weight for weight in model.parameters() if weight.dim() > 1} - unused
     linear = 0.0
-    for weight in weights | {model.get_output_embeddings().weight}:
+    for weight in weights | ({head.weight} if (head := model.get_output_embeddings()) is not None else set()):
         share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1.0
         linear += weight.numel() * share * (6.0 if weight.requires_grad else 4.0)
     config = model.config

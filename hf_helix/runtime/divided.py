@@ -26,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
+from hf_helix.runtime.above import AboveDecoder
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
@@ -43,11 +45,19 @@ class Division:
         device: of tensors in communication.
         local: the position of this rank's elements; None where another pipeline rank holds the parameter.
         counts: whether a sum over all ranks counts this rank's elements: of replicas, one counts.
+        above: of a parameter above the decoder, its position; None for all others.
     """
 
     def __init__(
-        self, name: str, shape: torch.Size, device: torch.device, local: LocalParameter | None, counts: bool
+        self,
+        name: str,
+        shape: torch.Size,
+        device: torch.device,
+        local: LocalParameter | None,
+        counts: bool,
+        above: AboveDecoder | None = None,
     ) -> None:
+        self.above = above
         self.name = name
         self.shape = shape
         self.numel = prod(shape)
@@ -109,12 +119,15 @@ class DividedTensor(Tensor):
 
     _division: Any  # a `Division`; None once a parameter has got another shape, and every rank all of it
     _path: tuple[Callable[[Any], Any], ...] = ()
+    _parameter: Any  # of a view, the divided tensor that the path begins at
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         is_recording = torch.is_grad_enabled()
+        if (result := _call_above(func, args, kwargs or {}, is_recording)) is not NotImplemented:
+            return result
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return _call(func, args, kwargs or {}, is_recording)
 
@@ -211,20 +224,22 @@ class DividedParameters:
     """
 
     def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
-        placements, shards = stage.all_placements, stage.shards
+        placements, shards, above = stage.all_placements, stage.shards, stage.above
         locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
         self._parameters: list[Any] = []
         for name, parameter in model.named_parameters():
             local, placement = locals_of.get(name), placements[parameter]
             is_cut = placement.dim is not None and mesh.axis_of(placement).size > 1
-            if not (is_cut or parameter in shards or mesh.pipe.size > 1):
+            is_above = parameter in above
+            if not (is_cut or parameter in shards or mesh.pipe.size > 1 or (is_above and mesh.cp.size > 1)):
                 continue
             shape, trained = full[name]
             if local is not None and parameter in shards:
                 counts = local.is_first_replica
             else:
                 counts = mesh.holds_first_replica(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
-            division = Division(name, shape, mesh.device, local, local is not None and counts)
+            position = AboveDecoder(mesh, placement, stage.layout.rank_of(stage.head)) if is_above else None
+            division = Division(name, shape, mesh.device, local, local is not None and counts, position)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
@@ -274,6 +289,59 @@ def full_of(value: Tensor) -> Tensor:
     """Returns the full tensor of a divided tensor, or the given ordinary tensor. Collective where divided."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return _full(value)
+
+
+# -- parameters above the decoder --------------------------------------------------------------------------------------
+
+_LINEAR_ARGUMENTS = ("input", "weight", "bias")
+
+
+def _call_above(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    """Returns the result of a function that a loss calls with parameters above the decoder; `NotImplemented` for all
+    other uses of divided tensors.
+
+    Raises:
+        RuntimeError: the loss reads a parameter of the decoder, which would get no gradient.
+    """
+    if func is functional.linear:
+        given = {**dict(zip(_LINEAR_ARGUMENTS, args, strict=False)), **kwargs}
+        value, weight, bias = (given.get(name) for name in _LINEAR_ARGUMENTS)
+        above = weight._division.above if isinstance(weight, DividedParameter) else None
+        if above is not None and not isinstance(value, DividedTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                return above.linear(value, weight, bias)
+    if not is_recording or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+        return NotImplemented
+    tensors = list(_tensors((args, kwargs)))
+    trained = [each for each in tensors if isinstance(each, DividedTensor) and _root(each).requires_grad]
+    if not trained or not any(each.requires_grad for each in tensors if not isinstance(each, DividedTensor)):
+        return NotImplemented
+    for each in trained:
+        if each._division.above is None:
+            raise RuntimeError(
+                f"a loss reads {each._division.name}, a weight of the decoder, which would get no gradient from it; read "
+                "it under torch.no_grad(), or leave it out of the loss"
+            )
+    with torch._C.DisableTorchFunctionSubclass():
+        return _apply(func, args, kwargs, _recorded)
+
+
+def recorded(value: Tensor) -> Tensor:
+    """Returns the full tensor of a parameter above the decoder, under autograd; an ordinary tensor as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _recorded(value)
+
+
+def _root(value: Any) -> Any:
+    """The divided tensor that a view is taken of; the tensor itself if no view."""
+    return value._parameter if value._path else value
+
+
+def _recorded(value: Tensor) -> Tensor:
+    """The full tensor, under autograd."""
+    if not isinstance(value, DividedTensor):
+        return value
+    return _along(value._division.above.full(_root(value)), value._path)
 
 
 # -- kinds of functions -------------------------------------------------------------------------------------------
@@ -628,6 +696,7 @@ def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
 def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor:
     view = _divided(_held(value), value._division)
     view._path = (*value._path, *steps)
+    view._parameter = getattr(value, "_parameter", value)
     return view
 
 

@@ -172,6 +172,7 @@ class Executor:
         training: bool,
         reduce_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
+        strands: dict[int, Strand] | None = None,
     ) -> KeptValues:
         """Issues every instruction of a program.
 
@@ -182,6 +183,8 @@ class Executor:
             training: whether there will be a backward pass.
             reduce_gradients: called at every gradient reduction, with its index in the layout; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
+            strands: the strands that an earlier program has begun, by micro-batch; afterwards those that this program
+                has not ended. None where a program ends every strand.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -192,7 +195,8 @@ class Executor:
             flat.begin_window()
         try:
             with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier)
+                strands = {} if strands is None else strands
+                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, strands)
         finally:
             for flat in flats:
                 flat.reshard()
@@ -220,8 +224,8 @@ class Executor:
         training: bool,
         reduce_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
+        strands: dict[int, Strand],
     ) -> KeptValues:
-        strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
@@ -268,6 +272,12 @@ class Executor:
             training: whether dropout draws.
         """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
+
+    def take(self, strand: Strand, key: Key) -> Tensor:
+        """Returns a value that no program frees, once the compute stream may read it, and forgets it."""
+        if key in strand.events:
+            self._wait(strand.events.pop(key))
+        return strand.values.pop(key)
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
         """Returns the label of an operator in a trace, such as `B2.layers.3.mlp.down.W`.

@@ -94,7 +94,7 @@ class Runner:
             complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
         """
         program = self.program(len(microbatches))
-        reduction, reduce_gradients = self._reduction() if complete else (None, None)
+        reduction, reduce_gradients = self.reduction() if complete else (None, None)
         self.stage.mark_weights_stale()  # an optimizer may have stepped
         kept = self.executor.run(
             program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
@@ -105,7 +105,7 @@ class Runner:
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def _reduction(self) -> tuple[GradientReducer, Callable[[int], object] | None]:
+    def reduction(self) -> tuple[GradientReducer, Callable[[int], object] | None]:
         """Returns the gradient reduction of a window, and the function that issues the reduction with an index in the
         layout."""
         if self._trained() != self._trained_before:
@@ -147,16 +147,19 @@ class Runner:
         name = ("logits" if keep_logits else "loss", count)
         if name not in self._programs:
             keep = (self._loss, self._logits) if keep_logits else (self._loss,)
-            forward = [
-                [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(count)
-            ]
-            self._programs[name] = self.build_program(forward, keep)
+            self._programs[name] = self.build_program(self.forward_schedule(count), keep)
         kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
         of_head = [values for _, values in sorted(kept.items()) if self._loss in values]
         loss = self._everywhere([values[self._loss] for values in of_head], count).sum(0)
         if not keep_logits:
             return loss, None
-        return loss, self._share_logits(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
+        return loss, self.share(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
+
+    def forward_schedule(self, num_microbatches: int) -> Schedule:
+        """Returns the forward slots of a window."""
+        return [
+            [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(num_microbatches)
+        ]
 
     def sources(self) -> dict[Key, Tensor]:
         """Returns the values that every micro-batch starts with: the gradient of its loss."""
@@ -188,12 +191,14 @@ class Runner:
             dist.all_reduce(result, group=group)
         return result
 
-    def _share_logits(self, logits: Tensor | None) -> Tensor | None:
+    def share(self, value: Tensor | None) -> Tensor:
+        """Returns a value of the rank with the last unit on every rank of the pipeline; None on the other ranks."""
         pipe = self.mesh.pipe
         if pipe.group is None:
-            return logits
-        about: Any = None if logits is None else (tuple(logits.shape), logits.dtype)
+            assert value is not None
+            return value
+        about: Any = None if value is None else (tuple(value.shape), value.dtype)
         shape, dtype = broadcast_object(about, pipe.ranks[self._last], pipe.ranks)
-        shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
+        shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if value is None else value.contiguous()
         dist.broadcast(shared, pipe.ranks[self._last], group=pipe.group)
         return shared

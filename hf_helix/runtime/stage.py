@@ -8,7 +8,7 @@ Must hold: one copy of the parameters serves both strands; every rank describes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -87,6 +87,11 @@ class Stage:
         return {
             parameter: self.layout.rank_of(index) for index, unit in self.model.items() for parameter in unit.placements
         }
+
+    @property
+    def above(self) -> Collection[nn.Parameter]:
+        """The parameters above the decoder, see `Unit.above`."""
+        return self.model[self.head].above
 
     def transfers(self) -> list[tuple[int, PipelineTransfer]]:
         """This rank's ends of the P2P links to other ranks, with their indices in the layout."""

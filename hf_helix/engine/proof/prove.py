@@ -29,12 +29,26 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.engine.proof.reference import ITEMS, KINDS, Batch, Outcome, Unsplit, add_up, make_batches, scale_weights
+from hf_helix.engine.proof.reference import (
+    ITEMS,
+    KINDS,
+    Batch,
+    Outcome,
+    Unsplit,
+    add_up,
+    inputs_of,
+    loss_of_output,
+    make_batches,
+    scale_weights,
+    without_head,
+)
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
 from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.seam import Seam
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class
 from hf_helix.models.copies import copy_module
+from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 from hf_helix.planning.plan.registry import make_plan
@@ -215,7 +229,7 @@ class _Copy:
         """The batches by kind, for each of some data-parallel ranks; other ranks repeat these batches."""
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        vocab_size = min(table.weight.shape[0] for table in tables)  # tokens that can be read and written
+        vocab_size = min(table.weight.shape[0] for table in tables if table is not None)  # that are read and written
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
         windows = []
         for place in range(distinct):
@@ -240,7 +254,7 @@ class _Copy:
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(self.model, self.config, self.mesh, modes)
+        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=without_head(self.model)))
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -268,15 +282,34 @@ class _Copy:
         batches = self.windows[dp_rank % len(self.windows)][kind]
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
-        losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
-        gradients = self._full_gradients(runner)
-        self.model.zero_grad()
-        _, logits = evaluate_batch(runner, family_of(self.model), self.model, batches[0], make_window, keep_logits=True)
+        if without_head(self.model):
+            logits: Tensor | None
+            losses, logits = self._train_output(runner, batches)
+            gradients = self._full_gradients(runner)
+            self.model.zero_grad()
+        else:
+            losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
+            gradients = self._full_gradients(runner)
+            self.model.zero_grad()
+            family = family_of(self.model)
+            _, logits = evaluate_batch(runner, family, self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
         outcome = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
         mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, outcome) if self.compares else None)
         cases = [case for case in all_gather_object(mine) if case is not None]
         return max(cases, key=lambda case: len(case.wrong))
+
+    def _train_output(self, runner: Runner, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor]:
+        """Runs a window with a loss of the decoder's output; returns the losses, and the output for the first batch."""
+        seam = Seam(runner, WindowMaker(self.model, self.mesh))
+        losses, outputs = [], []
+        for batch in batches:
+            loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            outputs.append(output.detach())
+        seam.finish()
+        return losses, outputs[0]
 
     def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.models.copies import copy_module
+from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.vocab_parallel import IGNORED
 
 Batch = dict[str, Tensor]
@@ -100,6 +101,24 @@ def _hide(batch: Batch, kind: str, pad: int) -> None:
         batch["labels"] = batch["labels"].where(mask > 0, IGNORED)
 
 
+def without_head(model: Any) -> bool:
+    """Returns whether a model has no language-model head: then the output of its decoder is compared."""
+    return model.get_output_embeddings() is None
+
+
+def inputs_of(batch: Batch) -> Batch:
+    """Returns a batch as arguments of a decoder."""
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def loss_of_output(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns a loss of a decoder's output, and the output without padding, [batch, sequence, hidden]."""
+    mask = batch.get("attention_mask")
+    read = output if mask is None else output * (mask != 0).unsqueeze(-1)
+    weights = torch.arange(output.shape[-1], device=output.device, dtype=output.dtype).cos()
+    return (read * weights).sum() / ITEMS, read
+
+
 # -- the unsplit model -----------------------------------------------------------------------------------------------
 
 
@@ -157,24 +176,31 @@ class Unsplit:
         with torch.no_grad():
             for seed in (1, 2):
                 torch.manual_seed(seed)
-                losses.append(float(self.model(**batch, num_items_in_batch=ITEMS, use_cache=False).loss))
+                losses.append(float(self._forward(batch)[0]))
         return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
 
     def _run_one(self, batch: Batch) -> Outcome:
         if id(batch) in self._known:
             return self._known[id(batch)][1]
         self.model.zero_grad()
-        # As the Trainer does: with a cache, Transformers does not look for documents in a row.
-        out = self.model(**batch, num_items_in_batch=ITEMS, use_cache=False)
-        out.loss.backward()
+        loss, logits = self._forward(batch)
+        loss.backward()
         gradients = {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).double().cpu()
             for name, p in self.model.named_parameters()
             if p.requires_grad
         }
-        outcome = Outcome((float(out.loss.detach()),), gradients, out.logits.detach().double().cpu())
+        outcome = Outcome((float(loss.detach()),), gradients, logits.detach().double().cpu())
         self._known[id(batch)] = batch, outcome
         return outcome
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss, and the logits; of a model without a head a loss of the decoder's output, and the output."""
+        # As the Trainer does: with a cache, Transformers does not look for documents in a row.
+        if without_head(self.model):
+            return loss_of_output(Decoder(self.model).module.forward(**inputs_of(batch), use_cache=False)[0], batch)
+        out = self.model(**batch, num_items_in_batch=ITEMS, use_cache=False)
+        return out.loss, out.logits
 
 
 def add_up(parts: Iterable[Gradients]) -> dict[str, Tensor]:

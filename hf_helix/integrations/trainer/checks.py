@@ -188,12 +188,16 @@ def check_overrides(trainer: Any) -> None:
         ValueError: names the override and an alternative.
     """
     name = type(trainer).__name__
+    if trainer.model is not trainer.helix.model:
+        raise ValueError(
+            f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
+            "change it before, such as with peft.get_peft_model(model, config)"
+        )
+    if trainer.helix.seam is not None:
+        return
     for hook, instead in _NEVER_CALLED.items():
         owner = next(kind for kind in type(trainer).__mro__ if hook in vars(kind))
         if hook in vars(trainer) or (owner is not Trainer and name_of(owner) != SFT_TRAINER):
-            if owner.__module__.startswith("trl."):
-                without = f"use {owner.__name__} without HelixTrainerMixin, or SFTTrainer with it"
-                raise ValueError(f"{name}: the loss of TRL's {owner.__name__} is not built; {without}")
             raise ValueError(f"{name} overrides {hook}, which is never called: {instead}")
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")
@@ -209,8 +213,3 @@ def check_overrides(trainer: Any) -> None:
     usual = smoother is None if factor == 0 else type(smoother) is LabelSmoother and smoother.epsilon == factor
     if not usual:
         raise ValueError(f"{name}.label_smoother is set by hand; use TrainingArguments(label_smoothing_factor=...)")
-    if trainer.model is not trainer.helix.model:
-        raise ValueError(
-            f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
-            "change it before, such as with peft.get_peft_model(model, config)"
-        )

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
+from hf_helix.operators.vocab_logits import full_logits_of
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -73,7 +75,7 @@ class EvaluationHooks(TrainerAttributes):
         check_overrides(self)
         check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not loss_only:
+        if not loss_only and self.helix.seam is None:
             check_outputs(self.model.config, ignore_keys)
         with watched():
             meet(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
@@ -94,6 +96,8 @@ class EvaluationHooks(TrainerAttributes):
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """
+        if self.helix.seam is not None:
+            return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys)
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
@@ -105,6 +109,13 @@ class EvaluationHooks(TrainerAttributes):
         if prediction_loss_only:
             return known, None, None
         return known, logits if keeps else (), labels
+
+    def _own_prediction(self, *arguments: Any) -> Any:
+        """Returns the stock method's results of a loss of the user's own, with full logits."""
+        meet("a batch is evaluated")
+        assert self.helix.seam is not None
+        self.helix.seam.step = self.state.global_step
+        return tree_map(full_logits_of, super().prediction_step(*arguments))  # type: ignore[misc]
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:

@@ -50,6 +50,7 @@ class TrainerAttributes:
     helix_config: HelixConfig
     loss_scale: Callable[[Any], LossScale]
     _stock: StockTrainer
+    _own_loss: bool
     _health: Health
 
 

@@ -28,6 +28,7 @@ from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.optimizers import watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
@@ -36,9 +37,10 @@ from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
+from hf_helix.integrations.trainer.own_loss import has_own_loss
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
-from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
+from hf_helix.integrations.trainer.trl import StockSFTTrainer, divide_fused_heads, is_sft
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
@@ -106,10 +108,18 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self.helix_config = self._plugin.config
         self._connect_ranks(arguments, call.get("model"))
         model = self._whole_model(call)
+        self._own_loss = has_own_loss(type(self), call, model)
         if model is not None:
             call.set("model", model)
-            self._cut(model, arguments)
+            if not self._own_loss:
+                self._cut(model, arguments)
         super().__init__(*call.positional, **call.named)
+        if self._own_loss and getattr(self, "helix", None) is None:
+            self._cut(self.model, self.args)
+            run_in_mixed_precision(self.model, self.accelerator)
+            divide_fused_heads()
+            if self.place_model_on_device:
+                self._move_model_to_device(self.model, self.args.device)
         check_trainer(self, arguments)
         CallbackDecisions(self)
 
@@ -166,7 +176,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
                 seed=args.seed,
                 num_microbatches=_accumulation_steps(args),
                 autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-                loss_tweaks=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures),
+                loss_tweaks=self._loss_tweaks(args),
                 checkpointing=asked_by(args),
                 weights=self._weights,
             ),
@@ -177,9 +187,17 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
+    def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
+        if self._own_loss:
+            return LossTweaks(neftune_alpha=args.neftune_noise_alpha, own=True)
+        return LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures)
+
     @overrides("Trainer", "parameters that are spread would keep memory")
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory."""
+        """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory. A model that
+        is cut later stays where it is."""
+        if getattr(self, "helix", None) is None:
+            return
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.reshard_parameters()

@@ -95,7 +95,7 @@ class WindowHooks(TrainerAttributes):
         Raises:
             ValueError: evaluations during the run would return outputs beside the logits.
         """
-        if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+        if not self._own_loss and self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -118,6 +118,8 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
+        if self.helix.seam is not None:
+            return self._own_batches(batches, num_batches, device)
         with watched():
             states = torch.cat((self._health.state().reshape(1), self.helix.value_bounds(batches)))
             of_ranks = agree_on_number(len(batches), device, states)
@@ -142,6 +144,8 @@ class WindowHooks(TrainerAttributes):
             RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.
         """
         window = self._window
+        if self.helix.seam is not None:
+            return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
             meet("trainer.training_step() is called")
             self.helix.check_value_bounds(inputs)
@@ -170,6 +174,34 @@ class WindowHooks(TrainerAttributes):
         window.num_returned += 1
         if window.num_returned == len(window.batches):
             self._window = None
+        return loss
+
+    def _own_batches(self, batches: list[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Returns the micro-batches of a step whose loss is the user's own, and the number of their labels."""
+        with watched():
+            of_ranks = agree_on_number(len(batches), device, self._health.state().reshape(1))
+            self._health.raise_if_invalid([state for state, *_ in of_ranks])
+        samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
+        self._window = FetchedWindow(samples)
+        return samples, num_items
+
+    def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+        """Runs the stock step of a micro-batch, whose backward pass runs with the next one; the last micro-batch of a
+        window, and one outside of `train()`, completes the gradients."""
+        seam, window, step = self.helix.seam, self._window, self.state.global_step
+        assert seam is not None
+        seam.step = step
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        except BaseException:
+            seam.drop()
+            raise
+        self._health.note_losses(loss.detach().reshape(1), step + 1)
+        if window is not None:
+            window.num_returned += 1
+        if window is None or window.num_returned == len(window.batches):
+            self._window = None
+            self.helix.finish_window()
         return loss
 
     def _run_window(self, window: FetchedWindow, scale: LossScale) -> Tensor:

@@ -7,7 +7,7 @@ Must hold: a declaration states the forward pass once, in order; with one rank t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,7 @@ class Draft:
         self._tensor_operators: dict[str, TensorOperator] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
         self._inputs: list[str] = []
+        self._above: set[nn.Parameter] = set()
 
     def input(self, name: str) -> str:
         """Adds an input of the unit."""
@@ -177,6 +178,7 @@ class Draft:
             called=tuple(self.called),
             logits=self.logits,
             loss_shape=(3,) if self.loss_tweaks.figures else (),
+            above=self._above,
         )
 
     def _compute(
@@ -485,6 +487,23 @@ class Builder(Draft):
         value = self._compute(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
+
+    def place_above(self, model: Any, below: Collection[nn.Parameter] | None) -> None:
+        """Records the placements of the parameters above the decoder, which code of the caller's reads: the head cut by
+        vocabulary, everything else in full.
+
+        Args:
+            model: the full model.
+            below: the parameters of the other units; None for the head alone.
+        """
+        read = set(self._placements)
+        head = model.get_output_embeddings()
+        if head is not None:
+            self._place_linear(unwrap_peft(head, self.label), CUT_ROWS, CUT_ROWS, down=COPIED, up=CUT_ROWS)
+        if below is not None:
+            known = {*below, *self._placements}
+            self.place([parameter for parameter in model.parameters() if parameter not in known], COPIED)
+        self._above = self._placements.keys() - read
 
     def _linears(
         self, name: str, linears: Sequence[Unwrapped], value: str, outputs: tuple[str, ...]

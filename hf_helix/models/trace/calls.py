@@ -35,6 +35,11 @@ LAYER_CLASS = GradientCheckpointingLayer
 """The base class of Transformers' decoder layers."""
 
 
+def stock_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the `forward` of a module without the replacement of a cut model."""
+    return module.forward.__wrapped__ if getattr(module.forward, "is_refusal", False) else module.forward
+
+
 class _Enough(Exception):
     """Ends the decoder's forward at the last layer."""
 
@@ -269,7 +274,7 @@ class LayerCalls:
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
             with contextlib.suppress(_Enough):
-                self.decoder.module.forward(
+                stock_forward(self.decoder.module)(
                     inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
                 )
             return list(looked_up)

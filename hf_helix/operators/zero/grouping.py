@@ -34,7 +34,7 @@ def make_flat_parameters(
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
     """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
-    own, shared by these units.
+    own, shared by these units. Parameters above the decoder are in no flat parameter.
 
     Args:
         units: of the whole model, in forward order.
@@ -49,6 +49,8 @@ def make_flat_parameters(
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(index)
             placements[parameter] = placement
+    for parameter in units[-1].above:
+        del users[parameter]
     cast = set(_read_only_by_products(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
     for parameter, indices in users.items():

@@ -1,0 +1,118 @@
+"""Programs of a decoder that is called: a window in segments, with the loss between them.
+
+In:   a plan, the forward schedule of one call, and a layout whose last unit ends at the decoder's output.
+Out:  `Segments`: the program of a call's forward pass, alone and overlapped with the backward pass of an earlier call,
+      and of a backward pass alone.
+Must hold: a segment contains every operator of its passes, so that the caller's code runs between two segments. On the
+fold, a forward slot of stage t is overlapped with the backward slot of stage S-1-t, which lies on the same rank and has
+the same position in the mirrored order; so every forward schedule gives a schedule of both.
+
+    call 1     forward:   F1                 the caller computes a loss; .backward() gives the gradient of the output
+    call 2     both:      F2 | B1            ...
+    the end    backward:  B2                 with the gradient reductions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import Action, Schedule, Slot, num_microbatches_of
+from hf_helix.planning.schedule.placement import FOLD
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Key, Layout
+from hf_helix.planning.window.program import free_values
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The programs of one rank. The pieces of a call are micro-batches: 0 to n-1 of the call that goes backward, n to
+    2n-1 of the call that goes forward.
+
+    Attributes:
+        forward: a forward pass alone.
+        both: a forward pass overlapped with the backward pass of an earlier call.
+        backward: a backward pass alone, with the gradient reductions.
+        num_pieces: n.
+    """
+
+    forward: Sequence[Instruction]
+    both: Sequence[Instruction]
+    backward: Sequence[Instruction]
+    num_pieces: int
+
+
+def build_segments(
+    plan: Plan, forward: Schedule, layout: Layout, rank: int, output: Key, placement: str, slots_ahead: int = 1
+) -> Segments:
+    """Returns the segments of a rank.
+
+    Args:
+        plan: the order in which operators are issued.
+        forward: the forward slots of one call, of every rank.
+        layout: the units of all ranks.
+        rank: of the pipeline.
+        output: the decoder's output; never freed by the programs.
+        placement: of the virtual stages. Where stages are not folded, the passes of `both` follow each other.
+        slots_ahead: see `Plan.issue`.
+    """
+    count = num_microbatches_of(forward)
+    within = replace(layout, reductions=())
+
+    def instructions(schedule: Schedule, of: Layout) -> list[Instruction]:
+        return plan.issue(schedule, of, slots_ahead, None if plan.BY_TIMES else rank).program(rank)
+
+    begin = instructions(_moved(forward, count), within)
+    both = instructions(schedule_of_both(forward, placement), within)
+    end = instructions(_mirrored(forward), layout.without_gathers)
+    parts = [_shifted(begin, -count), both, _shifted(end, count)]
+    freed = free_values([each for part in parts for each in part], (output,))
+    first, second = len(begin), len(begin) + len(both)
+    return Segments(
+        _shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count), num_pieces=count
+    )
+
+
+def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
+    """Returns the schedule of a forward pass overlapped with a backward pass, see `Segments`."""
+    later, mirrored = _moved(forward, num_microbatches_of(forward)), _mirrored(forward)
+    if placement != FOLD:
+        return [[*back, *ahead] for ahead, back in zip(later, mirrored, strict=True)]
+    empty = Slot()
+    return [
+        [Slot(ahead.forward, back.backward) for ahead, back in zip_longest(*slots, fillvalue=empty)]
+        for slots in zip(later, mirrored, strict=True)
+    ]
+
+
+def _moved(forward: Schedule, later: int) -> Schedule:
+    """Returns a forward schedule with larger numbers of micro-batches."""
+    return [
+        [Slot(forward=replace(slot.forward, microbatch=slot.forward.microbatch + later)) for slot in slots if slot.forward]
+        for slots in forward
+    ]
+
+
+def _mirrored(forward: Schedule) -> Schedule:
+    """Returns the backward schedule of a forward schedule: the stages in reverse, on the same ranks if folded."""
+    last = max(action.stage for slots in forward for slot in slots for action in slot.actions)
+    ranks: dict[int, int] = {}
+    for rank, slots in enumerate(forward):
+        ranks.update({action.stage: rank for slot in slots for action in slot.actions})
+    mirrored: Schedule = [[] for _ in forward]
+    for slots in forward:
+        for slot in slots:
+            assert slot.forward is not None
+            stage = last - slot.forward.stage
+            mirrored[ranks[stage]].append(Slot(backward=Action(stage, "B", slot.forward.microbatch)))
+    return mirrored
+
+
+def _shifted(instructions: Sequence[Instruction], later: int) -> list[Instruction]:
+    """Returns instructions with other numbers of micro-batches; those of a step and barriers stay."""
+    return [
+        each.of(each.microbatch + later) if each.operator is not None and not each.is_per_step else each
+        for each in instructions
+    ]
