@@ -42,9 +42,9 @@ from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.zero import cut_states, full_weights, step_shards
+from hf_helix.engine.zero import cut_states, full_weights, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving
+from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving, run_generation
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
@@ -55,7 +55,7 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, full_of, plain_parameters
+from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -141,7 +141,7 @@ class Engine(Diagnostics):
             agree_on_window([batch], self.mesh.batch_group)
             self.check_value_bounds(batch)
 
-        seam = Seam(self.runner, self._maker, check, self._check_trainable)
+        seam = Seam(self.runner, self._maker, check, self._check_trainable, self.plain)
         seam.put_into(self.family.decoder(self.base))
         return seam
 
@@ -151,7 +151,9 @@ class Engine(Diagnostics):
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
             if self.seam is None:
-                refuse_calls(model, instead)
+                refuse_calls(model, instead, self.plain)
+        if has_parts or self.mesh.batch_group is not None:
+            run_generation(self.base, self.plain)
         if has_parts:
             refuse_saving(self.model, instead)
 
@@ -332,6 +334,21 @@ class Engine(Diagnostics):
             RuntimeError: the context is entered already.
         """
         return full_weights(self.model, self.runner.stage, self.mesh)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[Any]:
+        """Yields the model, whose own code runs over this rank's slices: calls without gradients, `generate`, outputs
+        such as `hidden_states`. Calls of the cut model without gradients enter the context by themselves.
+
+        Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
+        numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
+        """
+        if is_calling():
+            yield self.model
+            return
+        with unsharded(self.runner.stage, "the model is called without gradients"), calling():
+            self.mesh.share_random_state()
+            yield self.model
 
     @plain_parameters()
     def reshard_parameters(self) -> None:

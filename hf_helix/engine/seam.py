@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils import ModelOutput
 from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.batch_inputs import SequenceCut
+from hf_helix.runtime.divided import calling, is_calling
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -55,6 +57,7 @@ class Seam:
         maker: makes micro-batches.
         check: called with the batch of every call of the model, before it runs. Collective.
         begin: called before the first call of a window that a backward pass may follow.
+        running: the context in which the model's own code runs without gradients.
 
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
@@ -66,6 +69,7 @@ class Seam:
         maker: WindowMaker,
         check: Callable[[Mapping[str, Any]], object] = lambda batch: None,
         begin: Callable[[], object] = lambda: None,
+        running: Callable[[], AbstractContextManager[object]] = calling,
     ) -> None:
         self.step = 0
         self.called = CalledDecoder(runner)
@@ -73,6 +77,7 @@ class Seam:
         self._maker = maker
         self._check = check
         self._begin = begin
+        self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self._window: contextlib.ExitStack | None = None
         self._num_calls = 0
@@ -85,18 +90,24 @@ class Seam:
 
         @functools.wraps(stock)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_calling():
+                return stock(*args, **kwargs)
             bound = parameters.bind(*args, **kwargs).arguments
             named = {**bound, **bound.get(rest, {})}
-            return self._forward({name: value for name, value in named.items() if value is not None and name != rest})
+            given = {name: value for name, value in named.items() if value is not None and name != rest}
+            if torch.is_grad_enabled() or not _stray(given):
+                return self._forward(given)
+            with self._running():
+                return stock(*args, **kwargs)
 
         forward.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
         decoder.forward = forward
 
     def _forward(self, given: Mapping[str, Any]) -> DecoderOutput:
-        stray = [name for name in given if name not in (*_READ, *_WITHOUT_EFFECT) and given[name] is not False]
-        if stray or "input_ids" not in given:
+        if stray := _stray(given):
             raise ValueError(
-                f"the cut decoder is called with {', '.join(stray) or 'no input_ids'}: a call takes {', '.join(_READ)}"
+                f"the model is called with gradients and {', '.join(stray)}: a call takes {', '.join(_READ)}; leave it "
+                "out, or call the model under torch.no_grad()"
             )
         batch = {name: given[name] for name in _READ if name in given}
         self._check(batch)
@@ -155,6 +166,13 @@ class Seam:
         """Stores the gradient of the output of a call [batch, sequence, hidden]; `rows` are those of its pieces."""
         value = self._cut.parted(gradient.transpose(0, 1))
         self.called.backward(call, [each.contiguous() for each in value.split(rows, 1)])
+
+
+def _stray(given: Mapping[str, Any]) -> list[str]:
+    """Returns the arguments of a call that the cut decoder does not read."""
+    missing = [] if "input_ids" in given else ["no input_ids"]
+    known = (*_READ, *_WITHOUT_EFFECT)
+    return missing + [name for name, value in given.items() if name not in known and value is not False]
 
 
 class _Output(torch.autograd.Function):

@@ -102,6 +102,18 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
+    with plain_parameters(), unsharded(stage, "full_weights() is entered"), direct_use_allowed():
+        yield model
+
+
+@contextlib.contextmanager
+def unsharded(stage: Stage, what: str) -> Iterator[None]:
+    """Returns the context in which every rank has the full weights that replicas shard. Collective.
+
+    Args:
+        stage: the units of this rank.
+        what: the action, see `meet`.
+    """
     with plain_parameters():
         for flat in stage.flat_parameters:
             flat.check_resharded()
@@ -110,13 +122,13 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.cast_to is None
         }
         with watched():
-            meet("full_weights() is entered")
+            meet(what)
             for flat in stage.flat_parameters:
                 flat.unshard(flat.gather())
-        try:
-            with direct_use_allowed():
-                yield model
-        finally:
+    try:
+        yield
+    finally:
+        with plain_parameters():
             for flat in stage.flat_parameters:
                 flat.reshard()
             for flat, shard in before.items():

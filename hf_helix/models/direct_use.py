@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import nn
 
 
@@ -28,8 +30,14 @@ class Instead(NamedTuple):
     saving: str
 
 
-def refuse_calls(model: nn.Module, instead: Instead) -> None:
-    """Makes calls of a model an error. The signature stays: the Trainer uses it to choose columns."""
+def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], AbstractContextManager[object]]) -> None:
+    """Makes calls of a model with gradients an error. The signature stays: the Trainer uses it to choose columns.
+
+    Args:
+        model: the model.
+        instead: see `Instead`.
+        running: the context in which the model's own code runs without gradients.
+    """
 
     stock = model.forward
 
@@ -37,13 +45,30 @@ def refuse_calls(model: nn.Module, instead: Instead) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if _use_allowed:
             return stock(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            with running():
+                return stock(*args, **kwargs)
         raise RuntimeError(
-            "this model's weights are cut over several ranks, so it cannot be called directly; use "
+            "this model's weights are cut over several ranks, so it cannot be called with gradients, only under torch.no_grad(); use "
             f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
         )
 
     refuse.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
     model.forward = refuse
+
+
+def run_generation(model: Any, running: Callable[[], AbstractContextManager[object]]) -> None:
+    """Makes `model.generate` run in a context, entered once for all tokens."""
+    if not hasattr(model, "generate"):
+        return
+    stock = model.generate
+
+    @functools.wraps(stock)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with running():
+            return stock(*args, **kwargs)
+
+    model.generate = generate
 
 
 def refuse_saving(model: nn.Module, instead: Instead) -> None:

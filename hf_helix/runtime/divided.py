@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.runtime.above import AboveDecoder
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.placed import Placed
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.zero import LocalParameter, local_parameters
 
@@ -45,7 +45,7 @@ class Division:
         device: of tensors in communication.
         local: the position of this rank's elements; None where another pipeline rank holds the parameter.
         counts: whether a sum over all ranks counts this rank's elements: of replicas, one counts.
-        above: of a parameter above the decoder, its position; None for all others.
+        placed: the position of the parameter on the mesh.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Division:
         device: torch.device,
         local: LocalParameter | None,
         counts: bool,
-        above: AboveDecoder | None = None,
+        placed: Placed,
     ) -> None:
-        self.above = above
+        self.placed = placed
         self.name = name
         self.shape = shape
         self.numel = prod(shape)
@@ -126,7 +126,7 @@ class DividedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         is_recording = torch.is_grad_enabled()
-        if (result := _call_above(func, args, kwargs or {}, is_recording)) is not NotImplemented:
+        if (result := _call_code(func, args, kwargs or {}, is_recording)) is not NotImplemented:
             return result
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             return _call(func, args, kwargs or {}, is_recording)
@@ -224,7 +224,7 @@ class DividedParameters:
     """
 
     def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
-        placements, shards, above = stage.all_placements, stage.shards, stage.above
+        placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
         locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
         self._parameters: list[Any] = []
         for name, parameter in model.named_parameters():
@@ -238,8 +238,8 @@ class DividedParameters:
                 counts = local.is_first_replica
             else:
                 counts = mesh.holds_first_replica(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
-            position = AboveDecoder(mesh, placement, stage.layout.rank_of(stage.head)) if is_above else None
-            division = Division(name, shape, mesh.device, local, local is not None and counts, position)
+            placed = Placed(mesh, placement, owners[parameter], tuple(shape), is_above)
+            division = Division(name, shape, mesh.device, local, local is not None and counts, placed)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
@@ -291,39 +291,90 @@ def full_of(value: Tensor) -> Tensor:
         return _full(value)
 
 
-# -- parameters above the decoder --------------------------------------------------------------------------------------
+# -- code that callers run -----------------------------------------------------------------------------------------
 
-_LINEAR_ARGUMENTS = ("input", "weight", "bias")
+_OPERANDS = {
+    functional.linear: ("input", "weight", "bias"),
+    functional.embedding: ("input", "weight"),
+    torch.addmm: ("input", "mat1", "mat2"),
+}
+_ATTRIBUTES = ("__get__", "__set__", "__delete__")
+_calls: list[dict[int, Tensor]] = []  # of each entered `calling`, the full parameters read so far, by id
 
 
-def _call_above(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
-    """Returns the result of a function that a loss calls with parameters above the decoder; `NotImplemented` for all
-    other uses of divided tensors.
+@contextlib.contextmanager
+def calling() -> Iterator[None]:
+    """Returns the context in which code of a model runs, without gradients: linears and lookups run over this rank's
+    part, and other parameters are gathered once. All ranks that share a parameter enter together."""
+    _calls.append(_calls[-1] if _calls else {})
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _calls.pop()
+
+
+def is_calling() -> bool:
+    """Returns whether `calling` is entered."""
+    return bool(_calls)
+
+
+def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    """Returns the result of a function of a model's code or of a loss; `NotImplemented` for other uses of parameters.
 
     Raises:
-        RuntimeError: the loss reads a parameter of the decoder, which would get no gradient.
+        RuntimeError: a loss reads a parameter of the decoder, which would get no gradient.
     """
-    if func is functional.linear:
-        given = {**dict(zip(_LINEAR_ARGUMENTS, args, strict=False)), **kwargs}
-        value, weight, bias = (given.get(name) for name in _LINEAR_ARGUMENTS)
-        above = weight._division.above if isinstance(weight, DividedParameter) else None
-        if above is not None and not isinstance(value, DividedTensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                return above.linear(value, weight, bias)
-    if not is_recording or getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
+    if func in _OPERANDS and (is_recording or _calls):
+        found = _with_part(func, args, kwargs, is_recording)
+        if found is not NotImplemented:
+            return found
+    if getattr(func, "__name__", "") in _ATTRIBUTES:
         return NotImplemented
     tensors = list(_tensors((args, kwargs)))
+    if _calls:
+        return _apply(func, args, kwargs, _gathered_once)
+    if not is_recording:
+        return NotImplemented
     trained = [each for each in tensors if isinstance(each, DividedTensor) and _root(each).requires_grad]
     if not trained or not any(each.requires_grad for each in tensors if not isinstance(each, DividedTensor)):
         return NotImplemented
     for each in trained:
-        if each._division.above is None:
+        if not each._division.placed.is_above:
             raise RuntimeError(
                 f"a loss reads {each._division.name}, a weight of the decoder, which would get no gradient from it; read "
                 "it under torch.no_grad(), or leave it out of the loss"
             )
     with torch._C.DisableTorchFunctionSubclass():
         return _apply(func, args, kwargs, _recorded)
+
+
+def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+    """Returns the result of a linear or a lookup, computed over the parts that ranks hold."""
+    given = {**dict(zip(_OPERANDS[func], args, strict=False)), **kwargs}
+    value, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    if func is torch.addmm:  # as transformers' `Conv1D` calls it
+        value, weight, bias = given["mat1"], given["mat2"], given["input"]
+    if not isinstance(weight, DividedParameter) or isinstance(value, DividedTensor):
+        return NotImplemented
+    placed = weight._division.placed
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is functional.embedding:
+            return placed.full_lookup(value, weight) if _calls else NotImplemented
+        if _calls:
+            return placed.full_linear(value, weight, bias, features=int(func is torch.addmm))
+        return placed.linear(value, weight, bias) if placed.is_above and func is functional.linear else NotImplemented
+
+
+def _gathered_once(value: Tensor) -> Tensor:
+    """The full tensor of a parameter, kept until `calling` ends."""
+    if not isinstance(value, DividedTensor):
+        return value
+    known, root = _calls[-1], _root(value)
+    with torch._C.DisableTorchFunctionSubclass():
+        if id(root) not in known:
+            known[id(root)] = value._division.placed.full(root)
+        return _along(known[id(root)], value._path)
 
 
 def recorded(value: Tensor) -> Tensor:
@@ -341,7 +392,7 @@ def _recorded(value: Tensor) -> Tensor:
     """The full tensor, under autograd."""
     if not isinstance(value, DividedTensor):
         return value
-    return _along(value._division.above.full(_root(value)), value._path)
+    return _along(value._division.placed.full(_root(value)), value._path)
 
 
 # -- kinds of functions -------------------------------------------------------------------------------------------

@@ -155,6 +155,19 @@ class Mesh:
             expert_replica_axes=linked_axes[self.expert_replica_axes],
         )
 
+    def share_random_state(self) -> None:
+        """Gives the ranks with the same batch the random state of the first of them. Collective over these ranks."""
+        if self.batch_group is None:
+            return
+        first = dist.get_global_rank(self.batch_group, 0)
+        states = [(torch.get_rng_state, torch.set_rng_state)]
+        if self.device.type == "cuda":
+            states.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        for read, write in states:
+            state = read().to(self.device)
+            dist.broadcast(state, first, group=self.batch_group)
+            write(state.cpu())
+
     @property
     def dp_size(self) -> int:
         return self.sizes["dp"]

@@ -1,0 +1,203 @@
+"""Divided parameters in code that a caller runs: linears and lookups over this rank's part, and full parameters.
+
+In:   a parameter with its cut and its pipeline rank, and the arguments of a function of torch.
+Out:  the result of the function with the full parameter, equal on every rank of a batch. Under autograd, of parameters
+      above the decoder, the logits of a head stay divided over the vocabulary.
+Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter. A
+gradient on a rank is that of the full loss; with context parallelism, whose ranks' gradients are summed, its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.vocab_logits import divided_logits, summed_gradient
+from hf_helix.operators.vocab_parallel import lookup
+from hf_helix.runtime.distributed.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The position of a parameter on the mesh.
+
+    Attributes:
+        mesh: the mesh of ranks.
+        placement: the cut of the parameter.
+        owner: the pipeline rank with the parameter.
+        shape: of the full parameter.
+        is_above: whether the parameter is above the decoder, so that a loss may read it.
+    """
+
+    mesh: Mesh
+    placement: Placement
+    owner: int
+    shape: tuple[int, ...]
+    is_above: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds the parameter, or its part of it."""
+        return self.mesh.pipe.rank == self.owner
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks hold parts of the parameter."""
+        return self.placement.dim is not None and self.mesh.axis_of(self.placement).size > 1
+
+    def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns `functional.linear` under autograd; weight and bias as this rank holds them.
+
+        Args:
+            value: [..., features], equal on every rank of a batch.
+            weight: above the decoder; empty on other pipeline ranks.
+            bias: likewise; None without.
+        """
+        if not self.is_here:
+            result: Tensor = _Received.apply(value, self)  # type: ignore[no-untyped-call]
+        else:
+            value = summed_gradient(value, self.mesh.tp) if self.is_cut else value
+            scale = 1 / self.mesh.cp.size
+            bias = None if bias is None else _scaled(bias, scale)
+            result = functional.linear(value, _scaled(weight, scale), bias)
+            self._share(result.detach())
+        return divided_logits(result, self.mesh.tp, self.placement.length) if self.is_cut else result
+
+    @torch.no_grad()
+    def full_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None, features: int = 0) -> Tensor:
+        """Returns `functional.linear` with the full weight, without gradients.
+
+        Args:
+            value, weight, bias: see `linear`; any parameter of the model.
+            features: the dimension of the output features; 1 for a weight [in, out].
+        """
+        shape = (*value.shape[:-1], self.shape[features])
+        if not self.is_here:
+            return self._share(None, shape, value)
+        matrix = weight.t() if features else weight
+        if not self.is_cut:
+            return self._share(functional.linear(value, matrix, bias))
+        if self.placement.dim == features:
+            return self._share(self._joined(functional.linear(value, matrix, bias), shape))
+        tp = self.mesh.tp
+        parts = [value[..., first:last] for first, last in self.placement.bounds(tp.size, tp.rank)]
+        total = functional.linear(torch.cat(parts, -1), matrix)
+        dist.all_reduce(total, group=tp.group)
+        return self._share(total if bias is None else total + bias)
+
+    @torch.no_grad()
+    def full_lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Returns the rows of a full table [..., features] for ids [...], without gradients."""
+        shape = (*ids.shape, self.shape[1])
+        if not self.is_here:
+            return self._share(None, shape, weight)
+        if not self.is_cut or self.placement.dim != 0:
+            return self._share(functional.embedding(ids, self._gathered(weight)))
+        tp = self.mesh.tp
+        ((first, _),) = self.placement.bounds(tp.size, tp.rank)
+        found = lookup(ids, weight, first, self.shape[0], None)
+        dist.all_reduce(found, group=tp.group)
+        return self._share(found)
+
+    def full(self, held: Tensor) -> Tensor:
+        """Returns the full parameter from the part that this rank holds, under autograd."""
+        full: Tensor = _Full.apply(_scaled(held, 1 / self.mesh.cp.size), self)  # type: ignore[no-untyped-call]
+        return full
+
+    def _gathered(self, held: Tensor) -> Tensor:
+        """Returns the full parameter on the ranks of the cut."""
+        if not self.is_cut:
+            return held.view_as(held)
+        axis, full = self.mesh.axis_of(self.placement), held.new_zeros(self.shape)
+        self.placement.paste(full, held, axis.size, axis.rank)
+        dist.all_reduce(full, group=axis.group)
+        return full
+
+    def _joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
+        """Returns the outputs of a linear [..., features] from each rank's part of them."""
+        tp, full = self.mesh.tp, part.new_zeros(shape)
+        first = 0
+        for begin, end in self.placement.bounds(tp.size, tp.rank):
+            full[..., begin:end] = part[..., first : first + end - begin]
+            first += end - begin
+        dist.all_reduce(full, group=tp.group)
+        return full
+
+    def _share(self, value: Tensor | None, shape: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
+        """Returns the owner's value on every rank of the pipeline; other ranks give its shape, and a value of its
+        type where autocast is off."""
+        pipe = self.mesh.pipe
+        if value is None:
+            assert like is not None
+            kind = like.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+            value = like.new_empty(shape, dtype=dtype)
+        if pipe.group is not None:
+            value = value.contiguous()
+            dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
+        return value
+
+
+def _scaled(held: Tensor, scale: float) -> Tensor:
+    """Returns a plain tensor in the memory of a parameter, whose gradient is scaled."""
+    scaled: Tensor = _ScaledGradient.apply(held, scale)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return held.view_as(held)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.scale, None
+
+
+class _Received(torch.autograd.Function):
+    """The result of a linear on another pipeline rank. The gradient of its input is zero: the owner's counts."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, placed: Placed) -> Tensor:
+        ctx.like = value.new_zeros(()), value.shape
+        mesh, length = placed.mesh, placed.shape[0]
+        part = placed.placement.shape(placed.shape, mesh.tp.size, mesh.tp.rank)[0] if placed.is_cut else length
+        return placed._share(None, (*value.shape[:-1], part), value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        zero, shape = ctx.like
+        return zero.expand(shape), None
+
+
+class _Full(torch.autograd.Function):
+    """A full parameter, of parts on the ranks of its cut on one pipeline rank."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, placed: Placed) -> Tensor:
+        ctx.placed, ctx.held_shape = placed, held.shape
+        if not placed.is_here:
+            full = held.new_empty(placed.shape)
+        else:
+            full = placed._gathered(held)
+        pipe = placed.mesh.pipe
+        if pipe.group is not None:
+            full = full.contiguous().clone()
+            dist.broadcast(full, pipe.ranks[placed.owner], group=pipe.group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        placed, (gradient,) = ctx.placed, gradients
+        if not placed.is_here:
+            return gradient.new_zeros(ctx.held_shape), None
+        axis = placed.mesh.axis_of(placed.placement)
+        return placed.placement.cut(gradient, axis.size, axis.rank), None
