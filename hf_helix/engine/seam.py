@@ -153,9 +153,7 @@ class Seam:
     def _pieces(self, batches: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
         scale = LossScale(torch.ones((), device=self.runner.mesh.device))
         first, self._num_calls = self._num_calls, self._num_calls + len(batches)
-        return [
-            self._maker.microbatch(batch, scale, (self.step, first + place)) for place, batch in enumerate(batches)
-        ]
+        return [self._maker.microbatch(batch, scale, (self.step, first + place)) for place, batch in enumerate(batches)]
 
     def _joined(self, outputs: Sequence[Tensor], length: int) -> Tensor:
         """Returns the output of a call on every rank, from the outputs of its pieces [sequence, rows, hidden]."""

@@ -42,9 +42,7 @@ _HOOKS = {
 }
 
 
-def check_forwards(
-    model: Any, base: Any, family: Family, called: Iterable[nn.Module], own_loss: bool = False
-) -> None:
+def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module], own_loss: bool = False) -> None:
     """Refuses hooks and code that would never run.
 
     Args:

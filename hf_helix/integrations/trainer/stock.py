@@ -51,6 +51,7 @@ class TrainerAttributes:
     loss_scale: Callable[[Any], LossScale]
     _stock: StockTrainer
     _own_loss: bool
+    _counts_once: bool
     _health: Health
 
 

@@ -37,6 +37,7 @@ from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
+from hf_helix.integrations.trainer.online import count_batches_once, is_online, settle_generation
 from hf_helix.integrations.trainer.own_loss import has_own_loss
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
@@ -107,6 +108,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._plugin = self._checked_layout(call, helix_config)
         self.helix_config = self._plugin.config
         self._connect_ranks(arguments, call.get("model"))
+        self._counts_once = is_online(arguments) and self.helix_config.ranks_per_batch > 1
+        if self._counts_once:
+            settle_generation(call, self.helix_config.ranks_per_batch)
         model = self._whole_model(call)
         self._own_loss = has_own_loss(type(self), call, model)
         if model is not None:
@@ -118,6 +122,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._cut(self.model, self.args)
             run_in_mixed_precision(self.model, self.accelerator)
             divide_fused_heads()
+            if self._counts_once:
+                count_batches_once(self, self.helix_config.ranks_per_batch)
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
         check_trainer(self, arguments)

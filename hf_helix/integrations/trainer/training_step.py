@@ -12,6 +12,7 @@ of a single micro-batch; every returned loss was computed; a step in `train()` c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
+from hf_helix.integrations.trainer.online import gathering_once
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
@@ -95,7 +97,11 @@ class WindowHooks(TrainerAttributes):
         Raises:
             ValueError: evaluations during the run would return outputs beside the logits.
         """
-        if not self._own_loss and self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+        if (
+            not self._own_loss
+            and self.compute_metrics is not None
+            and (self.args.eval_strategy != "no" or self.args.eval_on_start)
+        ):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -192,7 +198,8 @@ class WindowHooks(TrainerAttributes):
         assert seam is not None
         seam.step = step
         try:
-            loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+            with gathering_once(self.helix_config.ranks_per_batch) if self._counts_once else contextlib.nullcontext():
+                loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         except BaseException:
             seam.drop()
             raise

@@ -90,7 +90,11 @@ def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
 def _moved(forward: Schedule, later: int) -> Schedule:
     """Returns a forward schedule with larger numbers of micro-batches."""
     return [
-        [Slot(forward=replace(slot.forward, microbatch=slot.forward.microbatch + later)) for slot in slots if slot.forward]
+        [
+            Slot(forward=replace(slot.forward, microbatch=slot.forward.microbatch + later))
+            for slot in slots
+            if slot.forward
+        ]
         for slots in forward
     ]
 
