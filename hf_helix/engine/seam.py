@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
@@ -127,7 +127,7 @@ class Seam:
         rows = [len(each["input_ids"]) for each in batches]
         anchor = torch.zeros((), device=self.runner.mesh.device, requires_grad=True)
         output = self._joined(outputs, length)
-        hidden: Tensor = _Output.apply(anchor, self, call, rows, output)  # type: ignore[no-untyped-call]
+        hidden: Tensor = _Output.apply(anchor, self, call, rows, output)
         return hidden
 
     def finish(self) -> None:

@@ -36,7 +36,8 @@ def check_causal_lm_class(name: str, instead: str = "") -> None:
 def has_causal_head(model: Any) -> bool:
     """Returns whether a model has a language-model head, and is no other class of Transformers."""
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
-    return model.get_output_embeddings() is not None and (not is_stock or name in causal_lm_classes())
+    has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
+    return has_head and (not is_stock or name in causal_lm_classes())
 
 
 def check_head(model: Any) -> None:

@@ -49,8 +49,9 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
             with running():
                 return stock(*args, **kwargs)
         raise RuntimeError(
-            "this model's weights are cut over several ranks, so it cannot be called with gradients, only under torch.no_grad(); use "
-            f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
+            "this model's weights are cut over several ranks, so it cannot be called with gradients, only under "
+            f"torch.no_grad(); use {instead.calling}, or save it with {instead.saving} and load it with "
+            "from_pretrained(folder)"
         )
 
     refuse.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user

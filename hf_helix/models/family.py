@@ -189,8 +189,8 @@ class Family(ABC):
             units.append(self.head(b, model))
         elif self.balance(model) is not None:
             raise ValueError(
-                "output_router_logits=True adds a loss of the routers to the model's own loss, and the loss is computed "
-                "by other code; set model.config.output_router_logits = False"
+                "output_router_logits=True adds a loss of the routers, which is built into the model's own loss alone; "
+                "set model.config.output_router_logits = False (in TRL router_aux_loss_coef=0.0)"
             )
         else:
             below = {parameter for unit in units for parameter in unit.placements}

@@ -342,8 +342,8 @@ def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_r
     for each in trained:
         if not each._division.placed.is_above:
             raise RuntimeError(
-                f"a loss reads {each._division.name}, a weight of the decoder, which would get no gradient from it; read "
-                "it under torch.no_grad(), or leave it out of the loss"
+                f"a loss reads {each._division.name}, a weight of the decoder, which would get no gradient from it; "
+                "read it under torch.no_grad(), or leave it out of the loss"
             )
     with torch._C.DisableTorchFunctionSubclass():
         return _apply(func, args, kwargs, _recorded)
@@ -375,12 +375,6 @@ def _gathered_once(value: Tensor) -> Tensor:
         if id(root) not in known:
             known[id(root)] = value._division.placed.full(root)
         return _along(known[id(root)], value._path)
-
-
-def recorded(value: Tensor) -> Tensor:
-    """Returns the full tensor of a parameter above the decoder, under autograd; an ordinary tensor as it is."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _recorded(value)
 
 
 def _root(value: Any) -> Any:

@@ -3,8 +3,8 @@
 In:   a parameter with its cut and its pipeline rank, and the arguments of a function of torch.
 Out:  the result of the function with the full parameter, equal on every rank of a batch. Under autograd, of parameters
       above the decoder, the logits of a head stay divided over the vocabulary.
-Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter. A
-gradient on a rank is that of the full loss; with context parallelism, whose ranks' gradients are summed, its share.
+Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter.
+A gradient on a rank is that of the full loss; with context parallelism, whose ranks' gradients are summed, its share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.vocab_logits import divided_logits, summed_gradient
+from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
+from hf_helix.operators.vocab_slices import summed_gradient
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -61,7 +62,7 @@ class Placed:
             bias: likewise; None without.
         """
         if not self.is_here:
-            result: Tensor = _Received.apply(value, self)  # type: ignore[no-untyped-call]
+            result: Tensor = _Received.apply(value, self)
         else:
             value = summed_gradient(value, self.mesh.tp) if self.is_cut else value
             scale = 1 / self.mesh.cp.size
@@ -108,7 +109,7 @@ class Placed:
 
     def full(self, held: Tensor) -> Tensor:
         """Returns the full parameter from the part that this rank holds, under autograd."""
-        full: Tensor = _Full.apply(_scaled(held, 1 / self.mesh.cp.size), self)  # type: ignore[no-untyped-call]
+        full: Tensor = _Full.apply(_scaled(held, 1 / self.mesh.cp.size), self)
         return full
 
     def _gathered(self, held: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class Placed:
 
 def _scaled(held: Tensor, scale: float) -> Tensor:
     """Returns a plain tensor in the memory of a parameter, whose gradient is scaled."""
-    scaled: Tensor = _ScaledGradient.apply(held, scale)  # type: ignore[no-untyped-call]
+    scaled: Tensor = _ScaledGradient.apply(held, scale)
     return scaled
 
 
@@ -184,10 +185,7 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, placed: Placed) -> Tensor:
         ctx.placed, ctx.held_shape = placed, held.shape
-        if not placed.is_here:
-            full = held.new_empty(placed.shape)
-        else:
-            full = placed._gathered(held)
+        full = placed._gathered(held) if placed.is_here else held.new_empty(placed.shape)
         pipe = placed.mesh.pipe
         if pipe.group is not None:
             full = full.contiguous().clone()

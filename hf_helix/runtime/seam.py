@@ -2,8 +2,8 @@
 
 In:   a runner whose last unit ends at the decoder's output; the micro-batches of a call; the gradient of its output.
 Out:  the output of a call on every rank; after `finish`, complete gradients in `parameter.grad`.
-Must hold: a backward pass runs overlapped with the forward pass of the next call, by the plan, or in `finish`. Every rank
-of a batch makes the same calls and gives gradients in the same order.
+Must hold: a backward pass runs overlapped with the forward pass of the next call, by the plan, or in `finish`. Every
+rank of a batch makes the same calls and gives gradients in the same order.
 """
 
 from __future__ import annotations

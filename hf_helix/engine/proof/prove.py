@@ -305,7 +305,7 @@ class _Copy:
         losses, outputs = [], []
         for batch in batches:
             loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())
         seam.finish()

@@ -20,7 +20,7 @@ from hf_helix.integrations.trainer.checks import check_evaluation, check_overrid
 from hf_helix.integrations.trainer.online import gathering_once
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
-from hf_helix.operators.vocab_logits import full_logits_of
+from hf_helix.operators.vocab_logits import VocabLogits
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -55,6 +55,10 @@ def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
                 f"HelixTrainer does not collect; set model.config.{flag} = False, or leave them out with "
                 f"ignore_keys={sorted({*ignore_keys, *wanted})} (ignore_keys_for_eval in train())"
             )
+
+
+def _full(value: Any) -> Any:
+    return value.full() if isinstance(value, VocabLogits) else value
 
 
 class EvaluationHooks(TrainerAttributes):
@@ -118,7 +122,7 @@ class EvaluationHooks(TrainerAttributes):
         assert self.helix.seam is not None
         self.helix.seam.step = self.state.global_step
         with gathering_once(self.helix_config.ranks_per_batch) if self._counts_once else contextlib.nullcontext():
-            return tree_map(full_logits_of, super().prediction_step(*arguments))  # type: ignore[misc]
+            return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:

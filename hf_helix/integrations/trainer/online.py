@@ -61,7 +61,7 @@ def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
 @contextlib.contextmanager
 def gathering_once(ranks_per_batch: int) -> Iterator[None]:
     """Returns the context in which TRL's `gather` and `gather_object` return the values of every batch once."""
-    modules = [sys.modules[name] for name in _MODULES if name in sys.modules]
+    modules: list[Any] = [sys.modules[name] for name in _MODULES if name in sys.modules]
     before = [(module, module.gather, module.gather_object) for module in modules]
     for module, gather, gather_object in before:
         module.gather = functools.partial(_gather_once, gather, ranks_per_batch)

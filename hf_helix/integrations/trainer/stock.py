@@ -43,6 +43,7 @@ class TrainerAttributes:
     _get_num_items_in_batch: Callable[[list[Any], torch.device], Any]
     is_world_process_zero: Callable[[], bool]
     push_to_hub: Callable[..., Any]
+    place_model_on_device: bool
 
     helix: Engine
     """The cut model: its plan, its tuning, measurements, and `figures`, all figures of the last log."""

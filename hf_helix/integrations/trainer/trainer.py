@@ -35,13 +35,14 @@ from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_outp
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
+from hf_helix.integrations.trainer.fused_head import cut_fused_head
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.online import count_batches_once, is_online, settle_generation
 from hf_helix.integrations.trainer.own_loss import has_own_loss
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
-from hf_helix.integrations.trainer.trl import StockSFTTrainer, divide_fused_heads, is_sft
+from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
@@ -121,7 +122,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if self._own_loss and getattr(self, "helix", None) is None:
             self._cut(self.model, self.args)
             run_in_mixed_precision(self.model, self.accelerator)
-            divide_fused_heads()
+            cut_fused_head()
             if self._counts_once:
                 count_batches_once(self, self.helix_config.ranks_per_batch)
             if self.place_model_on_device:

@@ -97,11 +97,8 @@ class WindowHooks(TrainerAttributes):
         Raises:
             ValueError: evaluations during the run would return outputs beside the logits.
         """
-        if (
-            not self._own_loss
-            and self.compute_metrics is not None
-            and (self.args.eval_strategy != "no" or self.args.eval_on_start)
-        ):
+        evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
+        if not self._own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 

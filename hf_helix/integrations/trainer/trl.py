@@ -22,10 +22,8 @@ from transformers import AutoModelForCausalLM, set_seed
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
-from hf_helix.runtime.divided import recorded
 
 _MODULE = "trl.trainer.sft_trainer"
-_UTILS = "trl.trainer.utils"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
 
 # Field of SFTConfig, test for refused values, alternative.
@@ -53,29 +51,6 @@ def name_of(kind: type) -> str:
 def _tokens_of(batch: Any) -> Tensor:
     """Returns the number of tokens of a micro-batch without padding, as a scalar; joined rows have no padding."""
     return batch["attention_mask"].sum() if "attention_mask" in batch else (batch["position_ids"][0] >= 0).sum()
-
-
-# -- fused heads -------------------------------------------------------------------------------------------------------
-
-
-def divide_fused_heads() -> None:
-    """Makes TRL's fused head, which multiplies hidden states by `lm_head.weight`, work on a weight that ranks divide."""
-    utils = sys.modules.get(_UTILS)
-    if utils is None or issubclass(utils._ChunkedLogProbFunction, _DividedFusedHead):
-        return
-    stock = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = type("_ChunkedLogProbFunction", (_DividedFusedHead,), {"stock": stock})
-
-
-class _DividedFusedHead:
-    """Stands for `_ChunkedLogProbFunction`."""
-
-    stock: Any
-
-    @classmethod
-    def apply(cls, hidden: Tensor, weight: Tensor, bias: Any, *others: Any) -> Any:
-        """Returns the stock function's results."""
-        return cls.stock.apply(hidden, *(None if each is None else recorded(each) for each in (weight, bias)), *others)
 
 
 class StockSFTTrainer(StockTrainer):

@@ -37,7 +37,8 @@ LAYER_CLASS = GradientCheckpointingLayer
 
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the `forward` of a module without the replacement of a cut model."""
-    return module.forward.__wrapped__ if getattr(module.forward, "is_refusal", False) else module.forward
+    forward: Any = module.forward
+    return forward.__wrapped__ if getattr(forward, "is_refusal", False) else forward
 
 
 class _Enough(Exception):

@@ -89,14 +89,11 @@ def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
 
 def _moved(forward: Schedule, later: int) -> Schedule:
     """Returns a forward schedule with larger numbers of micro-batches."""
-    return [
-        [
-            Slot(forward=replace(slot.forward, microbatch=slot.forward.microbatch + later))
-            for slot in slots
-            if slot.forward
-        ]
-        for slots in forward
-    ]
+
+    def moved(action: Action) -> Slot:
+        return Slot(forward=replace(action, microbatch=action.microbatch + later))
+
+    return [[moved(slot.forward) for slot in slots if slot.forward] for slots in forward]
 
 
 def _mirrored(forward: Schedule) -> Schedule:

@@ -1,0 +1,97 @@
+"""TRL's fused head on a head that ranks divide.
+
+In:   what TRL's fused head passes to its function: hidden states, the parameters of the head, labels.
+Out:  what the function returns for the full head, on every rank of a batch.
+Must hold: TRL is not imported; heads of models that are not cut, such as a reference model's, run TRL's own function.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
+from hf_helix.operators.vocab_slices import changed_gradient
+
+_MODULE, _FUNCTION = "trl.trainer.utils", "_ChunkedLogProbFunction"
+_FIGURES = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def cut_fused_head() -> None:
+    """Makes TRL's fused head, where a script has imported it, compute with divided heads."""
+    module = sys.modules.get(_MODULE)
+    if module is not None and not isinstance(getattr(module, _FUNCTION), _FusedHead):
+        setattr(module, _FUNCTION, _FusedHead(getattr(module, _FUNCTION)))
+
+
+class _FusedHead:
+    """Stands for TRL's `ChunkedLogProbFunction`."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def apply(self, hidden: Tensor, weight: Any, bias: Any, targets: Tensor, *options: Any) -> tuple[Any, ...]:
+        """Returns TRL's figures per token.
+
+        Args:
+            hidden: [tokens, hidden].
+            weight: a parameter, perhaps divided.
+            bias: likewise, or None.
+            targets: [tokens].
+            options: temperature, rows of a tile, bound of the logits, their scale, and names of the wanted figures.
+        """
+        placed = getattr(getattr(weight, "_division", None), "placed", None)
+        if placed is None or not placed.is_above:
+            return tuple(self._stock.apply(hidden, weight, bias, targets, *options))
+        wanted = ("log_probs", *(name for name in _FIGURES if name in options[4]))
+        with torch._C.DisableTorchFunctionSubclass():
+            if not placed.is_here:
+                return _unpacked(_Received.apply(hidden, placed, len(wanted)), wanted)
+            parameters = [None if each is None else _share(each, placed.mesh.cp.size) for each in (weight, bias)]
+            results = self._run(placed, (hidden, *parameters, targets), options)
+            if placed.mesh.pipe.group is not None:
+                _broadcast(torch.stack([each.detach().float() for each in results if each is not None]), placed)
+        return results
+
+    def _run(self, placed: Any, tensors: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not placed.is_cut:
+            return tuple(self._stock.apply(*tensors, *options))
+        temperature, rows, softcap, scale, wanted = options
+        head, (hidden, weight, bias, targets) = HeadOptions(temperature, softcap, scale, tuple(wanted), rows), tensors
+        return vocab_log_probs(hidden, weight, bias, targets, placed.mesh.tp, placed.placement.length, head)
+
+
+def _share(held: Tensor, ranks: int) -> Tensor:
+    """Returns a plain tensor in a parameter's memory; of context-parallel ranks, whose gradients are summed, each gives
+    its share."""
+    return changed_gradient(held, lambda gradient: gradient / ranks)
+
+
+def _broadcast(values: Tensor, placed: Any) -> Tensor:
+    dist.broadcast(values, placed.mesh.pipe.ranks[placed.owner], group=placed.mesh.pipe.group)
+    return values
+
+
+class _Received(torch.autograd.Function):
+    """The figures that another pipeline rank computed. The hidden states' gradient is zero: the owner's counts."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, placed: Any, count: int) -> Tensor:
+        ctx.like = hidden.new_zeros(()), hidden.shape
+        return _broadcast(hidden.new_empty((count, len(hidden)), dtype=torch.float32), placed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        zero, shape = ctx.like
+        return zero.expand(shape), None, None
+
+
+def _unpacked(values: Tensor, wanted: tuple[str, ...]) -> tuple[Any, ...]:
+    found: dict[str, Any] = dict(zip(wanted, values.unbind(), strict=True))
+    for name in found.keys() - {"log_probs", "entropy"}:
+        found[name] = found[name].detach().bool() if name == "is_top1" else found[name].detach()
+    return tuple(found.get(name) for name in ("log_probs", *_FIGURES))

@@ -1,0 +1,54 @@
+"""Functions of torch as `__torch_function__` sees them: which are element-wise, and which write to their argument.
+
+In:   the name of a function, method or operator.
+Out:  what it does, as the tags of torch's own operators say.
+Must hold: a function that is not known to be element-wise is not said to be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OPERATORS = {"add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "neg", "pos", "abs", "invert", "eq"}
+_OPERATORS |= {"ne", "lt", "le", "gt", "ge", "and", "or", "xor"}
+_UNTAGGED = {"to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "cpu", "cuda"}
+_UNTAGGED |= {"contiguous", "detach", "copy", "fill", "zero", "logsigmoid", "multiply", "subtract", "divide"}
+_UNTAGGED |= {"zeros_like", "ones_like", "full_like", "empty_like", "alias"}
+
+
+def is_in_place(name: str) -> bool:
+    """Returns whether a function writes to its first argument."""
+    is_operator = name.startswith("__i") and name.strip("_")[1:] in _OPERATORS
+    return is_operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def is_elementwise(name: str) -> bool:
+    """Returns whether every element of the result depends only on the same element of the operands, and on no random
+    number."""
+    if name.startswith("__"):
+        plain = name.strip("_")
+        return plain in _OPERATORS or (plain[:1] in ("r", "i") and plain[1:] in _OPERATORS)
+    name = name.removesuffix("_")
+    operator: Any = getattr(torch.ops.aten, name, None)
+    overloads = operator.overloads() if hasattr(operator, "overloads") else ()
+    tags = {tag for each in overloads for tag in getattr(operator, each).tags}
+    is_tagged = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return name in _UNTAGGED or is_tagged
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns a value with every tensor in its lists, tuples and dictionaries changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(each, change) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        changed = [map_tensors(each, change) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value

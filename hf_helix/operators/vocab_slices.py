@@ -1,0 +1,205 @@
+"""Computations on slices of a vocabulary, under autograd.
+
+In:   a tensor of this rank's slice [..., slice], and the axis of the ranks with the other slices.
+Out:  what the full tensor [..., vocabulary] gives: sums, extrema, elements, losses; equal on all ranks.
+Must hold: all ranks compute with equal results, so the gradient of a result is not summed again; the gradient of a
+tensor that is equal on all ranks and used with slices is. Sums run in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.param_shard import cut_bounds
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class VocabDivision:
+    """The division of a vocabulary of `length` tokens over the ranks of an axis."""
+
+    axis: Axis
+    length: int
+
+    def bounds(self, rank: int | None = None) -> tuple[int, int]:
+        """Returns the slice of a rank; of this rank if None."""
+        return cut_bounds(self.length, self.axis.size, self.axis.rank if rank is None else rank)
+
+    def size(self, rank: int | None = None) -> int:
+        """Returns the length of the slice of a rank; of this rank if None."""
+        first, end = self.bounds(rank)
+        return end - first
+
+    def slice(self, full: Tensor) -> Tensor:
+        """Returns this rank's slice of a full tensor."""
+        first, end = self.bounds()
+        return full[..., first:end]
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Returns the full tensor [..., length] of every rank's slice."""
+        parts = stack_over(functional.pad(local, (0, self.size(0) - local.shape[-1])), self.axis)
+        return torch.cat([part[..., : self.size(rank)] for rank, part in enumerate(parts)], -1)
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each id's place in this rank's slice, and whether it lies there.
+
+        Raises:
+            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing).
+        """
+        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.length)).any()):
+            raise IndexError(f"token ids from {ids.min()} to {ids.max()}: give ids from 0 to {self.length - 1}")
+        local, size = ids - self.bounds()[0], self.size()
+        return local.clamp(0, size - 1), (local >= 0) & (local < size)
+
+
+def stack_over(value: Tensor, axis: Axis) -> Tensor:
+    """Returns every rank's value, in rank order [ranks, ...]."""
+    value = value.detach()
+    out = value.new_empty((axis.size, *value.shape))
+    if value.numel():
+        sent, into = value.contiguous().view(-1), out.view(-1)
+        if value.dtype is torch.bool:
+            sent, into = sent.view(torch.uint8), into.view(torch.uint8)
+        axis.transport.all_gather(into, sent)
+    return out
+
+
+def sum_over(value: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum of every rank's value, equal on all ranks."""
+    value = value.clone(memory_format=torch.contiguous_format)
+    if axis.group is not None:
+        dist.all_reduce(value, group=axis.group)
+    return value
+
+
+class _Communicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forward: Change, backward: Change) -> Tensor:
+        ctx.change = backward
+        return forward(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.change(gradients[0]), None, None
+
+
+def _communicated(value: Tensor, forward: Change, backward: Change) -> Tensor:
+    return _Communicated.apply(value, forward, backward)
+
+
+def changed_gradient(value: Tensor, change: Change) -> Tensor:
+    """Returns the value, in the same memory, whose gradient is changed by a function."""
+    return _communicated(value, lambda each: each.view_as(each), change)
+
+
+def summed_gradient(value: Tensor, axis: Axis) -> Tensor:
+    """Returns a value that is equal on all ranks of an axis, for use in computations that differ between them: its
+    gradient is the sum of theirs."""
+    return value if axis.size == 1 else changed_gradient(value, lambda gradient: sum_over(gradient, axis))
+
+
+def gathered(local: Tensor, division: VocabDivision) -> Tensor:
+    """Returns the full tensor of every rank's slice."""
+    return _communicated(local, division.gather, division.slice)
+
+
+def sliced(full: Tensor, division: VocabDivision) -> Tensor:
+    """Returns this rank's slice of a tensor that is equal on all ranks."""
+    return _communicated(full, lambda each: division.slice(each).clone(), division.gather)
+
+
+def stacked(value: Tensor, axis: Axis) -> Tensor:
+    """Returns every rank's value [ranks, ...]."""
+    return _communicated(value, lambda each: stack_over(each, axis), lambda gradient: gradient[axis.rank])
+
+
+def total(value: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum of every rank's value in rank order."""
+    return stacked(value, axis).sum(0)
+
+
+def exact(value: Tensor) -> Tensor:
+    """Returns a value in a type that sums are exact enough in: fp32 for narrower ones."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
+        result = torch.logsumexp(stack_over(torch.logsumexp(local, -1), axis), 0)
+        ctx.save_for_backward(local, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        local, result = ctx.saved_tensors
+        return (local - result.unsqueeze(-1)).exp() * gradients[0].unsqueeze(-1), None
+
+
+def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
+    """Returns the logarithm of the sum of exponentials over the vocabulary [...], in fp32."""
+    return _LogSumExp.apply(exact(local), axis)
+
+
+def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
+    """Returns this rank's slice of the log-softmax, in fp32."""
+    local = exact(local)
+    return local - summed_gradient(log_sum_exp(local, axis), axis).unsqueeze(-1)
+
+
+def pick(local: Tensor, ids: Tensor, division: VocabDivision) -> Tensor:
+    """Returns the elements at token ids [..., n], as `torch.gather` along the vocabulary."""
+    place, inside = division.places(ids)
+    return total(local.gather(-1, place).masked_fill(~inside, 0), division.axis)
+
+
+def extreme_ids(local: Tensor, division: VocabDivision, name: str) -> Tensor:
+    """Returns the ids of the largest ("max") or smallest ("min") elements [..., 1], of equal ones the first."""
+    values, places = getattr(torch, name)(local.detach(), -1, keepdim=True)
+    values, places = stack_over(values, division.axis), stack_over(places + division.bounds()[0], division.axis)
+    return places.gather(0, getattr(torch, f"arg{name}")(values, 0, keepdim=True)).squeeze(0)
+
+
+def class_loss(
+    local: Tensor,
+    target: Tensor,
+    division: VocabDivision,
+    *,
+    of_logits: bool,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Returns `cross_entropy`, or `nll_loss`, in fp32.
+
+    Args:
+        local: [rows, slice] or [slice].
+        target: token ids [rows] or [].
+        of_logits: whether these are logits; log-probabilities otherwise.
+        weight, ignore_index, reduction, label_smoothing: as in `functional.cross_entropy`.
+    """
+    is_counted = target != ignore_index
+    ids, local = target.masked_fill(~is_counted, 0), exact(local)
+    of_classes = local.new_ones(division.length) if weight is None else weight
+    weights = of_classes[ids].masked_fill(~is_counted, 0)
+    loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1) * weights
+    if of_logits:
+        whole = log_sum_exp(local, division.axis)
+        loss = loss + whole * weights
+        if label_smoothing:
+            sums = whole * of_classes.sum() - total((local * division.slice(of_classes)).sum(-1), division.axis)
+            even = sums.masked_fill(~is_counted, 0) / division.length
+            loss = (1 - label_smoothing) * loss + label_smoothing * even
+    if reduction == "none":
+        return loss
+    return loss.sum() / weights.sum() if reduction == "mean" else loss.sum()
