@@ -98,7 +98,7 @@ class Placed:
         """Returns the rows of a full table [..., features] for ids [...], without gradients."""
         shape = (*ids.shape, self.shape[1])
         if not self.is_here:
-            return self._share(None, shape, weight)
+            return self._share(weight.new_empty(shape))  # autocast leaves lookups in the type of the table
         if not self.is_cut or self.placement.dim != 0:
             return self._share(functional.embedding(ids, self._gathered(weight)))
         tp = self.mesh.tp

@@ -1,0 +1,148 @@
+"""A cut model that is called without gradients, and generates, is equal to the uncut model on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.jobs import make_trainer
+from support.models import VOCABULARY, tiny
+from transformers import Trainer, TrainerCallback
+
+FIVE = {"num_hidden_layers": 5}
+GENERATIONS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "without cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 20},
+}
+SHORT = [FIVE, {**FIVE, "tie_word_embeddings": True, "lora": {}}]
+FAMILIES = [{"family": name} for name in ("gpt2", "phimoe", "mixtral", "gpt_neox", "support.declared_jobs:phi3")]
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_calls_and_generation(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
+    check(cluster_of(2).run(compared, folder=str(tmp_path), helix=helix, models=SHORT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "ep_size": 2}], ids=str)
+def test_other_families(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
+    families = [{"family": name} for name in ("phimoe", "mixtral")] if "ep_size" in helix else FAMILIES
+    check(cluster_of(2).run(compared, folder=str(tmp_path), helix=helix, models=families))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "helix",
+    [{"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "shard_parameters": True}, {"tp_size": 2, "cp_size": 2}],
+    ids=str,
+)
+def test_four_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
+    check(cluster_of(4).run(compared, folder=str(tmp_path), helix=helix, models=SHORT))
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)
+def test_generation_in_a_callback(
+    helix: dict[str, int], cluster_of: Any, stock: Callable[..., Any], tmp_path: Any
+) -> None:
+    (expected, quiet), _ = stock(trained)
+    for found, silent in cluster_of(2).run(trained, folder=str(tmp_path), helix=helix):
+        assert found["tokens"] == expected["tokens"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert found["losses"] == silent["losses"]
+    assert expected["losses"] == quiet["losses"]
+
+
+def test_a_call_on_one_rank_alone(cluster_of: Any, tmp_path: Any) -> None:
+    failures = cluster_of(2).errors(call_on_rank_0, folder=str(tmp_path))
+    assert "the model is called without gradients" in failures[0].message
+
+
+def check(ranks: list[list[dict[str, Any]]]) -> None:
+    """Compares the outcomes of every rank with the expected values."""
+    for cases in ranks:
+        for case in cases:
+            wrong = [name for name, is_equal in case["equal"].items() if not is_equal]
+            assert not wrong, (case["model"], wrong)
+            assert max(case["errors"].values()) <= 1e-5, case
+
+
+# In the processes of a cluster
+
+
+def compared(folder: str, helix: dict[str, Any], models: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each cut model gives, compared with the uncut one."""
+    return [compared_model(folder, helix, model) for model in models]
+
+
+def compared_model(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    whole = tiny(**model).eval()
+    trainer = make_trainer(folder, helix, model)
+    cut = trainer.model.eval()
+    rank = torch.distributed.get_rank()
+    ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
+    given = {"input_ids": ids, "attention_mask": (torch.arange(7) >= torch.tensor([[2], [0]])).long()}
+    equal, errors = {}, {}
+    for name, options in GENERATIONS.items():
+        options = {**given, "pad_token_id": 0, "max_new_tokens": 5, **options}
+        torch.manual_seed(11)
+        expected = whole.generate(**options)
+        torch.manual_seed(11 + rank)  # as ranks that share a batch may have drawn different numbers
+        equal[name] = torch.equal(cut.generate(**options), expected)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            expected = whole(**given, labels=ids, output_hidden_states=True)
+            found = cut(**given, labels=ids, output_hidden_states=True)
+        pairs = {"loss": (found.loss, expected.loss), "logits": (found.logits, expected.logits)}
+        pairs |= {f"hidden {i}": each for i, each in enumerate(zip(found.hidden_states, expected.hidden_states))}
+        errors |= {f"{mode.__name__} {name}": (a - b).abs().max().item() for name, (a, b) in pairs.items()}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        low = (cut(**given).logits - whole(**given).logits).abs().max().item()
+    equal["autocast"] = low <= 2e-2
+    with pytest.raises(RuntimeError, match="cannot be called .*with gradients"):
+        cut(**given)
+    trainer.helix.close()
+    return {"model": model, "equal": equal, "errors": errors}
+
+
+class Generates(TrainerCallback):
+    """Generates after every step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[list[int]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        ids = torch.arange(1, 6).view(1, 5)
+        was_training = model.training
+        found = model.eval().generate(input_ids=ids, max_new_tokens=6, pad_token_id=0)
+        model.train(was_training)
+        self.tokens.append(found.tolist())
+
+
+def trained(folder: str, helix: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run that generates in a callback, and after training; and one that does not."""
+
+    def run(*callbacks: Any) -> Trainer:
+        training = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2}
+        trainer = make_trainer(folder, helix, dict(FIVE), training=training, callbacks=list(callbacks))
+        trainer.train()
+        return trainer
+
+    def outcome(trainer: Trainer, tokens: Any) -> dict[str, Any]:
+        return {"tokens": tokens, "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row]}
+
+    generates = Generates()
+    loud = run(generates)
+    generates.on_step_end(None, None, None, model=loud.model)
+    return outcome(loud, copy.deepcopy(generates.tokens)), outcome(run(), [])
+
+
+def call_on_rank_0(folder: str) -> None:
+    trainer = make_trainer(folder, {"tp_size": 2})
+    if torch.distributed.get_rank() == 0:
+        trainer.model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
+    trainer.evaluate()
