@@ -10,7 +10,6 @@ is the caller's and runs unchanged on every rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.batch_inputs import SequenceCut
+from hf_helix.models.direct_use import replace_method
 from hf_helix.runtime.divided import calling, is_calling
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
@@ -84,24 +84,21 @@ class Seam:
 
     def put_into(self, decoder: nn.Module) -> None:
         """Replaces the `forward` of a decoder, the submodule of the cut model that runs the layers."""
-        stock = decoder.forward
-        parameters = inspect.signature(stock)
+        parameters = inspect.signature(decoder.forward)
         rest = next((each.name for each in parameters.parameters.values() if each.kind is each.VAR_KEYWORD), "")
 
-        @functools.wraps(stock)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_calling():
                 return stock(*args, **kwargs)
-            bound = parameters.bind(*args, **kwargs).arguments
-            named = {**bound, **bound.get(rest, {})}
-            given = {name: value for name, value in named.items() if value is not None and name != rest}
-            if torch.is_grad_enabled() or not _stray(given):
+            named = dict(parameters.bind(*args, **kwargs).arguments)
+            named |= named.pop(rest, {})
+            given = {name: value for name, value in named.items() if value is not None}
+            if torch.is_grad_enabled() or not (_stray(given) or given.get("use_cache")):
                 return self._forward(given)
             with self._running():
                 return stock(*args, **kwargs)
 
-        forward.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
-        decoder.forward = forward
+        replace_method(decoder, "forward", forward)
 
     def _forward(self, given: Mapping[str, Any]) -> DecoderOutput:
         if stray := _stray(given):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,7 +33,7 @@ class Instead(NamedTuple):
 
 
 def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], AbstractContextManager[object]]) -> None:
-    """Makes calls of a model with gradients an error. The signature stays: the Trainer uses it to choose columns.
+    """Makes calls of a model with gradients an error.
 
     Args:
         model: the model.
@@ -39,10 +41,7 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
         running: the context in which the model's own code runs without gradients.
     """
 
-    stock = model.forward
-
-    @functools.wraps(stock)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _use_allowed:
             return stock(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -54,22 +53,46 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
             "from_pretrained(folder)"
         )
 
-    refuse.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
-    model.forward = refuse
+    replace_method(model, "forward", forward)
 
 
 def run_generation(model: Any, running: Callable[[], AbstractContextManager[object]]) -> None:
     """Makes `model.generate` run in a context, entered once for all tokens."""
     if not hasattr(model, "generate"):
         return
-    stock = model.generate
 
-    @functools.wraps(stock)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def generate(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with running():
             return stock(*args, **kwargs)
 
-    model.generate = generate
+    replace_method(model, "generate", generate)
+
+
+def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+    """Replaces a method of a module. The signature stays: the Trainer uses that of `forward` to choose columns. In deep
+    copies of the module, whose calls would use the weights of the module itself, the method raises.
+
+    Args:
+        module: the module.
+        name: of the method.
+        run: called with the stock method and the arguments of a call.
+    """
+    stock = getattr(module, name)
+
+    @functools.wraps(stock)
+    def method(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if called is not module:
+            raise RuntimeError(
+                "this is a copy of the model that hf_helix trains, and cannot be called; put its weights into the model, "
+                "by model.load_state_dict(copy.state_dict()), and call the model"
+            )
+        return run(stock, *args, **kwargs)
+
+    signature, me = inspect.signature(stock), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    replaced: Any = method
+    replaced.__signature__ = signature.replace(parameters=[me, *signature.parameters.values()])
+    replaced.is_refusal = True  # no patch by the user
+    setattr(module, name, MethodType(method, module))
 
 
 def refuse_saving(model: nn.Module, instead: Instead) -> None:

@@ -12,6 +12,13 @@ from support.jobs import make_trainer
 from support.models import VOCABULARY, tiny
 from transformers import Trainer, TrainerCallback
 
+from hf_helix import HelixConfig, HelixPlugin
+from hf_helix.engine.build import RunOptions
+from hf_helix.engine.engine import Engine
+from hf_helix.models.direct_use import Instead
+from hf_helix.models.graph.context import LossTweaks
+from hf_helix.runtime.divided import full_of
+
 FIVE = {"num_hidden_layers": 5}
 GENERATIONS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},
@@ -62,6 +69,14 @@ def test_generation_in_a_callback(
 def test_a_call_on_one_rank_alone(cluster_of: Any, tmp_path: Any) -> None:
     failures = cluster_of(2).errors(call_on_rank_0, folder=str(tmp_path))
     assert "the model is called without gradients" in failures[0].message
+
+
+@pytest.mark.parametrize("own_loss", [False, pytest.param(True, id="seam")])
+def test_arguments_and_copies(own_loss: bool, cluster_of: Any) -> None:
+    for errors, said in cluster_of(2).run(called, helix={"tp_size": 2}, own_loss=own_loss):
+        assert max(errors.values()) <= 1e-5, errors
+        assert len(said) == 2
+        assert all("this is a copy of the model that hf_helix trains, and cannot be called" in text for text in said)
 
 
 def check(ranks: list[list[dict[str, Any]]]) -> None:
@@ -145,6 +160,45 @@ def trained(folder: str, helix: dict[str, Any] | None) -> tuple[dict[str, Any], 
     loud = run(generates)
     generates.on_step_end(None, None, None, model=loud.model)
     return outcome(loud, copy.deepcopy(generates.tokens)), outcome(run(), [])
+
+
+def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], list[str]]:
+    """The errors of calls with unusual arguments, and what calls of a copy say. A window is open with a loss of one's
+    own, whose gradients are compared, too."""
+    whole = tiny(**FIVE)
+    cut, config = copy.deepcopy(whole), HelixConfig(plan="greedy", **helix)
+    options = RunOptions(num_microbatches=1, loss_tweaks=LossTweaks(own=own_loss))
+    engine = Engine(cut, config, HelixPlugin(config).build_mesh(torch.device("cpu")), options, Instead("", ""))
+    ids = torch.arange(1, 17).view(2, 8)
+    errors = {}
+    losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in (whole, cut)] if own_loss else []
+    with torch.no_grad():
+        caches = [model(input_ids=ids[:, :6], use_cache=True).past_key_values for model in (whole, cut)]
+        calls: dict[str, list[dict[str, Any]]] = {
+            "cache": [{"input_ids": ids[:, 6:], "past_key_values": cache} for cache in caches],
+            "embeddings": [{"inputs_embeds": torch.linspace(-1, 1, 320).view(2, 5, 32)}] * 2,
+        }
+        for name, (of_whole, of_cut) in calls.items():
+            errors[name] = (whole(**of_whole).logits - cut(**of_cut).logits).abs().max().item()
+        copied = copy.deepcopy(cut)
+        said = []
+        for call in (copied, copied.generate):
+            with pytest.raises(RuntimeError) as refused:
+                call(input_ids=ids)
+            said.append(str(refused.value))
+    for loss in losses:
+        loss.backward()
+    if losses:
+        engine.finish_window()
+        for (name, parameter), trained in zip(whole.named_parameters(), cut.parameters(), strict=True):
+            errors[name] = (full_of(trained.grad) - parameter.grad).abs().max().item()
+    with torch.no_grad():
+        for parameter in cut.parameters():
+            parameter.mul_(0.5)
+        cut.load_state_dict(copied.state_dict())
+        errors["restored"] = (cut(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max().item()
+    engine.close()
+    return errors, said
 
 
 def call_on_rank_0(folder: str) -> None:
