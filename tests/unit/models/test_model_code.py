@@ -110,14 +110,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
         ["model.forward was replaced by test_model_code.scaled"],
     ),
     "layers over devices": (dispatched, ["model.model.layers.0 has a hook of Accelerate", "without device_map"]),
-    "a loss of one's own": (
-        lambda model: setattr(model, "loss_function", hook),
-        ["model.loss_function is test_model_code.hook", "ForCausalLMLoss"],
-    ),
-    "a loss of another type": (
-        lambda model: setattr(model, "loss_type", "ForMaskedLM"),
-        ["model.loss_type='ForMaskedLM'", "loss_type='ForCausalLM'"],
-    ),
 }
 
 
@@ -186,20 +178,12 @@ class Longer(LlamaForCausalLM):
         return len(self.model.layers)
 
 
-class OwnLoss(LlamaForCausalLM):
-    @property
-    def loss_function(self) -> Any:
-        return hook
-
-
 def test_classes_of_ones_own(tmp_path: Path) -> None:
     config = small().config
     with pytest.raises(ValueError, match=r"model is a test_model_code\.SameName\.LlamaForCausalLM with a forward"):
         trainer_of(SameName.LlamaForCausalLM(config), tmp_path)
     with pytest.raises(ValueError, match=r"has the name of transformers\..*LlamaForCausalLM.*adding_a_model"):
         trainer_of(Unrelated.LlamaForCausalLM(), tmp_path)
-    with pytest.raises(ValueError, match=r"OwnLoss\.loss_function overrides"):
-        trainer_of(OwnLoss(config), tmp_path)
 
 
 def test_models_that_are_none(tmp_path: Path) -> None:
