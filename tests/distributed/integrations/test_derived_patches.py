@@ -18,7 +18,7 @@ from hf_helix import HelixConfig, HelixTrainer
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
-QUICK = ("called", "instance")
+QUICK = ("instance",)
 
 
 @pytest.mark.parametrize("patch", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PATCHES])
