@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from support.derived_models import HOME
 from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
@@ -147,6 +148,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rows and columns": {"family": "llama", "helix": {"tp_size": 2}, "size": SMALL},
     "a single file": {"family": "llama", "helix": {"tp_size": 2}, "changes": {"tie_word_embeddings": True}},
     "fused, transposed": {"family": "gpt2", "helix": {"tp_size": 2}, "size": SMALL},
+    "fused, of unequal widths": {"family": f"{HOME}phi3", "helix": {"tp_size": 2}, "size": SMALL},
     "pipeline": {"family": "llama", "helix": {"pp_size": 2}, "changes": {"num_hidden_layers": 4}, "size": SMALL},
     "experts": {"family": "phimoe", "helix": {"tp_size": 2}, "size": SMALL},
     "experts over dp": {"family": "mixtral", "helix": {"ep_size": 2}, "size": SMALL},
