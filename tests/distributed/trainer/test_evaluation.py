@@ -93,7 +93,6 @@ def test_predict_and_evaluate(case: str, layout: str, cluster_of: Any, tmp_path:
         compare_predictions(result, expected, with_loss="dp" not in layout)
 
 
-@SLOW
 def test_predictions_of_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
     """Whose logits are capped."""
     model = {"family": f"{HOME}gemma2", "num_hidden_layers": 2}

@@ -112,10 +112,8 @@ def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int
         while any(thread.is_alive() for thread in mine if thread.name != LIVENESS) and time.monotonic() < deadline:
             time.sleep(0.01)
         left |= {thread.name for thread in mine if thread.is_alive()} - {LIVENESS}
-        while (
-            counts and tasks() > counts[0] and time.monotonic() < deadline
-        ):  # threads of the backend end by themselves
-            time.sleep(0.01)
+        while counts and tasks() > counts[0] and time.monotonic() < deadline:
+            time.sleep(0.01)  # threads of the backend end by themselves
         counts.append(tasks())
     return left, counts
 
