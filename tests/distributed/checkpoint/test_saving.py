@@ -151,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fused, of unequal widths": {"family": f"{HOME}phi3", "helix": {"tp_size": 2}, "size": SMALL},
     "pipeline": {"family": "llama", "helix": {"pp_size": 2}, "changes": {"num_hidden_layers": 4}, "size": SMALL},
     "experts": {"family": "phimoe", "helix": {"tp_size": 2}, "size": SMALL},
-    "experts over dp": {"family": "mixtral", "helix": {"ep_size": 2}, "size": SMALL},
+    "experts over dp": {"family": "phimoe", "helix": {"ep_size": 2}, "size": SMALL},
     "copies": {"family": "llama", "helix": {"plan": "sequential"}, "size": SMALL},
     "spread": {
         "family": "llama",
