@@ -31,7 +31,10 @@ def small(**changes: Any) -> Any:
     return llama(**{"num_hidden_layers": 1, **changes})
 
 
-@pytest.mark.parametrize("family", DECLARED)
+QUICK = ("gpt2", "llama", "phimoe", "gpt_neox")  # the declared families and a derived one
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in DECLARED])
 def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> None:
     """Decorated forwards, the hooks of a first call, and those that gradients of inputs need."""
     model = tiny(family, num_hidden_layers=1)
@@ -42,7 +45,7 @@ def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> No
     trainer_of(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_what_peft_sets_itself_passes(family: str, tmp_path: Path) -> None:
     from peft.helpers import update_forward_signature
 
