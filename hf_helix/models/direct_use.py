@@ -48,9 +48,8 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
             with running():
                 return stock(*args, **kwargs)
         raise RuntimeError(
-            "this model's weights are cut over several ranks, so it cannot be called with gradients, only under "
-            f"torch.no_grad(); use {instead.calling}, or save it with {instead.saving} and load it with "
-            "from_pretrained(folder)"
+            "this model's weights are cut over several ranks, so it cannot be called directly with gradients; use "
+            f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
         )
 
     replace_method(model, "forward", forward)
@@ -83,8 +82,8 @@ def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> Non
     def method(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if called is not module:
             raise RuntimeError(
-                "this is a copy of the model that hf_helix trains, and cannot be called; put its weights into the model, "
-                "by model.load_state_dict(copy.state_dict()), and call the model"
+                "this is a copy of the model that hf_helix trains, and cannot be called; put its weights into the "
+                "model, by model.load_state_dict(copy.state_dict()), and call the model"
             )
         return run(stock, *args, **kwargs)
 
@@ -121,6 +120,11 @@ class _Refusal:
 
     def __reduce__(self) -> NoReturn:
         _Refusal("torch.save(model)", self._saving)()
+
+
+def is_direct_use_allowed() -> bool:
+    """Returns whether calls of models are allowed, see `direct_use_allowed`."""
+    return _use_allowed
 
 
 @contextlib.contextmanager
