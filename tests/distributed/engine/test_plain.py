@@ -28,7 +28,7 @@ GENERATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 SHORT = [FIVE, {**FIVE, "tie_word_embeddings": True, "lora": {}}]
 FAMILIES = [
-    {**FIVE, "family": name} for name in ("phimoe", "mixtral", "gpt2", "gpt_neox", "support.declared_jobs:phi3")
+    {**FIVE, "family": name} for name in ("phimoe", "mixtral", "gpt2", "gpt_neox", "support.derived_models:phi3")
 ]
 
 
