@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -50,7 +51,8 @@ class Import(NamedTuple):
     lazy: bool
 
 
-def imports_of(path: Path, module: str) -> Iterator[Import]:
+@functools.cache
+def imports_of(path: Path, module: str) -> tuple[Import, ...]:
     """Every import of a file, wherever it stands. `from a import b` counts as `a.b`, which may be a module."""
 
     def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -66,7 +68,7 @@ def imports_of(path: Path, module: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, lazy)
 
-    yield from visit(ast.parse(path.read_text()), False)
+    return tuple(visit(ast.parse(path.read_text()), False))
 
 
 def modules(package: Path) -> Iterator[tuple[str, Path]]:

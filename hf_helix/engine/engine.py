@@ -44,7 +44,7 @@ from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.zero import cut_states, full_weights, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.direct_use import Instead, refuse_calls, refuse_saving, run_generation
+from hf_helix.models.direct_use import Instead, is_direct_use_allowed, refuse_calls, refuse_saving, run_generation
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
@@ -343,7 +343,7 @@ class Engine(Diagnostics):
         Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
         numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
         """
-        if is_calling():
+        if is_calling() or is_direct_use_allowed():
             yield self.model
             return
         with unsharded(self.runner.stage, "the model is called without gradients"), calling():

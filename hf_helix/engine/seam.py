@@ -161,7 +161,13 @@ class Seam:
         return self.runner.share(joined)[:length].transpose(0, 1).contiguous()
 
     def take_gradient(self, call: DecoderCall, rows: Sequence[int], gradient: Tensor) -> None:
-        """Stores the gradient of the output of a call [batch, sequence, hidden]; `rows` are those of its pieces."""
+        """Stores the gradient of the output of a call.
+
+        Args:
+            call: the call.
+            rows: the number of rows of each of its pieces.
+            gradient: [batch, sequence, hidden].
+        """
         value = self._cut.parted(gradient.transpose(0, 1))
         self.called.backward(call, [each.contiguous() for each in value.split(rows, 1)])
 

@@ -49,9 +49,8 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
             with running():
                 return stock(*args, **kwargs)
         raise RuntimeError(
-            "this model's weights are cut over several ranks, so it cannot be called with gradients, only under "
-            f"torch.no_grad(); use {instead.calling}, or save it with {instead.saving} and load it with "
-            "from_pretrained(folder)"
+            "this model's weights are cut over several ranks, so it cannot be called directly with gradients; use "
+            f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
         )
 
     refuse.is_refusal = True  # type: ignore[attr-defined]  # no patch by the user
@@ -98,6 +97,11 @@ class _Refusal:
 
     def __reduce__(self) -> NoReturn:
         _Refusal("torch.save(model)", self._saving)()
+
+
+def is_direct_use_allowed() -> bool:
+    """Returns whether calls of models are allowed, see `direct_use_allowed`."""
+    return _use_allowed
 
 
 @contextlib.contextmanager

@@ -108,7 +108,13 @@ class Family(ABC):
         return b.build(output)
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
-        """Declares what the decoder computes after its last layer, on this rank's part of the sequence."""
+        """Declares what the decoder computes after its last layer.
+
+        Args:
+            b: the builder of the unit.
+            model: the Transformers model.
+            x: the name of the last layer's output, [sequence / tp_size, batch, hidden].
+        """
         return b.norm("norm", self.final_norm(model), x, lowers=False)
 
     def decoder(self, model: Any) -> nn.Module:

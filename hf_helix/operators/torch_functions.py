@@ -50,5 +50,5 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return {key: map_tensors(each, change) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
         changed = [map_tensors(each, change) for each in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        return type(value)(changed) if type(value) in (tuple, list) else type(value)(*changed)  # of named tuples
     return value

@@ -321,10 +321,7 @@ def is_calling() -> bool:
 
 def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
     """Returns the result of a function of a model's code or of a loss; `NotImplemented` for other uses of parameters.
-
-    Raises:
-        RuntimeError: a loss reads a parameter of the decoder, which would get no gradient.
-    """
+    A loss gives gradients to parameters above the decoder; weights of the decoder are constants to it."""
     if func in _OPERANDS and (is_recording or _calls):
         found = _with_part(func, args, kwargs, is_recording)
         if found is not NotImplemented:
@@ -337,14 +334,9 @@ def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_r
     if not is_recording:
         return NotImplemented
     trained = [each for each in tensors if isinstance(each, DividedTensor) and _root(each).requires_grad]
-    if not trained or not any(each.requires_grad for each in tensors if not isinstance(each, DividedTensor)):
+    is_above = bool(trained) and all(each._division.placed.is_above for each in trained)
+    if not is_above or all(each.grad_fn is None for each in tensors if not isinstance(each, DividedTensor)):
         return NotImplemented
-    for each in trained:
-        if not each._division.placed.is_above:
-            raise RuntimeError(
-                f"a loss reads {each._division.name}, a weight of the decoder, which would get no gradient from it; "
-                "read it under torch.no_grad(), or leave it out of the loss"
-            )
     with torch._C.DisableTorchFunctionSubclass():
         return _apply(func, args, kwargs, _recorded)
 

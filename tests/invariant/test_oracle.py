@@ -35,8 +35,9 @@ from hf_helix.runtime.trace import Trace
 @pytest.mark.parametrize(
     ("size", "schedule", "tied"),
     [
-        *((2, schedule, tied) for schedule in ("folded_1f1b", "dualpipe_v") for tied in (False, True)),
-        (2, "1f1b", False),
+        *((2, schedule, schedule == "folded_1f1b") for schedule in PLACEMENT_OF),
+        pytest.param(2, "folded_1f1b", False, marks=pytest.mark.slow),
+        pytest.param(2, "dualpipe_v", True, marks=pytest.mark.slow),
         *(pytest.param(4, schedule, False, marks=pytest.mark.slow) for schedule in PLACEMENT_OF),
     ],
 )

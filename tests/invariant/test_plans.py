@@ -56,11 +56,11 @@ def test_a_plan_from_a_file_gives_the_same_bits(cluster_of: Any, tmp_path: Path)
 
 LAYERS = {"num_hidden_layers": 2}
 TILED = [
-    (Case("even tiles", LAYERS, "tp2", "dense", lengths=(16, 16, 16)), 2),
+    (Case("even tiles", LAYERS, "tp2", "dense", lengths=(16, 16, 16), slow=True), 2),
     (Case("uneven tiles, biases", {**LAYERS, **BIASED}, "tp2", "left", lengths=(17, 9, 12)), 2),  # of 9, 5 and 6 rows
     (Case("empty tiles", LAYERS, "tp2", "dense", lengths=(17, 3, 5)), 4),  # of shards of 9, 2 and 3 rows
     (Case("one micro-batch", LAYERS, "tp2", "left", count=1, lengths=ODD), 2),
-    (Case("tied", {**LAYERS, **TIED, **MHA, **EAGER}, "tp2", "right", lengths=(15, 7)), 2),
+    (Case("tied", {**LAYERS, **TIED, **MHA, **EAGER}, "tp2", "right", lengths=(15, 7), slow=True), 2),
     (Case("two, tied", {**TIED, **BIASED}, "tp2", "dense", count=2, slow=True), 2),
     (Case("five", {"num_hidden_layers": 6}, "tp2", "left", count=5, lengths=ODD, slow=True), 2),
     (Case("four ranks", {**LAYERS, **MHA}, "tp4", "dense", count=4, lengths=(16, 23, 7, 16), slow=True), 4),

@@ -66,7 +66,7 @@ def test_under_every_plan(orders: Sequence[str], cluster_of: Any, tmp_path: Path
     same_bits(cluster_of, tmp_path, Case("llama dropout", DROPOUT, "tp2", "left", lengths=ODD), orders)
 
 
-SLOW = ("neox", "capacity")  # relatives of others
+SLOW = ("neox", "capacity", "bf16")  # relatives of others
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

@@ -1,4 +1,4 @@
-"""Ranks that only communicate, until something ends them. Started by test_endings.py."""
+"""Ranks that say which options they found, and then communicate until something ends them; see test_endings.py."""
 
 from __future__ import annotations
 
@@ -22,10 +22,26 @@ def give_wrong_options() -> None:
     HelixPlugin(HelixConfig(tp_size=0))
 
 
+def say_options() -> None:
+    """The options that the launcher gave; and Accelerators are made that ignore them."""
+    from accelerate import Accelerator
+
+    from hf_helix import HelixPlugin
+    from hf_helix.integrations.accelerate.launcher import resolve_config
+
+    config = resolve_config(None, None)
+    print(f"rank {RANK}: tp_size={config.tp_size} plan={config.plan} {HelixPlugin.__name__}", flush=True)
+    for _ in range(2):
+        Accelerator(cpu=True)
+
+
 def main(how: str) -> None:
     if how == "options":
         give_wrong_options()
-    dist.init_process_group("gloo")
+    if how == "raise":
+        say_options()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     start_watch()
     advise_on_interrupt(lambda: "stopped after step 2; out/checkpoint-2 is there")
     with watched():

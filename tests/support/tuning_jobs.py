@@ -6,15 +6,14 @@ import contextlib
 import io
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from support.jobs import _microbatches, make_trainer, window_gradients
+from support.jobs import _microbatches, make_trainer
 from support.models import arguments
 
 from hf_helix.measure import operators as profiler
@@ -22,7 +21,7 @@ from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import profile_json, save_profile
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.divided import plain_parameters
@@ -97,15 +96,6 @@ def _plain(result: Profile) -> dict[str, Any]:
     }
 
 
-def save_rough_profile(folder: str, path: str, **options: Any) -> None:
-    """A profile file for this model and mesh, without a measurement."""
-    trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
-    if dist.get_rank() == 0:
-        rough = rough_profile(trainer.helix.runner.stage.layout)
-        save_profile(Profile({**trainer.helix.tuner.fingerprint, **rough.about}, rough.layout, rough.times), path)
-    dist.barrier()
-
-
 # -- tuning ------------------------------------------------------------------------------------------------------
 
 
@@ -178,41 +168,6 @@ def measured_afterwards(trainer: Any, folder: str) -> dict[str, Any]:
     losses = [loss.item() for loss in trainer.helix.runner.train_window(trainer.helix.last_window)]
     trainer.model.zero_grad()
     return {"overlap": overlap, "memory": memory, "gradients": gradients, "losses after": losses}
-
-
-# -- plans -------------------------------------------------------------------------------------------------------
-
-
-def compare_plans(folder: str, plans: Sequence[dict[str, Any]], num_microbatches: int, **options: Any) -> Any:
-    """A window under each: rank 0's losses and gradients under the first, and of the others what differs from it."""
-    path = str(Path(folder) / "rough.json")
-    if any(plan["plan"] in ("search", "dhelix") for plan in plans):
-        save_rough_profile(folder, path, **options)
-    first, rows = None, []
-    with hasty():
-        for plan in plans:
-            helix = {"tp_size": 2, **plan}
-            without = helix.pop("without", ())
-            if plan["plan"] in ("search", "dhelix"):
-                helix["profile"] = path
-            run = window_gradients(folder, helix, num_microbatches, without=without, **options)
-            first = first or run
-            rows.append({"losses": run["losses"], **_differences(run["gradients"], first["gradients"])})
-    return {"gradients": first["gradients"] if dist.get_rank() == 0 else None, "rows": rows}
-
-
-def _differences(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Names whose bits differ, and the largest relative distance."""
-    known = {name: value for name, value in expected.items() if value is not None}  # None on other ranks
-    distances = [
-        np.linalg.norm((result[name] - value).astype(np.float64)) / np.linalg.norm(value)
-        for name, value in known.items()
-    ]
-    differing = [name for name, value in known.items() if not np.array_equal(result[name], value)]
-    return {"differing": differing, "distance": float(max(distances, default=0.0)), "compared": len(known)}
-
-
-# -- the scorecard while training ----------------------------------------------------------------------------------
 
 
 def world() -> int:

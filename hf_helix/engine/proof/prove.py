@@ -36,11 +36,11 @@ from hf_helix.engine.proof.reference import (
     Outcome,
     Unsplit,
     add_up,
+    ends_at_decoder,
     inputs_of,
     loss_of_output,
     make_batches,
     scale_weights,
-    without_head,
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
 from hf_helix.engine.recompute import modes_of
@@ -254,7 +254,7 @@ class _Copy:
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=without_head(self.model)))
+        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=ends_at_decoder(self.model)))
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class _Copy:
         batches = self.windows[dp_rank % len(self.windows)][kind]
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
-        if without_head(self.model):
+        if ends_at_decoder(self.model):
             logits: Tensor | None
             losses, logits = self._train_output(runner, batches)
             gradients = self._full_gradients(runner)

@@ -101,9 +101,12 @@ def _hide(batch: Batch, kind: str, pad: int) -> None:
         batch["labels"] = batch["labels"].where(mask > 0, IGNORED)
 
 
-def without_head(model: Any) -> bool:
-    """Returns whether a model has no language-model head: then the output of its decoder is compared."""
-    return model.get_output_embeddings() is None
+def ends_at_decoder(model: Any) -> bool:
+    """Returns whether the output of the decoder is compared: a model has no language-model head, or more than a head
+    above its decoder."""
+    head = model.get_output_embeddings()
+    known = {*Decoder(model).module.parameters(), *model.get_input_embeddings().parameters()}
+    return head is None or not known.union(head.parameters()).issuperset(model.parameters())
 
 
 def inputs_of(batch: Batch) -> Batch:
@@ -197,7 +200,7 @@ class Unsplit:
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and the logits; of a model without a head a loss of the decoder's output, and the output."""
         # As the Trainer does: with a cache, Transformers does not look for documents in a row.
-        if without_head(self.model):
+        if ends_at_decoder(self.model):
             return loss_of_output(Decoder(self.model).module.forward(**inputs_of(batch), use_cache=False)[0], batch)
         out = self.model(**batch, num_items_in_batch=ITEMS, use_cache=False)
         return out.loss, out.logits

@@ -173,7 +173,6 @@ def check_trainer(trainer: Any, args: Any) -> None:
 
 # Methods of the stock Trainer that are never called, with alternatives.
 _NEVER_CALLED = {
-    "compute_loss": "the loss is computed over a cut vocabulary; remove the override",
     "compute_loss_context_manager": "no model is called under it; use bf16=True for autocast",
     "autocast_smart_context_manager": "no model is called under it; use bf16=True for autocast",
     "_prepare_context_parallel_inputs": "sequences are cut by HelixConfig(cp_size=...)",
@@ -199,8 +198,12 @@ def check_overrides(trainer: Any) -> None:
         owner = next(kind for kind in type(trainer).__mro__ if hook in vars(kind))
         if hook in vars(trainer) or (owner is not Trainer and name_of(owner) != SFT_TRAINER):
             raise ValueError(f"{name} overrides {hook}, which is never called: {instead}")
-    if trainer.compute_loss_func is not None:
-        raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")
+    for hook in ("compute_loss", "compute_loss_func"):
+        if vars(trainer).get(hook) is not None:
+            raise ValueError(
+                f"{name}.{hook} was assigned after the model was cut for the built-in loss; give compute_loss_func to "
+                "the trainer, or override compute_loss in its class"
+            )
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
             f"{name}.model_accepts_loss_kwargs is False, so the stock Trainer would take the mean loss of every "

@@ -77,27 +77,27 @@ class _OnceEachBatch:
     """An `Accelerator` whose processes are the data-parallel ranks; everything else is the Accelerator's own."""
 
     def __init__(self, accelerator: Any, ranks_per_batch: int) -> None:
-        vars(self).update(_accelerator=accelerator, _ranks_per_batch=ranks_per_batch)
+        vars(self).update(stock=accelerator, ranks_per_batch=ranks_per_batch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
+        return getattr(self.stock, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._accelerator, name, value)
+        setattr(self.stock, name, value)
 
     @property
     def num_processes(self) -> int:
         """The number of data-parallel ranks."""
-        return int(self._accelerator.num_processes) // self._ranks_per_batch
+        return int(self.stock.num_processes) // self.ranks_per_batch
 
     @property
     def process_index(self) -> int:
         """The data-parallel rank."""
-        return int(self._accelerator.process_index) // self._ranks_per_batch
+        return int(self.stock.process_index) // self.ranks_per_batch
 
     def gather(self, value: Any) -> Any:
         """Returns the values of every batch once."""
-        return _gather_once(self._accelerator.gather, self._ranks_per_batch, value)
+        return _gather_once(self.stock.gather, self.ranks_per_batch, value)
 
 
 def _gather_once(gather: Callable[[Any], Any], ranks_per_batch: int, value: Any) -> Any:

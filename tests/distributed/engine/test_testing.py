@@ -64,8 +64,8 @@ def test_default_layouts() -> None:
 
 def test_nccl_checks_every_layout(cluster_of: Any) -> None:
     """NCCL reads once in a process in which order kernels start: it is told of the pipeline before the first layout."""
-    ranks = cluster_of(2).run(check_on_nccl, calls=[[{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}]])
-    equal = [(layout, "equal", "") for layout in ("tp_size=2", "pp_size=2", "cp_size=2")]
+    ranks = cluster_of(2).run(check_on_nccl, calls=[[{"tp_size": 2}, {"pp_size": 2}]])
+    equal = [(layout, "equal", "") for layout in ("tp_size=2", "pp_size=2")]
     assert ranks == [(equal, "0")] * 2
 
 

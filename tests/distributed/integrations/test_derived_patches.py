@@ -18,7 +18,7 @@ from hf_helix import HelixConfig, HelixTrainer
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
-QUICK = ("called", "instance")
+QUICK = ("instance",)
 
 
 @pytest.mark.parametrize("patch", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PATCHES])
@@ -28,11 +28,13 @@ def test_patches_are_honoured(patch: str, cluster_of: Any, tmp_path: Path) -> No
     check(cluster_of(2), tmp_path, references(), (1, 2, 1, 1), "dense", ["greedy"], **MODEL, patch=patch)
 
 
+@pytest.mark.slow
 def test_a_patch_of_a_declared_class_is_honoured(cluster_of: Any, tmp_path: Path) -> None:
     model = {"family": "support.derived_models:patched_llama", "num_hidden_layers": 2}
     check(cluster_of(2), tmp_path, references(), (1, 2, 1, 1), "dense", ["greedy"], **model)
 
 
+@pytest.mark.slow
 def test_patches_are_honoured_on_one_rank(tmp_path: Path) -> None:
     model = {**MODEL, "patch": "number"}
     cases = [("greedy", "folded_1f1b", 3)]

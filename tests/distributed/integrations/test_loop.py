@@ -331,7 +331,7 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
             "save_state": "use model.save_pretrained(folder)",
             "load_state": "use from_pretrained(folder) before prepare()",
             "call": "cannot be called directly; use model.train_window(batches)",
-            "module": "cannot be called directly; use model.train_window(batches)",
+            "module": "cannot be called directly with gradients; use model.train_window(batches)",
             "no batch": "such as [batch]; got none",
             "no labels": "no labels",
             "cut twice": "cut by an earlier HelixTrainer or HelixPlugin.prepare",

@@ -124,16 +124,6 @@ def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
         sft_jobs.make(str(tmp_path), tokenizer, {}, {}, "text", family="mixtral")
 
 
-def test_a_loss_of_its_own(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(sft_jobs.HelixSFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError
-
-    monkeypatch.setattr(sft_jobs, "HelixSFTTrainer", Mine)
-    with pytest.raises(ValueError, match="Mine overrides compute_loss"):
-        sft_jobs.make(str(tmp_path), tokenizer, {}, {}, "text")
-
-
 @pytest.mark.slow
 def test_experts_without_the_loss_of_routers(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
     options = {"kind": "text", "training": {"router_aux_loss_coef": 0.0}, "family": "mixtral"}
@@ -203,22 +193,4 @@ def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(ValueError, match="Mine has replaced the model after it was cut, by a LlamaForCausalLM"):
-        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
-
-
-def test_another_trainer_of_trl(tmp_path: Path) -> None:
-    """Its loss is TRL's own, so that nobody is told to remove it."""
-
-    class DPOTrainer(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError
-
-    DPOTrainer.__module__ = "trl.trainer.dpo_trainer"
-
-    class Mine(HelixTrainerMixin, DPOTrainer):
-        pass
-
-    with pytest.raises(
-        ValueError, match=r"loss of TRL's DPOTrainer is not built; use DPOTrainer without HelixTrainerMixin"
-    ):
         Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())

@@ -43,7 +43,12 @@ def wait_for(folder: Path, name: str) -> None:
 
 
 def test_an_error_of_one_rank(tmp_path: Path) -> None:
-    said, summary = output_of(launch(tmp_path, "endings_script.py", "raise"))
+    """Ranks of `accelerate launch` have found the options of its YAML; Accelerators that ignore them say so once."""
+    config = launch_config(tmp_path, helix={"tp_size": 2, "plan": "round_robin"})
+    said, summary = output_of(accelerate(config, SUPPORT / "endings_script.py", "raise"))
+    for rank in range(2):
+        assert said.count(f"rank {rank}: tp_size=2 plan=round_robin") == 1, said
+    assert said.count("stock Trainer ignores them") == 1, said
     assert said.count("RuntimeError: boom on one rank\n[rank1]: and what to do about it") == 1, said
     assert said.count("hf_helix: rank 0 ends because rank 1 failed: RuntimeError: boom on one rank\n") == 1, said
     assert said.index("rank 0 ends") < said.index("[rank1]: RuntimeError")

@@ -1,4 +1,6 @@
-"""Launches: ranks of stock `accelerate launch` find the options; ranks that fail end the others and are named."""
+"""Launches: ranks of stock `accelerate launch` find the options (see test_endings.py, too); ranks that fail end the
+others and are named.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,6 @@ from support.forked_ranks import fork_ranks
 from support.launches import LIMIT, SUPPORT, accelerate, launch_config, output_of, seconds_until_others_end, start_ranks
 
 SCRIPT, PIPELINE_SCRIPT = SUPPORT / "script.py", SUPPORT / "pipeline_trainer_jobs.py"
-
-
-def test_ranks_find_the_launchers_yaml(tmp_path: Path) -> None:
-    """A script that does nothing else, but for Accelerators without these options, which say so once."""
-    config = launch_config(tmp_path, helix={"tp_size": 2, "plan": "round_robin"})
-    process = accelerate(config, SUPPORT / "options_script.py")
-    output = output_of(process)
-    assert process.returncode == 0, output
-    for rank in range(2):
-        assert output.count(f"rank {rank}: tp_size=2 plan=round_robin") == 1, output
-    assert output.count("stock Trainer ignores them") == 1, output
 
 
 @pytest.mark.slow

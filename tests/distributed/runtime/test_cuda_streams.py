@@ -34,9 +34,9 @@ LAYOUTS: dict[str, Case] = {
     "dp tp": {"dp": 2, "tp_size": 2},
     "zero": {"dp": 2, "tp_size": 2, "shard_optimizer": True},
     "sharded parameters": {"dp": 2, "shard_parameters": True},
-    "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
-    "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
-    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
+    "ep": {"family": "phimoe", "dp": 2, "ep_size": 2},
+    "ep tp": {"family": "phimoe", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
+    "ep with a capacity": {"family": "phimoe", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
 }
 PIPELINES: dict[str, Case] = {
     f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}
@@ -72,13 +72,13 @@ QUICK: dict[str, Case] = {
         "recompute": "full",
         "plan": "sequential",
     },
-    "sharded parameters of qwen3_moe in bf16": {
+    "sharded parameters of experts in bf16": {
         **LAYOUTS["sharded parameters"],
-        "family": "qwen3_moe",
+        "family": "phimoe",
         "autocast_dtype": BF16,
         "recompute": "selective",
     },
-    "ep of phimoe": {**LAYOUTS["ep"], "family": "phimoe", "autocast_dtype": BF16},
+    "ep of mixtral": {**LAYOUTS["ep"], "family": "mixtral", "autocast_dtype": BF16},
     "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
     "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "autocast_dtype": BF16},
     "folded_1f1b": {**PIPELINES["folded_1f1b rank 0"], "plan": "round_robin"},
@@ -250,7 +250,7 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "a capacity": (LAYOUTS["ep with a capacity"], {}),
     "dropless experts": (LAYOUTS["ep"], COUNTS),
     "dropless experts, recomputed": ({**LAYOUTS["ep"], "recompute": "full"}, COUNTS),
-    "dropless experts on one rank": ({"family": "mixtral"}, COUNTS),
+    "dropless experts on one rank": ({"family": "phimoe"}, COUNTS),
 }
 
 

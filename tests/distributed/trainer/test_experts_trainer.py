@@ -153,7 +153,7 @@ DERIVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "ranks", "helix"),
     [
-        ("qwen2_moe", 2, {"ep_size": 2}),
+        pytest.param("qwen2_moe", 2, {"ep_size": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", 2, {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", 2, {"pp_size": 2}, marks=pytest.mark.slow),

@@ -26,30 +26,38 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, eager": {"family": "llama", "attn_implementation": "eager"},
     "windows": {"family": "mistral"},
     "windows, eager": {"family": "mistral", "attn_implementation": "eager"},
-    "balanced experts": {"family": "mixtral", "output_router_logits": True},
+    "balanced experts": {"family": "phimoe", "output_router_logits": True},
 }
+RING, UNCOUNTED, GATHERED = (
+    ({"cp_size": 2}, True),
+    ({"cp_size": 2}, False),
+    ({"cp_size": 2, "cp_method": "all_gather"}, True),
+)
+CASES: list[tuple[tuple[dict[str, Any], bool], str]] = [
+    *((RING, name) for name in MODELS if name != "windows, eager"),
+    *((UNCOUNTED, name) for name in ("llama", "llama, eager", "balanced experts")),
+    *((GATHERED, name) for name in ("llama", "windows, eager", "balanced experts")),
+]
+SLOW = [
+    (RING, "windows, eager"),
+    *((UNCOUNTED, name) for name in ("windows", "windows, eager")),
+    *((GATHERED, name) for name in ("llama, eager", "windows")),
+    *((({"cp_size": 2, other: 2}, True), name) for other in ("tp_size", "pp_size") for name in MODELS),
+]
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("helix", "counted"),
-    [
-        ({"cp_size": 2}, True),
-        ({"cp_size": 2}, False),
-        ({"cp_size": 2, "cp_method": "all_gather"}, True),
-        pytest.param({"cp_size": 2, "tp_size": 2}, True, marks=pytest.mark.slow),
-        pytest.param({"cp_size": 2, "pp_size": 2}, True, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("case", "name"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
 def test_masks_of_every_kind(
-    helix: dict[str, Any], counted: bool, name: str, cluster_of: Any, stock: Any, tmp_path: Path
+    case: tuple[dict[str, Any], bool], name: str, cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
     """The labels of padding count or do not, as `counted` says."""
-    case = {"model": {"num_hidden_layers": 2 * helix.get("pp_size", 1), **MODELS[name]}, "counted": counted}
-    expected, _ = stock(train, **case)
+    helix, counted = case
+    job = {"model": {"num_hidden_layers": 2 * helix.get("pp_size", 1), **MODELS[name]}, "counted": counted}
+    expected, _ = stock(train, **job)
     ranks = 2 * helix.get("tp_size", 1) * helix.get("pp_size", 1)
-    for result in cluster_of(ranks).run(train, folder=str(tmp_path), helix={**helix, "plan": "sequential"}, **case):
+    for result in cluster_of(ranks).run(train, folder=str(tmp_path), helix={**helix, "plan": "sequential"}, **job):
         for what, values in expected.items():
             np.testing.assert_allclose(result[what], values, rtol=1e-4, atol=2e-5, err_msg=what)
 

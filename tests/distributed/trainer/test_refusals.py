@@ -29,8 +29,8 @@ def train_on_data_of_rank(folder: str) -> None:
 
 
 def call_the_cut_model(folder: str) -> None:
-    """A callback that generates with the model being trained, say."""
-    make_trainer(folder, {"tp_size": 2}).model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+    """With gradients, past the Trainer."""
+    make_trainer(folder, {"tp_size": 2}).model(input_ids=torch.tensor([[1, 2]]))
 
 
 def cut_twice(folder: str) -> None:
@@ -99,18 +99,6 @@ def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     trainer = jobs.make_trainer(str(tmp_path), {})
     assert trainer.helix.runner.precision.autocast_dtype is torch.bfloat16
-
-
-def test_own_loss_functions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="compute_loss_func"):
-        jobs.make_trainer(str(tmp_path), {}, compute_loss_func=lambda *_, **__: 0)
-
-    class Mine(HelixTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="Mine overrides compute_loss"):
-        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
 
 
 def test_batches_without_labels(tmp_path: Path) -> None:

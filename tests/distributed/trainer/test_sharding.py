@@ -48,7 +48,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.5}  # AdamW makes much of small differ
 TIED = {"tie_word_embeddings": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 FROZEN = {"freeze": ["model.layers.1.mlp.up_proj.weight"]}
-MIXTRAL = {"family": "mixtral"}
+MIXTRAL, PHIMOE = {"family": "mixtral"}, {"family": "phimoe"}
 SCHEDULE_FREE = {**CLIPPED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "save_strategy": "epoch"}
 SLOW = pytest.mark.slow
 
@@ -423,7 +423,7 @@ OF_BOTH: Windows = {
 }
 OF_OPTIMIZER: Windows = {
     **OF_BOTH,
-    "mixtral ep2 without copies of experts": (2, {"ep_size": 2}, MIXTRAL, {}),
+    "phimoe ep2 without copies of experts": (2, {"ep_size": 2}, PHIMOE, {}),
     "llama bf16, compiled": (2, {"compile": True}, {}, BF16),
 }
 OF_PARAMETERS: Windows = {
@@ -433,6 +433,7 @@ OF_PARAMETERS: Windows = {
     "llama bf16 cp2": (2, {"cp_size": 2}, {}, BF16),
     "llama bf16 dp4": (4, {}, {}, BF16),
     "mixtral": (2, {}, MIXTRAL, {}),
+    "phimoe": (2, {}, PHIMOE, {}),
     "gpt2 selective": (2, {"recompute": "selective"}, {"family": "gpt2"}, {}),
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
     "qwen3_moe": (2, {}, {"family": "qwen3_moe"}, {}),
@@ -444,16 +445,15 @@ QUICK = {
         "llama bf16, tied, with biases",
         "llama bf16, some of a layer frozen",
         "llama bf16 tp2",
-        "mixtral ep2 without copies of experts",
+        "phimoe ep2 without copies of experts",
     ),
     "shard_parameters": (
         "llama",
-        "llama tied",
         "llama recomputed",
         "llama, some of a layer frozen",
         "llama bf16, tied, with biases",
         "llama tp2",
-        "mixtral",
+        "phimoe",
     ),
 }
 
@@ -606,7 +606,7 @@ def test_plans_are_made_of_measured_gathers(
         assert not result["left"]
 
 
-@pytest.mark.parametrize("training", [{}, BF16], ids=str)
+@pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
 def test_evaluation_has_the_weights_that_were_stepped(
     training: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:
@@ -713,7 +713,7 @@ def test_a_rank_keeps_its_part(
 def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes that keeps its gradients all the time: the gradients, those that are being summed once
     more, and the summed parts. With bf16, products need no copies of the weights."""
-    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}, "training": training}
+    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 6}, "training": training}
     whole = cluster_of(2).run(peaks, helix={}, **job)
     for mine, other in zip(cluster_of(2).run(peaks, helix=OPTIMIZER, **job), whole, strict=True):
         everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])

@@ -112,8 +112,8 @@ def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int
         while any(thread.is_alive() for thread in mine if thread.name != LIVENESS) and time.monotonic() < deadline:
             time.sleep(0.01)
         left |= {thread.name for thread in mine if thread.is_alive()} - {LIVENESS}
-        while counts and tasks() > counts[0] and time.monotonic() < deadline:  # threads of the backend end by themselves
-            time.sleep(0.01)
+        while counts and tasks() > counts[0] and time.monotonic() < deadline:
+            time.sleep(0.01)  # the backend ends its own
         counts.append(tasks())
     return left, counts
 
@@ -238,12 +238,12 @@ SHARED_OUT: dict[str, dict[str, Any]] = {
 LONG = ("a rate that follows", "a class of optimizers", "metrics batch by batch", "rebalanced by length")
 
 
-def names(cases: dict[str, Any]) -> list[Any]:
+def names(cases: dict[str, Any], *slow: str) -> list[Any]:
     """All of them, some in slow runs only."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(LONG) else []) for name in cases]
+    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith((*LONG, *slow))) for name in cases]
 
 
-@pytest.mark.parametrize("case", names(ON_ITS_WAY))
+@pytest.mark.parametrize("case", names(ON_ITS_WAY, "grouped by length"))
 def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: Any, tmp_path: Path) -> None:
     expected = follow(str(tmp_path / "stock"), None, **ON_ITS_WAY[case])
     helix = {"tp_size": 2, "plan": "sequential"}

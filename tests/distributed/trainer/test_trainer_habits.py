@@ -818,10 +818,9 @@ REFUSED = {
     "batches_of_windows_changed": "change batches in the data collator, or use gradient_accumulation_steps=1",
     "batches_of_windows_written": "change batches in the data collator",
     "batches_of_windows_changed_when_fetched": "change batches in the data collator",
-    "steps_of_ones_own": "does not call super|cannot be called directly; use .*training_step",
-    "a_loss_of_ones_own": "Mine overrides compute_loss",
-    "a_loss_assigned": "HelixTrainer overrides compute_loss",
-    "a_loss_function_assigned": "compute_loss_func",
+    "steps_of_ones_own": "does not call super|cannot be called directly with gradients; use .*training_step",
+    "a_loss_assigned": "compute_loss was assigned after",
+    "a_loss_function_assigned": "compute_loss_func was assigned after",
     "a_model_wrapped": "Mine overrides _wrap_model",
     "means_of_micro_batches": "model_accepts_loss_kwargs is False",
     "another_model_assigned": "has replaced the model",
@@ -830,7 +829,7 @@ REFUSED = {
 # The same, where the model is cut.
 REFUSED_CUT = {
     **REFUSED,
-    "losses_by_hand": r"cannot be called directly; use .*trainer\.prediction_step",
+    "losses_by_hand": r"cannot be called directly with gradients; use .*trainer\.prediction_step",
     "an_optimizer_factory": "optimizer_cls_and_kwargs=.*Factory.*elementwise = True",
     "a_search_whose_model_asks": "model_init asks the trial for layers, and on 2 ranks.*in hp_space",
     "a_search_that_prunes": "pruner=.* on 2 ranks.*leave it out",

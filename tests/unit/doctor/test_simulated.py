@@ -52,7 +52,11 @@ KINDS: list[tuple[Callable[[], Any], list[int]]] = [
 @pytest.mark.parametrize(
     ("make", "expected", "recompute"),
     [
-        pytest.param(*kind, mode, marks=[pytest.mark.slow] * (kind[0] is with_windows))
+        pytest.param(
+            *kind,
+            mode,
+            marks=[pytest.mark.slow] * (kind[0] is with_windows or (kind[0], mode) == (with_dense_layers, "none")),
+        )
         for kind in KINDS
         for mode in ("none", "full")
     ],

@@ -114,7 +114,7 @@ def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: SimulatedMo
 
 
 @pytest.mark.parametrize("plan", ["sequential", "greedy"])
-@pytest.mark.parametrize("name", ["tp2 pp2", "pp4"])
+@pytest.mark.parametrize("name", [pytest.param("tp2 pp2", marks=pytest.mark.slow), "pp4"])
 def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
     name: str, plan: str, paper: SimulatedModel
 ):

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.declared_jobs import Scaled
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.graph.builder import Builder
@@ -120,9 +119,16 @@ def test_one_rank_has_the_whole_sum() -> None:
 # -- embeddings ----------------------------------------------------------------------------------------------------
 
 
+class Scaled(nn.Embedding):
+    """An embedding that does more than look up."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3.0 * super().forward(ids)
+
+
 def test_an_embedding_of_a_subclass_is_a_lookup_where_the_caller_says_so() -> None:
     table = Scaled(7, 3)
-    with pytest.raises(ValueError, match=r"layers.0: the embedding is a support.declared_jobs.Scaled.*plain=True"):
+    with pytest.raises(ValueError, match=r"layers.0: the embedding is a test_builder.Scaled.*plain=True"):
         builder().lookup("lookup", table)
     b = builder()
     b.lookup("lookup", table, plain=True)

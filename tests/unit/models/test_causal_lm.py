@@ -1,4 +1,4 @@
-"""Only causal language models are derived: what is none is refused with the class that is needed."""
+"""The built-in loss is that of causal language models: what is none is refused with the class that is needed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16}
 
 def test_a_model_without_a_head() -> None:
     with pytest.raises(ValueError, match=r"GPT2Model has no language-model head: .* use GPT2LMHeadModel"):
-        family_of(GPT2Model(GPT2Config(**SMALL)))
+        check_head(GPT2Model(GPT2Config(**SMALL)))
 
 
 def test_a_model_with_another_loss() -> None:
     with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel is no causal language model: .* use GPT2LMHeadModel"):
-        family_of(GPT2DoubleHeadsModel(GPT2Config(**SMALL)))
+        check_head(GPT2DoubleHeadsModel(GPT2Config(**SMALL)))
 
 
 def test_classes_of_ones_own() -> None:
@@ -92,9 +92,9 @@ def test_the_text_part_of_a_larger_model(made: Any) -> None:
 def test_other_tasks_are_told_what_exists() -> None:
     """Of Bert no causal language model can be derived, so that it is not proposed."""
     with pytest.raises(ValueError, match=r"use LlamaForCausalLM for it, and the stock Trainer for other tasks"):
-        family_of(LlamaForSequenceClassification(LlamaConfig(**TEXT)))
+        check_head(LlamaForSequenceClassification(LlamaConfig(**TEXT)))
     with pytest.raises(ValueError, match=r"; use the stock Trainer for other tasks"):
-        family_of(BertForSequenceClassification(BertConfig(**TEXT)))
+        check_head(BertForSequenceClassification(BertConfig(**TEXT)))
     with pytest.raises(
         ValueError, match=r"no causal language model for LlavaConfig: .*a LlamaConfig, config\.text_config"
     ):
