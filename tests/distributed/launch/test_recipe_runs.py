@@ -14,7 +14,7 @@ from support.launches import accelerate, launch_config, output_of
 from support.paths import ROOT
 from support.pipeline_trainer_jobs import tracks
 from support.recipes import ALL_MODELS, MODELS, README, config_of, row_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 RUNS = (
     ("tiny-llama", "cpu_tp2"),
@@ -161,6 +161,40 @@ def test_fine_tuning_with_trl(launch: str, flags: list[str], tmp_path: Path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert {"hf_helix", "trl", "sft"} <= set(card.data.tags)
     assert f"`{launch}`" in row_of("(sft.py)")
+
+
+PREFERENCES = (
+    ("dpo.py", "cpu_tp2", []),
+    ("dpo.py", "cpu_pp2", []),
+    ("dpo.py", "cpu_tp2", ["--use_peft"]),
+    ("reward.py", "cpu_tp2", []),
+    ("reward.py", "cpu_pp2", []),
+    ("grpo.py", "cpu_tp2", []),
+    ("grpo.py", "cpu_pp2", ["--beta", "0.04"]),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "launch", "flags"), PREFERENCES)
+def test_preferences_and_rewards(script: str, launch: str, flags: list[str], tmp_path: Path):
+    """TRL's trainers with losses of their own, on what the recipes make; what they leave loads. The page lists them."""
+    output = launched(tmp_path, launch, script, "--output_dir", "out", "--max_steps", "2", *flags)
+    assert output.count("plan greedy; checkpoint: out") == 1, output
+    assert output.count("mean reward: " if script == "grpo.py" else "held-out pairs: loss ") == 1, output
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() == ("--use_peft" in flags)
+    if "--use_peft" not in flags:
+        kind = AutoModelForSequenceClassification if script == "reward.py" else AutoModelForCausalLM
+        config = kind.from_pretrained(tmp_path / "out").config
+        assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= config.vocab_size
+    assert f"`{launch}`" in row_of(f"({script})")
+
+
+@pytest.mark.slow
+def test_a_reward_model_rewards(tmp_path: Path):
+    """What one recipe leaves another takes."""
+    launched(tmp_path, "cpu_tp2", "reward.py", "--output_dir", "reward", "--max_steps", "2")
+    output = launched(tmp_path, "cpu_tp2", "grpo.py", "--reward_model", "reward", "--max_steps", "2")
+    assert output.count("mean reward: ") == 1, output
 
 
 @pytest.mark.slow
