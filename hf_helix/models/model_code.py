@@ -9,10 +9,12 @@ and the model itself computes the loss: these forwards must be the code of Trans
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -155,6 +157,21 @@ def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
 def has_stock_loss(base: Any) -> bool:
     """Returns whether the loss of a model is Transformers' loss of the next token."""
     return not any(_problems_of_loss(base, getattr(transformers, type(base).__name__, None) is None))
+
+
+def has_head_beside(base: Any) -> bool:
+    """Returns whether a class of a user's own, without a family of its own, has a forward of its own and more parameters
+    above the layers than Transformers' class that it is made of: another head, which a loss of its own reads."""
+    kind = type(base)
+    owner = _owner(kind, "forward")
+    if owner is None or _root(owner.__module__) in OWN:
+        return False
+    stock = next((each for each in kind.__mro__ if _root(each.__module__) == "transformers"), None)
+    if stock is None or getattr(transformers, stock.__name__, None) is not stock:
+        return False
+    with torch.device("meta"):
+        plain = {name for name, _ in stock(copy.deepcopy(base.config)).named_parameters()}
+    return not plain.issuperset(name for name, _ in base.named_parameters())
 
 
 def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:

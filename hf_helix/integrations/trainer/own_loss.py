@@ -14,7 +14,7 @@ from transformers import Trainer
 from hf_helix.integrations.trainer.stock import TrainerCall
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.models.causal_lm import has_causal_head
-from hf_helix.models.model_code import has_stock_loss
+from hf_helix.models.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.peft import base_of
 
 
@@ -29,4 +29,7 @@ def has_own_loss(kind: type, call: TrainerCall, model: Any) -> bool:
     owner = next(base for base in kind.__mro__ if "compute_loss" in vars(base))
     if (owner is not Trainer and name_of(owner) != SFT_TRAINER) or call.get("compute_loss_func") is not None:
         return True
-    return model is not None and not (has_causal_head(base_of(model)) and has_stock_loss(base_of(model)))
+    if model is None:
+        return False
+    base = base_of(model)
+    return not has_causal_head(base) or not has_stock_loss(base) or has_head_beside(base)

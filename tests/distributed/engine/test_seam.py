@@ -1,0 +1,96 @@
+"""A cut decoder that is called: losses and gradients of the unsplit model, every possible pair of passes overlapped."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import tiny
+from torch.nn import functional
+
+from hf_helix import HelixConfig, HelixPlugin
+from hf_helix.engine.build import RunOptions
+from hf_helix.engine.engine import Engine
+from hf_helix.models.direct_use import Instead
+from hf_helix.models.graph.context import LossTweaks
+from hf_helix.runtime.divided import full_of
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> Any:
+    """Of all positions, padding included."""
+    logits = model(**batch).logits.float()
+    likelihood = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    return likelihood + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+
+
+def twice(model: Any, batch: dict[str, Any]) -> Any:
+    """Two calls in one loss."""
+    first, second = (model(input_ids=ids).logits.float() for ids in (batch["input_ids"], batch["input_ids"].flip(1)))
+    return functional.kl_div(first.log_softmax(-1), second.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+def train(
+    helix: dict[str, Any], tied: bool = False, padded: bool = False, calls: int = 1, lora: Any = None
+) -> dict[str, Any]:
+    whole = tiny(num_hidden_layers=5, tie_word_embeddings=tied, lora=lora).train()
+    model, config = copy.deepcopy(whole), HelixConfig(plan="greedy", cache=False, **helix)
+    mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
+    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(own=True))
+    engine = Engine(model, config, mesh, options, Instead("", ""))
+    torch.manual_seed(3)
+    losses = []
+    for number in range(3):
+        ids = torch.randint(1, 131, (4, 12 + 4 * (number % 2)))
+        batch = {"input_ids": ids}
+        if padded:
+            mask = torch.ones_like(ids)
+            mask[1, -5:] = 0
+            batch["attention_mask"] = mask
+        rule = loss_of if calls == 1 else twice
+        pair = [rule(each, batch) for each in (whole, model)]
+        for loss in pair:
+            loss.backward()
+        losses.append([loss.item() for loss in pair])
+    engine.finish_window()
+    named = zip(model.named_parameters(), whole.parameters(), strict=True)
+    errors = {
+        name: float((full_of(mine.grad) - theirs.grad).norm() / theirs.grad.norm())
+        for (name, mine), theirs in named
+        if theirs.requires_grad
+    }
+    assert engine.seam is not None
+    return {"losses": losses, "errors": errors, "fused": engine.seam.called.num_fused}
+
+
+def case(ranks: int, slow: bool = True, calls: int = 1, **options: Any) -> Any:
+    return pytest.param(ranks, options | {"calls": calls}, marks=[pytest.mark.slow] if slow else [], id=str(options))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        case(2, slow=False, helix={"tp_size": 2}, tied=True),
+        case(2, slow=False, helix={"pp_size": 2}, padded=True),
+        case(2, helix={"tp_size": 2}, calls=2),
+        case(2, helix={"pp_size": 2}, calls=2),
+        case(2, helix={"pp_size": 2}, tied=True),
+        case(2, helix={"cp_size": 2}, padded=True),
+        case(2, helix={"cp_size": 2}, tied=True),
+        case(2, helix={"shard_optimizer": True}),
+        case(2, helix={"shard_parameters": True}, tied=True),
+        case(2, helix={"tp_size": 2}, lora={}),
+        case(4, helix={"tp_size": 2, "pp_size": 2}),
+        case(4, helix={"tp_size": 2, "pp_size": 2, "schedule": "1f1b"}),
+        case(4, helix={"tp_size": 2, "cp_size": 2}, padded=True),
+        case(4, helix={"tp_size": 2, "shard_parameters": True}),
+        case(4, helix={"pp_size": 2, "shard_optimizer": True}, tied=True),
+    ],
+)
+def test_equals_the_unsplit_model(ranks: int, options: dict[str, Any], cluster_of: Any) -> None:
+    for result in cluster_of(ranks).run(train, **options):
+        for wanted, found in result["losses"]:
+            assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6)
+        assert max(result["errors"].values()) < 2e-5, result["errors"]
+        assert result["fused"] == 3 * options["calls"] - (1 if options["calls"] == 1 else 2)

@@ -1,0 +1,130 @@
+"""TRL's trainers under the mixin, unmodified: every logged figure of the stock trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sft_jobs import save_tokenizer
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dog", "while", "rain", "fell", "over", "hills")
+LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
+
+
+def rows(kind: str, count: int) -> Any:
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> str:
+        return " ".join(WORDS[int(torch.randint(len(WORDS), (), generator=generator))] for _ in range(length))
+
+    made = []
+    for number in range(count):
+        row: dict[str, Any] = {"prompt": text(5 + number % 3)}
+        if kind == "kto":
+            row |= {"completion": " " + text(4 + number % 4), "label": number % 2 == 0}
+        elif kind in ("dpo", "reward"):
+            row |= {"chosen": " " + text(4 + number % 4), "rejected": " " + text(6 - number % 3)}
+        made.append(row)
+    return Dataset.from_list(made)
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(each)) % 7) / 7 for each in completions]
+
+
+def follow(folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, lora: bool = False) -> dict[str, Any]:
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    from hf_helix import HelixConfig, HelixTrainerMixin
+
+    online = kind in ("grpo", "rloo")
+    name = {"reward": "Reward"}.get(kind, kind.upper())
+    stock, arguments = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=283, num_key_value_heads=2, pad_token_id=words.pad_token_id, **sizes)
+    config.num_labels = 1 if kind == "reward" else 2
+    training: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    options: dict[str, Any] = {"train_dataset": rows(kind, 36), "processing_class": words}
+    if online:
+        training |= {"num_generations": 4, "max_completion_length": 8, "steps_per_generation": 2}
+        training |= {"beta": 0.04 if lora else 0.0, "max_steps": 4}
+        options["reward_funcs"] = variety
+    else:
+        training |= {"eval_strategy": "steps", "eval_steps": 3}
+        options["eval_dataset"] = rows(kind, 8)
+    if kind in ("dpo", "kto") and not lora:
+        torch.manual_seed(7)  # of equal models, the sign of a difference is that of its rounding
+        options["ref_model"] = LlamaForCausalLM(config)
+    if lora:
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    torch.manual_seed(0)
+    options["model"] = (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config)
+    options["args"] = arguments(**training)
+    if helix is None:
+        trainer: Any = stock(**options)
+    else:
+        made = type("Made", (HelixTrainerMixin, stock), {})
+        trainer = made(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    trainer.train()
+    log = [
+        {key: value for key, value in entry.items() if not key.startswith(LEFT_OUT)}
+        for entry in trainer.state.log_history
+    ]
+    return {"log": log, "fused": trainer.helix.seam.called.num_fused if helix is not None else 0}
+
+
+TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "helix", "lora"),
+    [("dpo", TP, False)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("dpo", PP, False),
+            ("dpo", CP, False),
+            ("dpo", TP, True),
+            ("dpo", PP, True),
+            ("kto", TP, False),
+            ("kto", PP, False),
+            ("reward", TP, False),
+            ("reward", PP, False),
+            ("grpo", TP, False),
+            ("grpo", PP, False),
+            ("grpo", CP, True),
+            ("rloo", TP, True),
+        ]
+    ],
+    ids=str,
+)
+def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], lora: bool, cluster_of: Any, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "words")
+    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "lora": lora}
+    wanted = follow(str(tmp_path / "stock"), helix=None, **job)
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **job):
+        for found, stock in zip(result["log"], wanted["log"], strict=True):
+            assert found == pytest.approx(stock, rel=1e-4, abs=1e-6)
+        assert result["fused"] == (8 if kind in ("grpo", "rloo") else 6)
