@@ -160,13 +160,13 @@ def has_stock_loss(base: Any) -> bool:
 
 
 def has_head_beside(base: Any) -> bool:
-    """Returns whether a class of a user's own, without a family of its own, has a forward of its own and more parameters
-    above the layers than Transformers' class that it is made of: another head, which a loss of its own reads."""
-    kind = type(base)
+    """Returns whether a class of a user's own has a forward of its own and more parameters than the Transformers class
+    below it: another head, which the loss reads."""
+    kind: Any = type(base)
     owner = _owner(kind, "forward")
     if owner is None or _root(owner.__module__) in OWN:
         return False
-    stock = next((each for each in kind.__mro__ if _root(each.__module__) == "transformers"), None)
+    stock: Any = next((each for each in kind.__mro__ if _root(each.__module__) == "transformers"), None)
     if stock is None or getattr(transformers, stock.__name__, None) is not stock:
         return False
     with torch.device("meta"):

@@ -16,6 +16,7 @@ from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.models.causal_lm import has_causal_head
 from hf_helix.models.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.peft import base_of
+from hf_helix.models.registry import REGISTERED
 
 
 def has_own_loss(kind: type, call: TrainerCall, model: Any) -> bool:
@@ -32,4 +33,5 @@ def has_own_loss(kind: type, call: TrainerCall, model: Any) -> bool:
     if model is None:
         return False
     base = base_of(model)
-    return not has_causal_head(base) or not has_stock_loss(base) or has_head_beside(base)
+    is_declared = type(base).__name__ in REGISTERED
+    return not has_causal_head(base) or not has_stock_loss(base) or (not is_declared and has_head_beside(base))

@@ -126,5 +126,6 @@ def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], lora: bool, clus
     wanted = follow(str(tmp_path / "stock"), helix=None, **job)
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **job):
         for found, stock in zip(result["log"], wanted["log"], strict=True):
-            assert found == pytest.approx(stock, rel=1e-4, abs=1e-6)
+            # Rewards are differences of log-probabilities of about 20, of which this is one millionth.
+            assert found == pytest.approx(stock, rel=1e-4, abs=2e-5)
         assert result["fused"] == (8 if kind in ("grpo", "rloo") else 6)
