@@ -51,13 +51,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file.
-
-    Attributes:
-        header: the first bytes of the file, the length of the JSON included.
-        starts: the offset in bytes of each tensor, by name.
-        size: of the file, in bytes.
-    """
+    """The layout of a file: its first bytes with the length of the JSON, the offset of each tensor by name, its size."""
 
     header: bytes
     starts: dict[str, int]
@@ -89,13 +83,10 @@ class FileLayout:
 def write_slice(
     file: int, start: int, shape: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
 ) -> None:
-    """Writes a rank's slice of a tensor to its offsets in a file.
+    """Writes a rank's slice of a tensor, which begins at byte `start`, to its offsets in a file.
 
     A slice along the first dimension is contiguous in the file; a slice along another dimension has a contiguous piece
     for each index of the dimensions before.
-
-    Args:
-        start: the offset of the tensor in bytes.
     """
     value = value.detach().cpu()
     dim = placement.dim

@@ -36,13 +36,7 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of a tensor on disk that a rank writes: a slice, or the full tensor.
-
-    Attributes:
-        key: the name of the tensor.
-        size: the number of slices.
-        rank: the number of this slice.
-    """
+    """The part of a tensor on disk that a rank writes: slice `rank` of `size`, or the full tensor."""
 
     key: str
     placement: Placement = COPIED
@@ -52,13 +46,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """The files of a checkpoint under temporary names.
-
-    Attributes:
-        folder: the folder of the checkpoint.
-        token: a part of the temporary names, equal on every rank.
-        layout: of the checkpoint.
-    """
+    """The files of a checkpoint under temporary names, with a part, `token`, that is equal on every rank."""
 
     folder: Path
     token: str
@@ -106,13 +94,8 @@ class PendingCheckpoint:
 
 
 class PendingFiles:
-    """The open files of a pending checkpoint on this rank.
-
-    An error is recorded instead of raised, so the ranks stay in step; nothing is written after an error.
-
-    Attributes:
-        error: the first error.
-    """
+    """The open files of a pending checkpoint on this rank. The first error is recorded instead of raised, so the ranks
+    stay in step; nothing is written after an error."""
 
     def __init__(self, pending: PendingCheckpoint) -> None:
         self.error: OSError | None = None
@@ -172,11 +155,8 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
-    """Reads files of tensors back, and compares names, shapes and dtypes with the expected tensors.
-
-    Raises:
-        ValueError: names the file or tensor that differs.
-    """
+    """Reads files of tensors back. Raises ValueError, with the file or tensor, if a name, shape or dtype is not as
+    expected."""
     found: dict[str, tuple[list[int], str]] = {}
     for path in paths:
         with open_safetensors(path) as file:

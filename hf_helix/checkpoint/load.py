@@ -70,9 +70,6 @@ class ModelTensor:
     Attributes:
         name: the first of its names in the model.
         shape: of the full tensor; None if unknown on this rank, which holds nothing of the tensor.
-        is_float: whether the dtype is floating-point.
-        is_local: whether the tensor belongs to this pipeline rank.
-        placement: how the tensor is cut.
         axis: the ranks of the slices.
     """
 
@@ -133,11 +130,8 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
 
 
 def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
-    """Returns the source of every tensor of the model, by one of the tensor's names.
-
-    Raises:
-        ValueError: names all differences.
-    """
+    """Returns the source of every tensor of the model, by one of the tensor's names. Raises ValueError with all
+    differences."""
     sources, unknown = match_tensors(model, checkpoint.tensors)
     by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
     problems: list[str] = []

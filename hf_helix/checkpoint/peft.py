@@ -28,10 +28,8 @@ Names = dict[str, dict[str, str]]
 
 @torch.no_grad()
 def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective.
-
-    Raises:
-        ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
+    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective. Raises
+    ValueError, on every rank and before anything is written, if a file is missing or damaged, or holds other tensors.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
     files = {adapter_file(folder, adapter): names for adapter, names in adapter_names(model).items()}

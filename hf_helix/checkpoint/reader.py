@@ -163,14 +163,8 @@ class Source:
 
 
 def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
-    """Matches tensors on disk with the parameters of a model, as `from_pretrained` does.
-
-    Returns:
-        The source of every parameter, and the names of tensors without a parameter.
-
-    Raises:
-        ValueError: two tensors for a parameter.
-    """
+    """Matches tensors on disk with the parameters of a model, as `from_pretrained` does. Returns the source of every
+    parameter, and the names of tensors without a parameter. Raises ValueError for two tensors of one parameter."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -238,11 +232,7 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file for the duration of the context.
-
-    Raises:
-        ValueError: the file cannot be read; names the file.
-    """
+    """Opens a file for the duration of the context. Raises ValueError with the file if it cannot be read."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -40,17 +40,11 @@ _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters[
 def save_pretrained(
     model: Any, stage: Stage, mesh: Mesh, folder: str | Path, max_shard_size: int | str | None = None
 ) -> None:
-    """Writes the model as an ordinary Hugging Face checkpoint. Collective.
+    """Writes the model as an ordinary Hugging Face checkpoint, with the default `max_shard_size` of Transformers.
+    Collective.
 
-    Files of an earlier save in the same folder are deleted after the new files are complete.
-
-    Args:
-        max_shard_size: the largest size of a file, such as "5GB" or a number of bytes; None for the default of
-            Transformers.
-
-    Raises:
-        OSError: this rank could not write.
-        ValueError: another rank could not write; names the rank.
+    Files of an earlier save in the same folder are deleted after the new files are complete. Raises OSError if this
+    rank could not write, ValueError with the rank if another rank could not.
     """
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
     pending = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
@@ -68,11 +62,8 @@ def save_pretrained(
 
 
 def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
-    """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective.
-
-    Raises:
-        ValueError: on every rank: the model has no `save_pretrained`, or the written files are not the model.
-    """
+    """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective. Raises
+    ValueError, on every rank, if the model has no `save_pretrained`, or the written files are not the model."""
     name = type(model).__name__
     if not hasattr(type(model), "save_pretrained"):
         raise ValueError(
@@ -103,13 +94,7 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
 
 
 class _Writer:
-    """Writes this rank's part of every tensor.
-
-    Args:
-        files: the open files of this rank.
-        layout: of the checkpoint.
-        writers: the ranks with access to rank 0's folder.
-    """
+    """Writes this rank's part of every tensor; `writers` are the ranks with access to rank 0's folder."""
 
     def __init__(
         self, model: Any, stage: Stage, mesh: Mesh, files: PendingFiles, layout: CheckpointLayout, writers: set[int]

@@ -94,13 +94,11 @@ def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch
 
 
 def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
-    """Joins the slices of a parameter on the host. Collective over the ranks of a replica.
+    """Joins the slices of a parameter on the host, on the first of the ranks of a replica; None on the others.
+    Collective.
 
     The tensor travels through the hosts' memory: between devices, every pair of ranks would need an NCCL communicator,
     which takes half a gigabyte of the device and is never freed.
-
-    Returns:
-        The full tensor on the first of these ranks, None on the others.
     """
     pipe = mesh.pipe
     full = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
@@ -121,12 +119,10 @@ def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """Joins the slices of a tensor on the host, see `full_parameter`. Collective over the axis of the cut.
+    """Joins the slices of a tensor on the host, on the first rank of the axis of the cut; None on the others.
+    Collective.
 
     The first rank allocates the full tensor once, and a slice if slices are not contiguous in the full tensor.
-
-    Returns:
-        The full tensor on the first rank of the axis, None on the others.
     """
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
@@ -188,12 +184,8 @@ MAX_UNSHARDED = 4
 
 
 class UnshardedParameters:
-    """The context in which sharded parameters can be unsharded for a while.
-
-    Args:
-        stage: the units of the parameters; without sharded parameters, nothing happens.
-        written: whether tensors are written to meanwhile.
-    """
+    """The context in which sharded parameters can be unsharded for a while, and written to if `written`; without
+    sharded parameters, nothing happens."""
 
     def __init__(self, stage: Stage, written: bool = False) -> None:
         self._flats = {
@@ -221,10 +213,7 @@ class UnshardedParameters:
 
     def unshard(self, tensor: Any) -> None:
         """Unshards a tensor until some others have been unsharded. Collective over the ranks of the tensor's shards.
-
-        Raises:
-            RuntimeError: the tensor is unsharded already, outside of this context.
-        """
+        Raises RuntimeError if the tensor is unsharded already, outside of this context."""
         flat = self._flats.get(tensor)
         if flat is None:
             return

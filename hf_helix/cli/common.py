@@ -24,11 +24,8 @@ if TYPE_CHECKING:
 
 
 def configuration_file(model: str) -> str:
-    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached.
-
-    Raises:
-        ValueError: neither is there.
-    """
+    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached. Raises
+    ValueError if there is neither."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -85,12 +82,7 @@ def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Sched
 
 
 def start(words: Sequence[str], processes: int) -> None:
-    """Runs a command of hf-helix in several processes of this host, by torchrun.
-
-    Args:
-        words: the command and its options.
-        processes: how many.
-    """
+    """Runs a command of hf-helix, given by its words, in several processes of this host, by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call([*launcher, "-m", "hf_helix", *words], env={"OMP_NUM_THREADS": "1", **os.environ})
     if code:
@@ -98,11 +90,7 @@ def start(words: Sequence[str], processes: int) -> None:
 
 
 def join(pp_size: int = 1) -> torch.device:
-    """Joins the processes of a launcher and returns the device of this process: its GPU, or the CPU.
-
-    Args:
-        pp_size: ranks of the pipeline.
-    """
+    """Joins the processes of a launcher and returns the device of this process: its GPU, or the CPU."""
     import torch
     import torch.distributed as dist
 

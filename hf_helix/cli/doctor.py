@@ -145,11 +145,7 @@ def _print_best(best: Step, simulated: SimulatedModel, cluster: Cluster) -> None
 
 
 def parse_count(text: str) -> int:
-    """Returns the number of a text, for example 512k or 4M.
-
-    Raises:
-        ValueError: the text is no number.
-    """
+    """Returns the number of a text, for example 512k or 4M. Raises ValueError if there is none."""
     unit = text[-1:] if text[-1:] in UNITS else ""
     try:
         count = int(float(text.removesuffix(unit)) * UNITS[unit])

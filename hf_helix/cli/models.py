@@ -20,12 +20,7 @@ AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
 
 class SupportedModel(NamedTuple):
-    """A class of Transformers.
-
-    Args:
-        checkpoint: one on the Hugging Face Hub, for example; tests use small models of the same class.
-        layouts: compared by tests, for example `tp2+dp2`.
-    """
+    """A class of Transformers: for example a checkpoint of the class on the Hub, and the layouts that tests compare."""
 
     checkpoint: str
     layouts: tuple[str, ...]

@@ -58,11 +58,8 @@ class OnCluster(Command):
         return cluster if self.network is None else _linked(cluster, self.network)
 
     def simulated_model(self, cluster: Cluster) -> SimulatedModel:
-        """Returns the model, with adapters if they are asked for.
-
-        Raises:
-            ValueError: adapters cannot be made, or an option is about experts and the model has none.
-        """
+        """Returns the model, with adapters if they are asked for. Raises ValueError if adapters cannot be made, or an
+        option is about experts and the model has none."""
         import torch
 
         from hf_helix.doctor.simulated import TYPES, SimulatedModel

@@ -27,12 +27,7 @@ LEAST = 1e-7
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of an axis on a cluster.
-
-    Attributes:
-        size: number of ranks.
-        within: number of ranks in one block, for each level of the cluster.
-    """
+    """The ranks of an axis on a cluster: their number, and for each level of the cluster the number within one block."""
 
     size: int
     within: tuple[int, ...]
@@ -73,11 +68,8 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
 
 
 def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> list[str]:
-    """Returns the axes of a layout between nodes, under the names of `HelixConfig`.
-
-    Args:
-        spreads: whether weights are sharded: then operators also communicate over data-parallel ranks.
-    """
+    """Returns the axes of a layout between nodes, under the names of `HelixConfig`. If weights are sharded (`spreads`),
+    operators also communicate over data-parallel ranks."""
     by_axis = rings(cluster, sizes)
     used = {"tp": by_axis["tp"], "cp": by_axis["cp"]}
     used |= {"ep": by_axis["experts"]} if sizes.ep > 1 else {}
@@ -199,16 +191,9 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
 def contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], cluster: Cluster
 ) -> tuple[dict[tuple[Name, Name], Pair], dict[Name, Name]]:
-    """Returns pairs of overlapped operators; the longest operator represents all operators with equal slowdowns.
-
-    Args:
-        times: seconds of every operator.
-        sent: bytes sent by a rank in each operator that communicates.
-
-    Returns:
-        The pairs, and the representative of each operator without a pair; no representatives if each kind has a single
-        group, the default of a profile.
-    """
+    """Returns pairs of overlapped operators, and the representative of each operator without a pair: the longest
+    operator represents all operators with equal slowdowns. Without representatives, each kind has a single group, the
+    default of a profile. `sent` are the bytes sent by a rank in each operator."""
     kinds = [kind for kind in Kind if any(kind in both for both in cluster.contention)]
     groups: dict[tuple[object, ...], list[Name]] = {}
     for name, op in named_operators(layout):

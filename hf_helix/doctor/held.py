@@ -45,12 +45,7 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
 
 
 def held_until_over(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> Held:
-    """Returns the releases of a program on a CPU, whose host thread computes while issuing.
-
-    Args:
-        starts: start of each instruction in seconds.
-        ends: end of each instruction in seconds.
-    """
+    """Returns the releases of a program on a CPU, whose host thread computes while issuing; times are in seconds."""
     kinds = [made.operator.kind if made.operator is not None else None for made in program]
     computing = [place for place, kind in enumerate(kinds) if kind is Kind.COMPUTE]
     times = [starts[place] for place in computing]
@@ -63,11 +58,7 @@ def held_until_over(program: Sequence[Instruction], starts: Sequence[float], end
 
 
 class _Events:
-    """Events of collectives, before the compute stream has waited for them.
-
-    Attributes:
-        until: the releases so far.
-    """
+    """Events of collectives, before the compute stream has waited for them; `until` are the releases so far."""
 
     def __init__(self) -> None:
         self.until: dict[int, int] = {}

@@ -61,8 +61,6 @@ class Ranking:
     """Layouts by speed.
 
     Attributes:
-        steps: the best of every combination of parallel sizes, the fastest first.
-        dropped: the layouts that cannot be built or do not fit.
         fsdp: FSDP of the stock Trainer, a baseline outside the ranking, even if too large; None if it cannot be
             simulated.
     """
@@ -100,17 +98,9 @@ class Search:
 
     Attributes:
         amounts: counts a case; raises ValueError if the model cannot be cut to its sizes.
-        cluster: the cluster.
         batch_tokens: requested tokens of a step; each layout takes the nearest possible number, within `OFF`.
-        length: tokens in a sequence.
-        layers: layers of the model.
         experts: experts of a layer; 1 for a dense model.
         plan: the name of a rule for two strands; one strand is tried if two hide nothing or lack memory.
-        schedule: as in `HelixConfig`.
-        dtype: the type of matrix products.
-        imbalance: see `Case`.
-        expert_capacity_factor: see `Case`.
-        progress: called with the finished fraction of the search.
         workers: number of processes; 1 for no further process.
         leading: number of leading steps predicted at higher fidelity, besides plain data parallelism.
     """
@@ -132,11 +122,8 @@ class Search:
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed; none if nothing fits.
-
-        Raises:
-            ValueError: the cluster has no rate for the type of matrix products, or the schedule is unknown.
-        """
+        """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
+        of matrix products, or the schedule is unknown."""
         check_schedule(self.schedule)
         candidates = list(layouts(self.cluster, self.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
@@ -255,14 +242,8 @@ class Search:
         return one
 
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
-        """Returns the number of micro-batches of a data-parallel rank nearest to the requested tokens.
-
-        Args:
-            batch: sequences in a micro-batch.
-
-        Raises:
-            ValueError: no number is within `OFF` of the requested tokens.
-        """
+        """Returns the number of micro-batches of `batch` sequences nearest to the requested tokens, for a data-parallel
+        rank. Raises ValueError if no number is within `OFF` of the requested tokens."""
         each = sizes.dp * batch * self.length
         count = max(1, round(self.batch_tokens / each))
         if abs(count * each - self.batch_tokens) > OFF * self.batch_tokens:
@@ -275,12 +256,8 @@ class Search:
     def _fastest(
         self, sizes: Sizes, plan: str, other: Step | Dropped | None = None, shard_parameters: bool = False
     ) -> _Found:
-        """Returns the fastest fitting case of a plan, over the sizes of micro-batches.
-
-        Args:
-            other: the best case so far: cases with longer gathers than its whole step are dropped early.
-            shard_parameters: whether weights are sharded.
-        """
+        """Returns the fastest fitting case of a plan, over the sizes of micro-batches; cases with longer gathers than
+        the whole step of `other`, the best case so far, are dropped early."""
         best: Step | None = None
         last: Dropped | None = None
         for batch in BATCHES:
@@ -374,14 +351,9 @@ class Search:
         return best
 
     def _fitting(self, case: Case, smaller: Case | None) -> Case:
-        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible.
-
-        Args:
-            smaller: a fitting case with smaller micro-batches; None for the smallest.
-
-        Raises:
-            ValueError: the model cannot be cut to these sizes, or does not fit.
-        """
+        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible; `smaller` is a
+        fitting case with smaller micro-batches. Raises ValueError if the model cannot be cut to these sizes, or does
+        not fit."""
         shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
@@ -414,11 +386,7 @@ class Search:
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
-    """Checks the sizes of a layout before counting.
-
-    Raises:
-        ValueError: the layout cannot be built or never pays; with the reason.
-    """
+    """Raises ValueError for sizes of a layout that cannot be built or never pay, with the reason, before counting."""
     if sizes.cp > 1 and length // (2 * sizes.cp) < SHORTEST_PART:
         raise ValueError(f"cp_size={sizes.cp} leaves less than {2 * SHORTEST_PART:,} of {length:,} tokens to a rank")
     if experts > 1 and experts % (sizes.ep * sizes.tp):
@@ -433,11 +401,8 @@ def sends_in_windows(sizes: Sizes) -> bool:
 
 
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
-    """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices.
-
-    Args:
-        with_experts: whether to try expert parallelism.
-    """
+    """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices,
+    and with expert parallelism if asked."""
     for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):

@@ -27,8 +27,6 @@ class Memory:
 
     Attributes:
         weights: parameters, or the rank's shard of parameters.
-        gradients: gradients.
-        states: optimizer states.
         copies: copies of weights during a window: cast to the type of matrix products, or gathered.
         activations: peak of activations and workspace.
         buffers: buffers of gradient reduction.
@@ -76,8 +74,6 @@ class Sharing:
     """How replicas shard weights and optimizer states.
 
     Attributes:
-        copies: replicas of a parameter.
-        expert_copies: replicas of an expert.
         states: whether optimizer states and trained weights are sharded (ZeRO-1).
         parameters: whether everything is sharded (ZeRO-3).
     """

@@ -30,13 +30,11 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program.
+    """Returns the peak memory of a rank's program, if collectives keep their buffers as in `held`; by default until
+    issued.
 
     The peak contains no batches. It contains gradients only with sharded weights: other gradients also live between
     windows.
-
-    Args:
-        held: how long collectives hold their buffers; None if collectives end when issued.
     """
     alive = _LiveMemory(amounts, layout)
     held = held or {}
@@ -57,9 +55,8 @@ def peaks_of_window(
 ) -> list[Peak]:
     """Returns the peak memory of each rank, operator by operator.
 
-    Args:
-        timeline: on CPUs, the times of the instructions: collectives hold their buffers until their end. None on GPUs,
-            where collectives hold their buffers until computation waits for them.
+    On CPUs a timeline has the times of the instructions: collectives hold their buffers until their end. On GPUs,
+    without a timeline, collectives hold their buffers until computation waits for them.
     """
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
@@ -82,13 +79,7 @@ ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A live allocation.
-
-    Attributes:
-        bytes: its size.
-        sort: `ACTIVATIONS` or `WEIGHTS`.
-        holders: the number of its holders; the block is freed at 0.
-    """
+    """A live allocation of a sort (`ACTIVATIONS` or `WEIGHTS`), freed without holders."""
 
     bytes: int
     sort: int
@@ -96,11 +87,7 @@ class _Block:
 
 
 class _LiveMemory:
-    """Live memory of a rank during a program.
-
-    Attributes:
-        peak: the peak so far.
-    """
+    """Live memory of a rank during a program, and its peak so far."""
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self.peak = Peak()
@@ -117,14 +104,8 @@ class _LiveMemory:
         self._begun: set[object] = set()
 
     def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
-        """Counts the allocations of an instruction, and the releases after it.
-
-        Args:
-            holds: whether the instruction holds its inputs and its workspace beyond its issue.
-
-        Returns:
-            The blocks held by the instruction.
-        """
+        """Counts the allocations of an instruction, and the releases after it. Returns the blocks held by the
+        instruction, if it holds its inputs and its workspace beyond its issue."""
         held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
@@ -235,11 +216,8 @@ def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[
 def peaks_of_schedules(
     amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
 ) -> list[Peak]:
-    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer.
-
-    Args:
-        two_strands: whether the plan may hold one layer more.
-    """
+    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer, and
+    two strands hold one layer more."""
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
     peaks = []

@@ -184,11 +184,8 @@ def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster
 
 def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
     """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
-    matrix products; later passes reuse the copies.
-
-    Args:
-        gathered: whether gathered weights are cast before their gather (`gather_seconds`), and so not counted here.
-    """
+    matrix products; later passes reuse the copies. Gathered weights are cast before their gather (`gather_seconds`),
+    and do not count here."""
     found = 0.0
     for name in layout.units:
         cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)

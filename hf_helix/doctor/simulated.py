@@ -43,12 +43,8 @@ TYPES = {"bf16": torch.bfloat16, "fp32": None}
 
 
 class SimulatedModel:
-    """A model with the amounts of its layouts, each counted once.
-
-    Args:
-        model: a Transformers model or `PeftModel` on the meta device; a configuration, or the path of a configuration.
-        cluster: decides which axes leave a node, and so the kind of their communication.
-    """
+    """A model with the amounts of its layouts, each counted once. The model is on the meta device, or a configuration
+    or its path; the cluster decides which axes leave a node, and so the kind of their communication."""
 
     def __init__(self, model: Any, cluster: Cluster) -> None:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
@@ -75,11 +71,8 @@ class SimulatedModel:
         return max((shape[0] for shape in shapes), default=1)
 
     def amounts(self, case: Case) -> Amounts:
-        """Returns the amounts of a rank for a micro-batch of a case.
-
-        Raises:
-            ValueError: the model cannot be cut to these sizes.
-        """
+        """Returns the amounts of a rank for a micro-batch of a case. Raises ValueError if the model cannot be cut to
+        these sizes."""
         sizes, spread = case.sizes, case.spread_weights
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
@@ -140,9 +133,6 @@ class Kinds:
         places: the first layer of each kind.
         kinds: for every layer, the index of its kind in `places`.
         tied: whether units of the model share weights.
-        flops_per_token: floating-point operations of forward and backward of a token without attention.
-        attention_flops: floating-point operations of attention per pair of tokens.
-        head_cost: the work of head and loss relative to a layer.
     """
 
     places: Sequence[int]
@@ -156,10 +146,8 @@ class Kinds:
 def kinds_of(model: Any) -> Kinds:
     """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters.
 
-    The full model is declared once, as if for one device, so a model that cannot be run is refused here.
-
-    Raises:
-        ValueError: the model cannot be run.
+    The full model is declared once, as if for one device, so a model that cannot be run is refused here with
+    ValueError.
     """
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
@@ -190,17 +178,8 @@ def amounts_of(
     kinds: Kinds | None = None,
     dp_size: int = 1,
 ) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch, on a node with all ranks. The model, on the meta device, is not
-    changed.
-
-    Args:
-        batch: sequences in a micro-batch.
-        autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        kinds: the kinds of layers; None to find them.
-
-    Raises:
-        ValueError: the model cannot be cut to these sizes.
-    """
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks. The model, on the
+    meta device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or kinds_of(model)

@@ -42,17 +42,9 @@ class Case:
     """A layout with its micro-batches and options.
 
     Attributes:
-        sizes: the parallel sizes.
-        batch: sequences in a micro-batch.
-        length: tokens in a sequence.
         microbatches: micro-batches of a window, on each data-parallel rank.
-        plan: the name of a rule.
-        schedule: as in `HelixConfig`.
-        recompute: as in `HelixConfig`.
         shard_optimizer: as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered
             gradients, and weights are gathered once in a window, overlapped with its first forward pass.
-        shard_parameters: as in `HelixConfig`.
-        dtype: the type of matrix products.
         imbalance: rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the
             factor is given, not predicted. Time and memory are for a rank with this factor in every layer: an upper
             estimate if layers differ. With the factor of the most uneven layer, the predicted memory of a small mixture
@@ -101,10 +93,8 @@ class Step:
     """An optimizer step.
 
     Attributes:
-        case: the simulated case.
         window: seconds of forward and backward of all micro-batches, including `waits` and `casts`.
         sums: seconds of gradient reduction after the window.
-        optimizer: seconds of the optimizer.
         loads: seconds by kind of operator in a window, on the busiest rank.
         exposed: seconds of communication without concurrent computation, by kind, on the busiest rank; transfers
             between stages only if the window was drawn; empty at `Fidelity.QUICK`.
@@ -115,7 +105,6 @@ class Step:
         waits: seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`.
         casts: seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered
             in this type.
-        fidelity: how much of the window was predicted.
         drawn: the programs and the timeline of the window, for a picture; None if not drawn.
     """
 
@@ -152,11 +141,8 @@ class Step:
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
-    """Returns the units of all ranks of a pipeline.
-
-    Raises:
-        ValueError: the model has too few layers, or its tied weights would be on two ranks.
-    """
+    """Returns the units of all ranks of a pipeline. Raises ValueError if the model has too few layers, or its tied
+    weights would be on two ranks."""
     pp = case.sizes.pp
     placement = Scheduler(case.schedule, pp).placement
     ranks = stage_ranks(placement, pp)
@@ -174,14 +160,8 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
-    """Returns the times of the operators of a case, with its layout.
-
-    Args:
-        whole: whether to include the gradient reductions and weight gathers of a window.
-
-    Raises:
-        ValueError: the layout cannot be built.
-    """
+    """Returns the times of the operators of a case, with its layout; if `whole`, with the gradient reductions and
+    weight gathers of a window. Raises ValueError if the layout cannot be built."""
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     return with_reductions(profile, amounts, case, cluster) if whole else profile
 

@@ -108,12 +108,7 @@ class WindowTime:
 
 @dataclass(frozen=True)
 class Planned:
-    """A profile with a plan for it.
-
-    Attributes:
-        profile: with gradient reductions and gathers of weights.
-        plan: the order of issue.
-    """
+    """A plan for a profile with gradient reductions and gathers of weights."""
 
     profile: Profile
     plan: Plan
@@ -126,9 +121,6 @@ class WindowClock:
         profile: of all layers and ranks, without gradient reductions and gathers of weights.
         make_plan: returns the plan of a profile; called for each number of layers, and once at whole fidelity.
         complete: adds gradient reductions and gathers of weights to a profile.
-        schedule: the name of a schedule, "auto", or the path of an action file.
-        microbatches: of the window.
-        fidelity: how much is predicted.
     """
 
     def __init__(
@@ -297,10 +289,8 @@ def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[L
 
         value(all layers) = value(more) + factor * (value(more) - value(few))
 
-    A layout with too few layers is returned alone, with factor 0.
-
-    Args:
-        numbers: periods of layers on a stage in the two layouts.
+    `numbers` are the periods of layers on a stage in the two layouts. A layout with too few layers is returned alone,
+    with factor 0.
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
@@ -372,11 +362,7 @@ def possible_names(name: str, num_ranks: int) -> Sequence[str]:
 
 
 def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
-    """Returns the schedules for the prediction of memory, in a window long enough for the peak.
-
-    Args:
-        two_strands: whether forward and backward run concurrently.
-    """
+    """Returns the schedules for the prediction of memory, in a window long enough for the peak."""
     count = min(microbatches, REMEMBERED * num_ranks)
     named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
     return [*named, *_listed(num_ranks, count, two_strands)] if name == AUTO and num_ranks > 1 else named

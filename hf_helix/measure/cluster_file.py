@@ -54,14 +54,9 @@ FRAGMENTS = 1e9
 def measure_cluster(
     device: torch.device, link: str | None = None, progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Returns the content of a cluster file of this machine. Collective.
-
-    Args:
-        link: the speed of an emulated link, as in `HelixConfig(link=...)`; None for the links of the machine.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks, or the ranks of a node do not follow each other.
-    """
+    """Returns the content of a cluster file of this machine, or of an emulated link with the speed of
+    `HelixConfig(link=...)`. Collective. Raises ValueError if nodes have different numbers of ranks, or the ranks of a
+    node do not follow each other."""
     if link is not None and parse_link(link).rate is None:
         raise ValueError(f"link={link!r} has no rate to describe; give one, such as '300mbit' or '10gbit,50us'")
     started = time.perf_counter()
@@ -84,11 +79,8 @@ def measure_cluster(
 
 
 def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of nodes, and of ranks on each, from the host name of every rank.
-
-    Raises:
-        ValueError: nodes have unequal numbers of ranks, or the ranks of a node do not follow each other.
-    """
+    """Returns the number of nodes, and of ranks on each, from the host name of every rank. Raises ValueError if nodes
+    have unequal numbers of ranks, or the ranks of a node do not follow each other."""
     names = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(per_node)]:
@@ -147,13 +139,9 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
 
 
 def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
-    """Adds the links of a mesh, and the slowdowns of computation and communication, to a cluster file. Collective.
-
-    The mesh has the ranks of a node on `tp`, and the nodes on `cp`.
-
-    Returns:
-        The rates of the largest collectives, as text by link.
-    """
+    """Adds the links of a mesh, and the slowdowns of computation and communication, to a cluster file; returns the
+    rates of the largest collectives, as text by link. Collective. The mesh has the ranks of a node on `tp`, and the
+    nodes on `cp`."""
     streams, device = make_streams(mesh.device), mesh.device
     axes: dict[Kind, Axis] = {}
     notes = {}

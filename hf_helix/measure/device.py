@@ -89,12 +89,7 @@ def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> It
 
 @dataclass(frozen=True)
 class Calls:
-    """Seconds of empty calls.
-
-    Attributes:
-        kernel: seconds of a kernel in a row of kernels.
-        operator: seconds of an operator of a graph, issued by the executor.
-    """
+    """Seconds of empty calls: of a kernel in a row of kernels, and of an operator issued by the executor."""
 
     kernel: float
     operator: float

@@ -54,14 +54,7 @@ APART = (0.5, 1.0, 2.0)
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A timed collective.
-
-    Attributes:
-        method: the method of the transport.
-        bytes: the bytes sent by a rank.
-        messages: the messages sent by a rank in a row.
-        seconds: its duration.
-    """
+    """A timed collective, with the bytes and the messages that a rank sends."""
 
     method: str
     bytes: int
@@ -71,13 +64,8 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class Fit:
-    """The figures of a link in a cluster file.
-
-    Attributes:
-        bandwidth: bytes a second.
-        latency: seconds of a message.
-        efficiency: (bytes of a message, share of the bandwidth).
-    """
+    """The figures of a link in a cluster file: bytes a second, seconds of a message, and (bytes of a message, share of
+    the bandwidth)."""
 
     bandwidth: float
     latency: float

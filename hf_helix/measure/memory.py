@@ -25,11 +25,8 @@ from hf_helix.runtime.runner import Runner
 
 
 class LiveBytes(TorchDispatchMode):
-    """A tally of the bytes of every storage that an operator returns, until the storage is freed. Meta tensors have 0.
-
-    Args:
-        existing: tensors whose storages do not count.
-    """
+    """A tally of the bytes of every storage that an operator returns, until the storage is freed; storages of
+    `existing` tensors do not count. Meta tensors have 0."""
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()

@@ -43,13 +43,7 @@ SHORTEST = 0.02  # of the longest collective: shorter computations are not paire
 
 @dataclass(frozen=True)
 class TimedOperator:
-    """An operator of the first unit of its name on this rank.
-
-    Attributes:
-        name: its name in a profile.
-        unit: the number of the unit.
-        op: the operator.
-    """
+    """An operator of the first unit of its name on this rank, with its name in a profile and the number of the unit."""
 
     name: Name
     unit: int
@@ -57,13 +51,8 @@ class TimedOperator:
 
 
 class Bench:
-    """The operators of a runner, ready to run again and again with the values of a micro-batch.
-
-    Args:
-        runner: the runner.
-        batch: the micro-batch.
-        length: the number of repeats in a row; the first warms up.
-    """
+    """The operators of a runner, ready to run again and again with the values of a micro-batch, `length` times in a
+    row; the first repeat warms up."""
 
     def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
         self.length = length

@@ -32,12 +32,7 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
 
 @contextmanager
 def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
-    """Yields a callback that shows the progress of one or more stages.
-
-    Args:
-        is_shown: False on silent ranks; usually `rank() == 0`.
-        prefix: the start of every bar and line.
-    """
+    """Yields a callback that shows the progress of one or more stages; False on silent ranks, usually `rank() == 0`."""
     if not is_shown:
         yield lambda stage, share: None
     elif sys.stderr.isatty():

@@ -146,15 +146,8 @@ def meet(runner: Runner) -> None:
 
 
 class Stopwatch:
-    """A stopwatch for computations, the same on every rank.
-
-    On a CPU ranks share memory and cores, so all ranks run the same work at the same time.
-
-    Args:
-        streams: the streams of a device.
-        device: the device.
-        budget: seconds for the repeats of a work.
-    """
+    """A stopwatch for computations, the same on every rank, with `budget` seconds for the repeats of a work. On a CPU
+    ranks share memory and cores, so all ranks run the same work at the same time."""
 
     def __init__(self, streams: Streams, device: torch.device, budget: float) -> None:
         self.device = device

@@ -281,14 +281,8 @@ MULTIPLIER = 0.75
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns the small configuration of a Transformers class, from the defaults of its config class.
-
-    Args:
-        class_name: a causal-LM class, such as `Gemma2ForCausalLM`.
-
-    Raises:
-        ValueError: Transformers has no such class.
-    """
+    """Returns the small configuration of a causal-LM class, from the defaults of its config class. Raises ValueError if
+    Transformers has no class of this name."""
     kind = getattr(getattr(transformers, class_name, None), "config_class", None)
     if kind is None:
         raise ValueError(

@@ -34,12 +34,8 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Floating-point operations of forward and backward of one token.
-
-    Attributes:
-        linear: those in linears.
-        attention_per_length: those in attention, for each token of the sequence.
-    """
+    """Floating-point operations of forward and backward of one token: in linears, and in attention for each token of
+    the sequence."""
 
     linear: float
     attention_per_length: float

@@ -34,10 +34,7 @@ class _Since:
     Attributes:
         started: the start of the first window, by `time.perf_counter`; 0 before.
         tokens: tokens of all windows, over the data-parallel ranks.
-        length: tokens of the longest sequence.
-        trace: the trace of the traced window.
         traced_tokens: tokens of the traced window, over the data-parallel ranks.
-        traced_seconds: seconds of the traced window.
     """
 
     started: float = 0.0
@@ -49,14 +46,8 @@ class _Since:
 
 
 class LiveScore:
-    """The windows between two logs.
-
-    Args:
-        flops: the floating-point operations of a token; None where they cannot be counted.
-        ranks: the number of processes that share the work.
-        batches: the number of data-parallel ranks, each with windows of its own.
-        peak: the dense peak of a device in TFLOP/s; None where it is unknown.
-    """
+    """The windows between two logs. FLOPs of a token, and the dense peak of a device in TFLOP/s, are None where
+    unknown; `ranks` processes share the work, on `batches` data-parallel ranks, each with windows of its own."""
 
     def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:
         self._flops = flops

@@ -41,12 +41,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Strip:
-    """The layers under one plan.
-
-    Attributes:
-        title: the title of the plan.
-        bars: the operators, from second 0 on.
-    """
+    """The layers under one plan: its title, and the operators from second 0 on."""
 
     title: str
     bars: Sequence[Bar]

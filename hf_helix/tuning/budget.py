@@ -34,8 +34,6 @@ class Tier:
     """The thoroughness of a tuning.
 
     Attributes:
-        name: its name in the cache.
-        rules: the rules whose plans are made.
         timed: the number of plans that are timed in real windows besides the baseline, the most promising first.
         repeats: the number of times of each that count.
         search_share: the length of a search, as a share of the longest.
@@ -55,12 +53,8 @@ TIERS = (QUICK, SHORT, FULL)
 
 
 def affordable(budget: float, cost: Callable[[Tier], float], done: str = "") -> Tier | None:
-    """Returns the most thorough tier within a budget that is more thorough than the tier already done; None if none is.
-
-    Args:
-        budget: the seconds that tuning may take.
-        cost: returns an estimate of the seconds of a tier.
-    """
+    """Returns the most thorough tier within a budget of seconds that is more thorough than the tier already done; None
+    if none is."""
     names = [tier.name for tier in TIERS]
     better = TIERS[names.index(done) + 1 :] if done in names else TIERS
     return next((tier for tier in reversed(better) if cost(tier) <= budget), None)
@@ -109,9 +103,6 @@ class StepTimer:
     """A count of the steps of a run, with the seconds of a step after 2, 4, 8, ... of them.
 
     The time of the first step does not count, since it includes compilation and allocation.
-
-    Args:
-        clock: returns seconds.
 
     Attributes:
         steps_done: the number of steps before the current step.

@@ -141,14 +141,8 @@ def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _TimedWindow:
-    """The window that plans are timed with.
-
-    Attributes:
-        microbatches: the timed micro-batches, the first of a window.
-        num_microbatches: the number of micro-batches of the full window of an optimizer step.
-        about: the case of its profile.
-        cache_key: the key of its result in the cache.
-    """
+    """The micro-batches that plans are timed with, the first of a window of `num_microbatches`; the case of its
+    profile, and the key of its result in the cache."""
 
     microbatches: Sequence[MicroBatch]
     num_microbatches: int
@@ -164,13 +158,9 @@ class _TimedWindow:
 class Tuner:
     """The choice of the plan of a run.
 
-    Args:
-        config: the options of the run.
-        model: the name of the model's class, for plan files.
+    Attributes:
         fingerprint: the case of measurements, see `hf_helix.tuning.cache`.
         num_microbatches: the number of micro-batches of a window, as the run is configured.
-
-    Attributes:
         result: the result of this run or of an earlier run; None as long as there is none.
         scheduler: makes the schedules of windows, with the measured times of a given profile.
     """
@@ -189,11 +179,8 @@ class Tuner:
         self._has_declined = False
 
     def first_plan(self, layout: Layout) -> Plan:
-        """Returns the plan of the first step. Collective.
-
-        Raises:
-            ValueError: a plan or profile file is damaged or for something else.
-        """
+        """Returns the plan of the first step. Collective. Raises ValueError if a plan or profile file is damaged or for
+        something else."""
         name = self.config.plan
         is_file = name not in MEASURED and name not in RULES
         # Files may have other paths on another host, so the plan itself is compared once it is read.

@@ -24,17 +24,9 @@ class TuningResult:
 
     Attributes:
         chosen: the candidate in use: the rule of its plan and, where there was a choice, its schedule.
-        overlaps: by candidate, the measurement of a window.
-        predicted: by candidate, the predicted seconds of the same window.
         bound: seconds of the window that no plan can beat, by the measured operator times.
-        profile: the operator times that the plans were made with.
-        measured: the date of the measurement, as text.
         gradient_bytes: bytes of the full gradients, which data parallelism would reduce in every step.
         ranks: the number of ranks that share the layers, the experts or the sequences of a pipeline rank.
-        schedule: the name of the schedule in use.
-        tier: the name of the tier, see `hf_helix.tuning.budget`.
-        verdict: the choice and its reason, in a sentence.
-        report: all figures, in a paragraph.
     """
 
     chosen: str

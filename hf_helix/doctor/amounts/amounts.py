@@ -36,8 +36,6 @@ class OperatorAmounts:
     """The work and the memory of one call of an operator.
 
     Attributes:
-        kernels: its kernels.
-        transfers: its transfers.
         delta: change of live bytes, including releases by its readers.
         peak: largest increase of live bytes while the operator runs.
         weights: the part of `delta` in gathered weights or copies of gathered weights.
@@ -87,7 +85,6 @@ class Gradient:
 
     Attributes:
         adders: the operators of backward that add to the gradient, as (name of the unit, name of the operator).
-        elements: number of elements.
         is_experts: whether the parameter is of experts, with fewer replicas.
         flat: the name of the parameter's flat buffer under ZeRO; empty without a buffer.
     """
@@ -103,11 +100,9 @@ class Model:
     """The properties of a model that decide its layouts.
 
     Attributes:
-        name: its class.
         units: the names of its units in forward order: the embedding, the layers, the head.
         head_cost: the work of head and loss relative to a layer.
         tied: whether embedding and head share weights, and so need the same rank of a pipeline.
-        flops_per_token: floating-point operations of forward and backward of a token without attention.
         attention_flops: floating-point operations of attention per pair of tokens.
     """
 
@@ -129,14 +124,11 @@ class Amounts:
     """The work and the memory of a rank for a micro-batch.
 
     Attributes:
-        model: the full model.
         layout: the counted units, one of each name.
         operators: amounts by operator, in the order of one strand.
-        weights: parameters by name of the unit.
         handed_on: bytes of the values handed from a unit to the next.
         copies: bytes of cast weights held during a window, by name of the unit.
         gradients: by name of the unit that completes the gradients, in order of completion.
-        lifetimes: lifetimes of memory left by operators.
         kept: the flat buffers of ZeRO-1; empty with sharded weights.
         spread: number of ranks by axis over which weights are sharded; empty with full weights on every rank.
     """
@@ -153,12 +145,8 @@ class Amounts:
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
-        """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
-        change.
-
-        Args:
-            spread: number of ranks by axis, for the axes of `self.spread`.
-        """
+        """Returns the amounts with weights sharded over other numbers of ranks, given by the axes of `self.spread`:
+        apart from padding, only gathers change."""
         if spread == self.spread:
             return self
         operators = dict(self.operators)
@@ -169,12 +157,7 @@ class Amounts:
         return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-        """Yields the gradients of a pipeline rank in order of completion, each with its adders.
-
-        Args:
-            layout: the units of all ranks of a pipeline.
-            rank: the pipeline rank.
-        """
+        """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
         units = list(layout.units)
         for unit in reversed(layout.units_of(rank)):
             for made in self.gradients.get(units[unit], ()):
@@ -195,11 +178,7 @@ class _Done(Event):
 
 
 class SimulatedStreams(Streams):
-    """Streams that run everything when issued, and note transfers by label.
-
-    Args:
-        log: the list of transfers of the mesh.
-    """
+    """Streams that run everything when issued, and note transfers by label; `log` is the mesh's list of transfers."""
 
     slots_ahead = 0
 
@@ -234,13 +213,8 @@ class SimulatedStreams(Streams):
 def count_amounts(
     runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
 ) -> Amounts:
-    """Returns the amounts of a runner for a micro-batch.
-
-    Args:
-        batch: a micro-batch on the meta device.
-        handed_on: bytes of the values handed from a unit to the next.
-        spread: number of ranks by axis over which weights are sharded.
-    """
+    """Returns the amounts of a runner for a micro-batch on the meta device; `handed_on` are the bytes of the values
+    between units."""
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)
     first, second, watch = _counted(runner, batch, streams)

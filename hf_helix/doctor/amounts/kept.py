@@ -28,7 +28,6 @@ class KeptWeights:
     Attributes:
         units: names of the units that read the buffer.
         name: unique within these units.
-        elements: number of elements on a rank.
         element_bytes: bytes of an element in the gathered type.
         is_experts: whether the weights are of experts, with fewer replicas.
         is_cast: whether trained and gathered types differ.
@@ -48,11 +47,8 @@ class KeptWeights:
 
 
 def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -> list[Unit]:
-    """Returns the units with the flat buffers of `shard_optimizer`, unsharded.
-
-    Args:
-        autocast_dtype: the type of matrix products under autocast; None for no autocast.
-    """
+    """Returns the units with the flat buffers of `shard_optimizer`, unsharded; `autocast_dtype` is the type of matrix
+    products."""
     # Buffers do not depend on the number of replicas.
     several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
     return apply_zero1(units, several.shard_axes, autocast_dtype)

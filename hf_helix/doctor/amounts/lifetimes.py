@@ -35,7 +35,6 @@ class Storage:
     """Memory left by an operator.
 
     Attributes:
-        bytes: its size.
         values: the values of the operator's unit in this memory.
         last: the entry of the unit after which the memory was freed; empty if freed in another unit.
         is_weight: whether the memory holds gathered weights or copies of gathered weights.
@@ -52,7 +51,6 @@ class Lifetimes:
     """The memory left by operators.
 
     Attributes:
-        left: storages by operator.
         entering: for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after
             which the input was freed.
     """
@@ -72,11 +70,7 @@ class Lifetimes:
 
 
 class LifetimeTrace(Trace):
-    """Tells a meter the next operator, and notes the values in each allocation.
-
-    Attributes:
-        values: the values in each allocation.
-    """
+    """Tells a meter the next operator, and notes the values in each allocation."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()

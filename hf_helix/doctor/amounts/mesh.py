@@ -24,14 +24,7 @@ META = torch.device("meta")
 
 
 class SimulatedTransport(Transport):
-    """Logs transfers, and sends nothing.
-
-    Args:
-        axis: the name of the axis.
-        size: number of ranks of the axis.
-        sums_in_place: whether a reduce-scatter of the backend adds up in fp32 at least, like NCCL's.
-        log: the log of transfers.
-    """
+    """Logs transfers, and sends nothing; `sums_in_place`: a reduce-scatter adds up in fp32 at least, like NCCL's."""
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
         self.axis = axis

@@ -34,7 +34,6 @@ class Allocated:
     """An allocation.
 
     Attributes:
-        bytes: its size.
         maker: the label of the allocation; None without a label.
         last: the label of the release; None for live memory.
     """
@@ -49,7 +48,6 @@ class Metered:
     """The counts of one label, over all its calls.
 
     Attributes:
-        kernels: kernels in order of their calls.
         delta: change of live bytes.
         peak: largest increase of live bytes during a call.
     """
@@ -66,10 +64,6 @@ class Meter(TorchDispatchMode):
         existing: tensors whose storages do not count as live memory.
         before: an earlier meter, whose live memory does not count either.
         counts: whether kernels and peaks are counted, besides live bytes.
-
-    Attributes:
-        counted: counts by label.
-        allocated: all allocations, in order.
     """
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
@@ -135,11 +129,7 @@ class Meter(TorchDispatchMode):
 def kernel_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Kernel | None:
-    """Returns the kernel of an operator of torch; None for operators without a kernel, such as views.
-
-    Args:
-        function: an overload, such as `aten.mm.default`.
-    """
+    """Returns the kernel of an overload of torch, such as `aten.mm.default`; None without a kernel, as for views."""
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:
         return None
@@ -165,15 +155,8 @@ def kernel_of(
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
-    """Returns the kernel of fused attention: scores are not stored, and backward computes the scores again.
-
-    Args:
-        q: queries [batch, heads, queries, size].
-        k: keys [batch, kv heads, keys, size].
-        v: values [batch, kv heads, keys, size of values].
-        causal: whether half of the products are left out.
-        backward: whether the kernel is the backward pass, with five products for the two of forward.
-    """
+    """Returns the kernel of fused attention on [batch, heads, tokens, size]: scores are not stored, backward computes
+    them again, with five products for the two of forward, and a causal mask leaves out half of the products."""
     batch, heads, queries, size = q.shape
     keys, of_values = k.shape[2], v.shape[3]
     causal = causal and queries == keys
@@ -272,11 +255,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device.
-
-    Args:
-        meter: counts the kernels.
-    """
+    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
