@@ -51,7 +51,8 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file: its first bytes with the length of the JSON, the offset of each tensor by name, its size."""
+    """The layout of a file: its first bytes with the length of the JSON, the offset of each tensor by name, and its
+    size."""
 
     header: bytes
     starts: dict[str, int]

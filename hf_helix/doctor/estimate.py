@@ -27,7 +27,7 @@ LEAST = 1e-7
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of an axis on a cluster: their number, and for each level of the cluster the number within one block."""
+    """The ranks of an axis on a cluster: their number, and the number within one block of each level of the cluster."""
 
     size: int
     within: tuple[int, ...]

@@ -58,11 +58,8 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layouts by speed.
-
-    Attributes:
-        fsdp: FSDP of the stock Trainer, a baseline outside the ranking, even if too large; None if it cannot be
-            simulated.
+    """Layouts by speed: the best of every combination of parallel sizes, and the layouts that cannot be built or do not
+    fit. FSDP of the stock Trainer is a baseline outside the ranking, even if too large; None if it cannot be simulated.
     """
 
     steps: Sequence[Step]
@@ -81,12 +78,8 @@ def is_plain(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """The result for some parallel sizes.
-
-    Attributes:
-        best: the fastest case that fits, or the reason for none.
-        is_scarce: whether more memory could give a faster case.
-    """
+    """The fastest case of some parallel sizes that fits, or the reason for none, and whether more memory could give a
+    faster case."""
 
     best: Step | Dropped
     is_scarce: bool

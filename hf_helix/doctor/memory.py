@@ -71,12 +71,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How replicas shard weights and optimizer states.
-
-    Attributes:
-        states: whether optimizer states and trained weights are sharded (ZeRO-1).
-        parameters: whether everything is sharded (ZeRO-3).
-    """
+    """How replicas of a parameter and of an expert shard optimizer states and trained weights (ZeRO-1), or all
+    (ZeRO-3)."""
 
     copies: int = 1
     expert_copies: int = 1

@@ -117,29 +117,6 @@ def _contended(
     return pairs
 
 
-def sums_behind(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
-) -> float:
-    """Returns the seconds of all gradient reductions on the slowest rank, if none begins before the end of the last
-    backward."""
-    completed = _completed(amounts, layout, axes, cluster, spread)
-    return max(
-        sum(completed.get(unit, 0.0) for unit in layout.units_of(rank) if layout.units[unit] in amounts.weights)
-        for rank in range(layout.num_ranks)
-    )
-
-
-def _completed(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
-) -> dict[int, float]:
-    """Returns the seconds of gradient reductions by the unit that completes them."""
-    completed: dict[int, float] = {}
-    for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
-        last = min(unit for unit, _ in made.adders)
-        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster, spread)
-    return completed
-
-
 # -- gathers of weights ------------------------------------------------------------------------------------------------
 
 

@@ -85,7 +85,10 @@ class SimulatedModel:
             raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
         if (cut, crossing) not in self._layouts:
-            self._layouts[cut, crossing] = self._layout(case, crossing)
+            assert self._kinds is not None
+            config, dtype = _config_of(case), TYPES[case.dtype]
+            mesh = _mesh_of(config, self.cluster.backend, sizes.dp, crossing)
+            self._layouts[cut, crossing] = _one_of_each(_declared(self.model, config, mesh, self._kinds, dtype)).layout
         return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
 
     def _counted(self, case: Case) -> Amounts | ValueError:
@@ -93,25 +96,11 @@ class SimulatedModel:
         try:
             family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
             self._kinds = self._kinds or kinds_of(self.model)
+            config, backend = _config_of(case), self.cluster.backend
             with assuming(case.imbalance):
-                return amounts_of(
-                    self.model,
-                    _config_of(case),
-                    case.batch,
-                    case.length,
-                    dtype,
-                    self.cluster.backend,
-                    self._kinds,
-                    sizes.dp,
-                )
+                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, self._kinds, sizes.dp)
         except ValueError as error:
             return error
-
-    def _layout(self, case: Case, crossing: Collection[str]) -> Layout:
-        """Returns the units of a counted case, one of each name, with the axes between nodes."""
-        assert self._kinds is not None
-        simulated = _mesh_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
-        return _one_of_each(_declared(self.model, _config_of(case), simulated, self._kinds, TYPES[case.dtype])).layout
 
 
 def _config_of(case: Case) -> HelixConfig:
@@ -132,15 +121,12 @@ class Kinds:
     Attributes:
         places: the first layer of each kind.
         kinds: for every layer, the index of its kind in `places`.
-        tied: whether units of the model share weights.
+        model: the model, without the names of its units.
     """
 
     places: Sequence[int]
     kinds: Sequence[int]
-    tied: bool
-    flops_per_token: float
-    attention_flops: float
-    head_cost: float
+    model: Model
 
 
 def kinds_of(model: Any) -> Kinds:
@@ -163,9 +149,9 @@ def kinds_of(model: Any) -> Kinds:
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
-    flops, head_cost = token_flops(base), family.head_cost(base)
-    places, kinds = [keys.index(key) for key in distinct], [distinct.index(key) for key in keys]
-    return Kinds(places, kinds, tied, flops.linear, flops.attention_per_length, head_cost)
+    flops = token_flops(base)
+    about = Model(type(base).__name__, (), family.head_cost(base), tied, flops.linear, flops.attention_per_length)
+    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], about)
 
 
 def amounts_of(
@@ -185,7 +171,8 @@ def amounts_of(
     kinds = kinds or kinds_of(model)
     make_buffers = family_of(base).empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
-    about = _about(base, declared, kinds)
+    first, *layers, last = [unit.name for _, unit in sorted(declared.model.items())]
+    about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
@@ -206,11 +193,8 @@ def amounts_of(
 
 def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
     """Returns the mesh of a layout."""
-    return simulated_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
-
-
-def _sizes(config: HelixConfig) -> dict[str, int]:
-    return {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
 
 def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
@@ -227,14 +211,6 @@ def _declared(
     modes = modes_of(family_of(base).layers(base), None, config)
     modes = [modes[place] for place in kinds.places]
     return declare(model, config, simulated.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
-
-
-def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
-    """Returns the description of the full model, given a stage with one layer of each kind."""
-    first, *layers, last = [unit.name for _, unit in sorted(stage.model.items())]
-    units = [first, *(layers[kind] for kind in kinds.kinds), last]
-    name = type(base).__name__
-    return Model(name, units, kinds.head_cost, kinds.tied, kinds.flops_per_token, kinds.attention_flops)
 
 
 def _one_of_each(stage: Stage) -> Stage:

@@ -8,7 +8,7 @@ the window, with all layers or with few (`hf_helix.doctor.window`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts
@@ -258,7 +258,7 @@ def simulate_plan(
 
 
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
-    layout, busiest, window = profile.layout, clock.busiest, clock.time()
+    layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
         peaks = peaks_of_case(amounts, case, layout)
     elif window.drawing is not None:
@@ -267,20 +267,26 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         peaks = peaks_of_window(amounts, clock.planned.profile.layout, programs, runs)
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock)
-    loads = _loads(profile, layout, busiest, case.microbatches)
+    names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
+    operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
+    loads = dict.fromkeys(Kind, 0.0)
+    for op, seconds in operators:
+        loads[op.kind] += 0.0 if op.receives else count * seconds
+    issuing = len(operators) * count * cluster.device.issue_seconds if cluster.device.host_runs_ahead else 0.0
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights)
+    stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
     return Step(
         case,
-        casts + max(window.seconds, _host_seconds(layout, busiest, case.microbatches, cluster)),
+        casts + max(window.seconds, issuing),
         window.reductions,
-        _optimizer(amounts, layout, case, cluster),
+        max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped),
         loads,
         {kind: min(seconds, loads[kind]) for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
-        case.microbatches * _gather_seconds(profile, layout, busiest),
+        count * sum(seconds for op, seconds in operators if op.ahead),
         window.waits,
         casts,
         clock.fidelity,
@@ -293,36 +299,3 @@ def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     causal, full = (model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0))
     return causal * tokens, full * tokens
-
-
-def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:
-    found = dict.fromkeys(Kind, 0.0)
-    for name in (layout.units[unit] for unit in layout.units_of(rank)):
-        for entry, op in layout.graphs[name].entries():
-            if not op.receives:
-                found[op.kind] += microbatches * profile.times[name, entry]
-    return found
-
-
-def _gather_seconds(profile: Profile, layout: Layout, rank: int) -> float:
-    """Returns the seconds in which a rank gathers weights for a micro-batch."""
-    names = [layout.units[unit] for unit in layout.units_of(rank)]
-    return sum(profile.times[name, entry] for name in names for entry, op in layout.graphs[name].entries() if op.ahead)
-
-
-def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster) -> float:
-    """Returns the host's seconds to issue a window; 0 on devices whose host does not run ahead."""
-    if not cluster.device.host_runs_ahead:
-        return 0.0
-    return _num_operators(layout, layout.units_of(rank)) * microbatches * cluster.device.issue_seconds
-
-
-def _num_operators(layout: Layout, units: Iterable[int]) -> int:
-    """Returns the number of operators of some units, forward and backward."""
-    return sum(len(list(layout.graphs[layout.units[unit]].entries())) for unit in units)
-
-
-def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds of the optimizer on the slowest rank."""
-    parts = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in parts)

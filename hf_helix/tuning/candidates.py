@@ -76,7 +76,7 @@ def make_plans(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule: rank 0 makes it, and every rank receives it, or the error of rank 0. Collective."""
+    """Returns the plan of each rule: rank 0 makes the plan, and every rank receives the plan, or the error. Collective."""
 
     def make() -> dict[str, str]:
         texts = {}
