@@ -25,7 +25,7 @@ from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, held_weights
 from hf_helix.doctor.simulated import SimulatedModel

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile

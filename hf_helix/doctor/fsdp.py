@@ -33,7 +33,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hf_helix.doctor.amounts.amounts import Amounts, Weights
-from hf_helix.doctor.amounts.kernels import MATMUL, Transfer
+from hf_helix.doctor.amounts.meter import MATMUL, Transfer
 from hf_helix.doctor.estimate import Ring, estimate_profile, rings, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
 from hf_helix.doctor.step import OPTIMIZER_BYTES, Case, Step, layout_of, memory_of_case, model_flops

@@ -122,17 +122,16 @@ class Search:
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
-        parts: list[Ranking] = []
-        for part in in_processes(self._ranked, list(cuts.values()), self.workers):
-            parts.append(part)
+        found: list[Step | Dropped] = []
+        fsdp: FSDP | None = None
+        for place, (best, baseline) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
+            found += best
+            fsdp = fsdp or baseline
             if self.progress is not None:
-                self.progress(SEARCHING * len(parts) / len(cuts))
-        steps, unfit = self._with_leading([step for part in parts for step in part.steps])
-        dropped = sorted(
-            (*unfit, *(each for part in parts for each in part.dropped)),
-            key=lambda each: candidates.index(each.case.sizes),
-        )
-        return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
+                self.progress(SEARCHING * place / len(cuts))
+        steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
+        dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
+        return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), fsdp)
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -165,7 +164,9 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            step = self._simulated(case)
+            # Few layers without a pipeline; all layers with a pipeline, whose ranks wait for each other.
+            fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
+            step = simulate_step(self.amounts(case), case, self.cluster, fidelity)
             needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
             if needed <= budget:
                 return step
@@ -178,24 +179,10 @@ class Search:
                 return Dropped(case, why)
             found = other
 
-    def _simulated(self, case: Case) -> Step:
-        """Returns a step at higher fidelity: few layers without a pipeline; all layers with a pipeline, whose ranks
-        wait for each other."""
-        fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
-        return simulate_step(self.amounts(case), case, self.cluster, fidelity)
-
-    def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
-        """Returns the unordered steps of some layouts, and stock FSDP if plain data parallelism is among them."""
-        steps: list[Step] = []
-        dropped: list[Dropped] = []
-        for sizes in candidates:
-            best = self._best(sizes)
-            if isinstance(best, Dropped):
-                dropped.append(best)
-            else:
-                steps.append(best)
+    def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], FSDP | None]:
+        """Returns the best of some layouts, and stock FSDP if plain data parallelism is among them."""
         plain = Sizes(dp=self.cluster.devices)
-        return Ranking(steps, dropped, self._fsdp() if plain in candidates else None)
+        return [self._best(sizes) for sizes in candidates], self._fsdp() if plain in candidates else None
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest fitting case of some parallel sizes, or the reason for none.
@@ -396,14 +383,12 @@ def sends_in_windows(sizes: Sizes) -> bool:
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
     """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices,
     and with expert parallelism if asked."""
-    for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):
+    per_node = cluster.devices_per_node
+    for tp in divisors(cluster.devices):
+        if per_node % tp and (tp > WIDEST or tp % per_node):
+            continue
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if with_experts else [1]:
                     yield Sizes(tp, cp, pp, dp, ep)
-
-
-def _is_near(tp: int, per_node: int) -> bool:
-    """Returns whether `tp` ranks divide a node, or fill few whole nodes."""
-    return per_node % tp == 0 or (tp <= WIDEST and tp % per_node == 0)

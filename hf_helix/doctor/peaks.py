@@ -20,7 +20,7 @@ from hf_helix.doctor.held import Held, held_until_over, held_until_waited
 from hf_helix.doctor.memory import GRADIENT, Peak
 from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
@@ -118,15 +118,17 @@ class _LiveMemory:
                     self._see(0, GRADIENTS)
             return held
         if op.kind is Kind.PIPELINE:
-            for block in self._sent:
-                self._release(block)
-            self._sent = []
+            while self._sent:
+                self._release(self._sent.pop())
             if op.receives:
                 self._keep(instruction, self._amounts.handed_on, [name for _, name in instruction.writes])
                 self._see(0, ACTIVATIONS)
         else:
             name = entry_of(instruction, self._layout)
-            self._add_gradients(unit, op.name)
+            for key, made in self._adding.pop((unit, op.name), ()):  # gradients begin with their first addition
+                if key not in self._begun:
+                    self._begun.add(key)
+                    self._now[GRADIENTS] += GRADIENT * made.elements
             self._see(self._amounts.operators[name].peak, WEIGHTS if op.ahead else ACTIVATIONS)
             for storage in self._amounts.lifetimes.left.get(name, ()):
                 sort = WEIGHTS if storage.is_weight else ACTIVATIONS
@@ -172,15 +174,12 @@ class _LiveMemory:
             if following is not None:
                 entry = self._amounts.lifetimes.entering.get((layout.units[following], forward, position))
                 entries += [(following, entry)] if entry else []
-        for value in values:
-            self._hold(self._values, (microbatch, (unit, value)), block)
-        for key in entries or ([] if values else [(-1, "")]):
-            self._hold(self._kept, (microbatch, key), block)
+        holders = [(self._values, (unit, value)) for value in values]
+        holders += [(self._kept, key) for key in entries or ([] if values else [(-1, "")])]
+        for held, key in holders:
+            held.setdefault((microbatch, key), []).append(block)
+        block.holders = len(holders)
         self._now[sort] += count
-
-    def _hold(self, held: dict[tuple[int, Key], list[_Block]], key: tuple[int, Key], block: _Block) -> None:
-        held.setdefault(key, []).append(block)
-        block.holders += 1
 
     def let_go(self, block: _Block, sends: bool = False) -> None:
         """Removes one holder; frees a block without holders, at the next transfer if the block is sent to another
@@ -194,13 +193,6 @@ class _LiveMemory:
 
     def _release(self, block: _Block) -> None:
         self._now[block.sort] -= block.bytes
-
-    def _add_gradients(self, unit: int, name: str) -> None:
-        """Counts the gradients whose first addition is this operator's."""
-        for key, made in self._adding.pop((unit, name), ()):
-            if key not in self._begun:
-                self._begun.add(key)
-                self._now[GRADIENTS] += GRADIENT * made.elements
 
 
 def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
@@ -342,10 +334,8 @@ def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
 
 def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
     """Yields the units visited by a rank in a slot, as (unit, computation type); strands take turns."""
-    entering = _units(layout, slot.forward) if slot.forward else []
-    leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
-    yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)
-
-
-def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:
-    return [(unit, action.computation_type) for unit in layout.chunks[action.stage]]
+    entering, leaving = (
+        [(unit, action.computation_type) for unit in layout.chunks[action.stage]] if action else []
+        for action in (slot.forward, slot.backward)
+    )
+    yield from (each for pair in zip_longest(entering, leaving[::-1]) for each in pair if each)

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
-from hf_helix.doctor.amounts.kept import KeptWeights
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, KeptWeights
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
 from hf_helix.planning.graph.operator import Kind

@@ -76,7 +76,8 @@ def make_plans(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule: rank 0 makes the plan, and every rank receives the plan, or the error. Collective."""
+    """Returns the plan of each rule, made by rank 0 and received by every rank, or raises the error of rank 0.
+    Collective."""
 
     def make() -> dict[str, str]:
         texts = {}

@@ -15,17 +15,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.doctor.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
-from hf_helix.doctor.amounts.kernels import Kernel, Transfer
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
-from hf_helix.doctor.amounts.meter import FusedKernels, Meter, Metered
+from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.param_shard import EXPERTS
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.zero import readers_of
 
 Adders = tuple[tuple[int, str], ...]
 """Operators of backward that add to a gradient, as (unit, name)."""
@@ -93,6 +95,31 @@ class Gradient:
     elements: int
     is_experts: bool
     flat: str
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard.
+
+    Attributes:
+        units: names of the units that read the buffer.
+        name: unique within these units.
+        element_bytes: bytes of an element in the gathered type.
+        is_experts: whether the weights are of experts, with fewer replicas.
+        is_cast: whether trained and gathered types differ.
+    """
+
+    units: tuple[str, ...]
+    name: str
+    elements: int
+    element_bytes: int
+    is_experts: bool
+    is_cast: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffer, without padding."""
+        return self.elements * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -231,17 +258,21 @@ def count_amounts(
     ran = [names[label] for label in second.counted]  # in execution order, which decides memory
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
-    operators = {
-        name: _operator(second.counted[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
-        for name in ran
-    }
+    operators = {}
+    for name in ran:
+        metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
+        operators[name] = OperatorAmounts(metered.kernels, sent, metered.delta, metered.peak, gathered.get(name, 0))
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(stage.model.values())
-    if not spread:
-        units = with_kept_flats(units, runner.precision.autocast_dtype)
+    if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
+        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
+        units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
+    readers = readers_of((unit.name, unit) for unit in units)
+    flats = {flat for unit in units for flat in unit.flat_parameters.values()}
+    flat_names = {parameter: flat.name for flat in flats for parameter in flat.placements}
     return Amounts(
         model,
         layout,
@@ -249,9 +280,9 @@ def count_amounts(
         _weights(runner),
         handed_on,
         copies,
-        _gradients(runner, flat_names(units)),
+        _gradients(runner, flat_names),
         lifetimes,
-        kept_weights(units),
+        [_kept(flat, names) for flat, names in readers.items()],
         dict(spread or {}),
     )
 
@@ -280,10 +311,6 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
         executor.run(runner.program(1), [batch], runner.sources(), training=True)
         watch.end()
     return watch
-
-
-def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> OperatorAmounts:
-    return OperatorAmounts(tuple(metered.kernels), tuple(sent), metered.delta, metered.peak, weights)
 
 
 def _weights(runner: Runner) -> dict[str, Weights]:
@@ -318,3 +345,11 @@ def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, l
         is_experts = made.placement.over == EXPERTS
         gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
     return gradients
+
+
+def _kept(flat: Zero1FlatParameter, units: Sequence[str]) -> KeptWeights:
+    parameter, placement = next(iter(flat.placements.items()))
+    elements = sum(each.numel() for each in flat.placements)
+    dtype = flat.cast_to or parameter.dtype
+    is_experts, is_cast = placement.over == EXPERTS, dtype != parameter.dtype
+    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, is_experts, is_cast)

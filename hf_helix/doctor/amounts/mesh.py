@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES

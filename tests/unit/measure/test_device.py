@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_helix.doctor.amounts.kernels import MATMUL, OTHER, Kernel, Transfer
-from hf_helix.doctor.amounts.meter import attention_kernel
+from hf_helix.doctor.amounts.meter import MATMUL, OTHER, Kernel, Transfer, attention_kernel
 from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve, link_entry
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
