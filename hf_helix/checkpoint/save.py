@@ -21,8 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.files import CheckpointLayout, tensors_on_disk
-from hf_helix.checkpoint.folders import PendingCheckpoint, PendingFiles, TensorPart, check_files, staged
+from hf_helix.checkpoint.files import (
+    CheckpointLayout,
+    PendingCheckpoint,
+    PendingFiles,
+    TensorPart,
+    check_files,
+    staged,
+    tensors_on_disk,
+)
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import UnshardedParameters, join_slices

@@ -118,8 +118,7 @@ class ShowCommand(Command):
     def _show_plan(self, file: Path) -> None:
         from hf_helix.planning.plan.files import load_plan
         from hf_helix.planning.timing.predict import predict
-        from hf_helix.report.bars import bars_of_timeline
-        from hf_helix.report.timeline import draw_timeline, text_timeline
+        from hf_helix.report.timeline import bars_of_timeline, draw_timeline, text_timeline
 
         microbatches = 3 if self.microbatches is None else self.microbatches
         if self.profile is None:

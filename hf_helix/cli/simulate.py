@@ -215,8 +215,7 @@ def _resized(cluster: Cluster, devices: int) -> Cluster:
 
 
 def _draw(path: Path, step: Any) -> None:
-    from hf_helix.report.bars import bars_of_timeline
-    from hf_helix.report.timeline import draw_timeline
+    from hf_helix.report.timeline import bars_of_timeline, draw_timeline
 
     if step.drawn is None:
         raise ValueError(f"--output {path}: the window is too long to be drawn; give fewer --microbatches, such as 4")

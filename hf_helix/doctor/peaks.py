@@ -3,20 +3,22 @@
 In:   the memory allocated by operators, and a rank's program or schedule.
 Out:  `Peak`s.
 Must hold: in a program, memory is freed after the last holder releases it (`hf_helix.doctor.amounts.lifetimes`);
-collectives in flight are holders (`hf_helix.doctor.held`). Without a program, two strands take turns layer by layer:
-plans need at most one layer's activations more. A value sent to another stage is freed when the next transfer begins.
+collectives in flight are holders. Releases follow the rules of `hf_helix.runtime.streams`: on a GPU an event keeps the
+buffers until the compute stream waits for the event, or until nothing refers to the event; on a CPU a thread releases
+the buffers at the end of the collective. A value sent to another stage is freed when the next transfer begins. Without
+a program, two strands take turns layer by layer: plans need at most one layer's activations more.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
-from hf_helix.doctor.held import Held, held_until_over, held_until_waited
 from hf_helix.doctor.memory import GRADIENT, Peak
 from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
@@ -339,3 +341,101 @@ def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
         for action in (slot.forward, slot.backward)
     )
     yield from (each for pair in zip_longest(entering, leaving[::-1]) for each in pair if each)
+
+
+# -- collectives in flight ---------------------------------------------------------------------------------------------
+
+
+COLLECTIVE = (Kind.INTRA_NODE, Kind.INTER_NODE)
+
+Held = Mapping[int, int]
+"""Index of a collective -> index of the instruction before which its buffers are released."""
+
+
+def held_until_waited(program: Sequence[Instruction]) -> Held:
+    """Returns the releases of a program on a GPU."""
+    events = _Events()
+    for place, instruction in enumerate(program):
+        op = instruction.operator
+        if op is None:
+            events.wait_for_all(place)
+        elif op.kind in COLLECTIVE:
+            events.issue(place, instruction)
+        elif instruction.reduction >= 0:
+            events.until[place] = len(program)  # gradient reductions are waited for at the end of the window
+        elif op.kind is Kind.COMPUTE:
+            for key in instruction.needs:
+                events.wait(instruction.microbatch, key, place)
+        for key in instruction.frees:
+            events.forget(instruction.microbatch, key, place + 1)
+        if instruction.ends:
+            events.wait_for_microbatch(instruction.microbatch, place + 1)
+    return events.until
+
+
+def held_until_over(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> Held:
+    """Returns the releases of a program on a CPU, whose host thread computes while issuing; times are in seconds."""
+    kinds = [made.operator.kind if made.operator is not None else None for made in program]
+    computing = [place for place, kind in enumerate(kinds) if kind is Kind.COMPUTE]
+    times = [starts[place] for place in computing]
+    until = {}
+    for place, kind in enumerate(kinds):
+        if kind in COLLECTIVE:
+            following = max(bisect_left(times, ends[place]), bisect_left(computing, place))
+            until[place] = computing[following] if following < len(computing) else len(program)
+    return until
+
+
+class _Events:
+    """Events of collectives, before the compute stream has waited for them; `until` are the releases so far."""
+
+    def __init__(self) -> None:
+        self.until: dict[int, int] = {}
+        self._of: dict[tuple[int, Key], int] = {}  # (micro-batch, value) -> the collective that writes the value
+        self._ahead: set[int] = set()
+        self._after: dict[int, list[int]] = {}  # collective -> its predecessors, whose events it refers to
+
+    def issue(self, place: int, instruction: Instruction) -> None:
+        """Notes a collective after the writers of its inputs; the host waits for sizes read on the host."""
+        op, microbatch = instruction.operator, instruction.microbatch
+        assert op is not None
+        for name, key in zip(op.reads, instruction.reads, strict=True):
+            if name in op.host_read_sizes:
+                self.wait(microbatch, key, place)
+        self._after[place] = [self._of[microbatch, key] for key in instruction.reads if (microbatch, key) in self._of]
+        for key in instruction.writes:
+            self._of[microbatch, key] = place
+        if op.ahead:
+            self._ahead.add(place)
+
+    def wait(self, microbatch: int, key: Key, place: int) -> None:
+        """Lets the compute stream wait for the writer of a value."""
+        if (microbatch, key) in self._of:
+            self._let_go(self._of.pop((microbatch, key)), place)
+
+    def forget(self, microbatch: int, key: Key, place: int) -> None:
+        """Forgets a value; its event goes unless another value or a later collective refers to the event."""
+        collective = self._of.pop((microbatch, key), None)
+        if collective is not None and not self._is_known(collective):
+            self._let_go(collective, place)
+
+    def wait_for_microbatch(self, microbatch: int, place: int) -> None:
+        """Lets the compute stream wait for all collectives of a micro-batch."""
+        for number, key in list(self._of):
+            if number == microbatch:
+                self.wait(number, key, place)
+
+    def wait_for_all(self, place: int) -> None:
+        """Lets the compute stream wait for all collectives except prefetches."""
+        for (microbatch, key), collective in list(self._of.items()):
+            if collective not in self._ahead:
+                self.wait(microbatch, key, place)
+
+    def _is_known(self, collective: int) -> bool:
+        return collective in self._of.values() or any(collective in before for before in self._after.values())
+
+    def _let_go(self, collective: int, place: int) -> None:
+        self.until.setdefault(collective, place)
+        for earlier in self._after.pop(collective, ()):
+            if earlier not in self.until and not self._is_known(earlier):
+                self._let_go(earlier, place)
