@@ -130,19 +130,12 @@ def _write(file: int, data: np.ndarray, offset: int) -> None:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The layout of a checkpoint.
+    """The layout of a checkpoint."""
 
-    Attributes:
-        tensors: the full tensors by their names on disk, on the meta device.
-        file_of: the name of the file of each tensor.
-        files: the layout of each file, by its name.
-        index: the contents of `model.safetensors.index.json`; None for a single file.
-    """
-
-    tensors: dict[str, Tensor]
-    file_of: dict[str, str]
-    files: dict[str, FileLayout]
-    index: dict[str, Any] | None
+    tensors: dict[str, Tensor]  # the full tensors by their names on disk, on the meta device
+    file_of: dict[str, str]  # the name of the file of each tensor
+    files: dict[str, FileLayout]  # the layout of each file, by its name
+    index: dict[str, Any] | None  # the contents of `model.safetensors.index.json`; None for a single file
 
     @classmethod
     def of(cls, model: Any, stage: Stage, mesh: Mesh, max_shard_size: int | str) -> CheckpointLayout:

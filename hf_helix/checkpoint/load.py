@@ -65,20 +65,14 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model, and this rank's slice.
+    """A tensor of the model, and this rank's slice."""
 
-    Attributes:
-        name: the first of its names in the model.
-        shape: of the full tensor; None if unknown on this rank, which holds nothing of the tensor.
-        axis: the ranks of the slices.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None
+    name: str  # the first of its names in the model
+    shape: tuple[int, ...] | None  # of the full tensor; None if unknown on this rank, which holds nothing of the tensor
     is_float: bool
     is_local: bool
     placement: Placement
-    axis: Axis
+    axis: Axis  # the ranks of the slices
 
     @property
     def bounds(self) -> list[tuple[int, int]]:

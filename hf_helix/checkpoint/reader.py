@@ -41,17 +41,11 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        file: the path of the file.
-        shape: of the full tensor.
-        dtype: by its name in safetensors, such as "BF16".
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+    file: Path  # the path of the file
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: str  # by its name in safetensors, such as "BF16"
 
 
 class Checkpoint:

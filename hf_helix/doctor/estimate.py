@@ -21,8 +21,7 @@ from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 
-LEAST = 1e-7
-"""Least seconds of an operator."""
+LEAST = 1e-7  # least seconds of an operator
 
 
 @dataclass(frozen=True)

@@ -68,21 +68,13 @@ class _Unit(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """Seconds of forward and backward of a micro-batch.
+    """Seconds of forward and backward of a micro-batch."""
 
-    Attributes:
-        seconds: forward and backward, overlapped with communication.
-        tail: gradient reduction after backward.
-        computing: computation without overlap.
-        sent: communication without overlap.
-        exposed: communication without concurrent computation, except `tail`.
-    """
-
-    seconds: float
-    tail: float
-    computing: float
-    sent: float
-    exposed: float
+    seconds: float  # forward and backward, overlapped with communication
+    tail: float  # gradient reduction after backward
+    computing: float  # computation without overlap
+    sent: float  # communication without overlap
+    exposed: float  # communication without concurrent computation, except `tail`
 
 
 def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batch: bool = False) -> FSDP:

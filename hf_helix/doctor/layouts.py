@@ -24,27 +24,19 @@ from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes
 
-BATCHES = (1, 2, 4, 8)
-"""Candidates for the sequences in a micro-batch."""
-
+BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
 """Least tokens in each of the two parts of a sequence on a context-parallel rank; shorter parts never pay."""
 
-OFF = 0.1
-"""Largest relative difference between the tokens of a step and the requested tokens."""
-
+OFF = 0.1  # largest relative difference between the tokens of a step and the requested tokens
 MARGIN = 0.15
 """Fraction of the activations left free under `schedule="auto"` in a pipeline: a searched schedule may need more than
 the counted schedules."""
 
-WIDEST = 8
-"""Most ranks of tensor parallelism over several nodes of few devices."""
-
+WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 
-SEARCHING = 0.8
-"""Progress after the search at `Fidelity.QUICK`."""
-
+SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 AmountsOf = Callable[[Case], Amounts]
 
 
@@ -87,31 +79,22 @@ class _Found:
 
 @dataclass
 class Search:
-    """The search of layouts for one model, cluster and number of tokens.
+    """The search of layouts for one model, cluster and number of tokens."""
 
-    Attributes:
-        amounts: counts a case; raises ValueError if the model cannot be cut to its sizes.
-        batch_tokens: requested tokens of a step; each layout takes the nearest possible number, within `OFF`.
-        experts: experts of a layer; 1 for a dense model.
-        plan: the name of a rule for two strands; one strand is tried if two hide nothing or lack memory.
-        workers: number of processes; 1 for no further process.
-        leading: number of leading steps predicted at higher fidelity, besides plain data parallelism.
-    """
-
-    amounts: AmountsOf
+    amounts: AmountsOf  # counts a case; raises ValueError if the model cannot be cut to its sizes
     cluster: Cluster
-    batch_tokens: int
+    batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `OFF`
     length: int
     layers: int
-    experts: int = 1
-    plan: str = "greedy"
+    experts: int = 1  # experts of a layer; 1 for a dense model
+    plan: str = "greedy"  # the name of a rule for two strands; one strand is tried if two hide nothing or lack memory
     schedule: str = "auto"
     dtype: str = "bf16"
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None
     progress: Callable[[float], object] | None = None
-    workers: int = 1
-    leading: int = 0
+    workers: int = 1  # number of processes; 1 for no further process
+    leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:

@@ -17,27 +17,19 @@ from hf_helix.planning.window.passes import BUCKET_BYTES
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element of cast weights, by the type of matrix products."""
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank.
+    """Bytes of a rank."""
 
-    Attributes:
-        weights: parameters, or the rank's shard of parameters.
-        copies: copies of weights during a window: cast to the type of matrix products, or gathered.
-        activations: peak of activations and workspace.
-        buffers: buffers of gradient reduction.
-    """
-
-    weights: float
+    weights: float  # parameters, or the rank's shard of parameters
     gradients: float
     states: float
-    copies: float
-    activations: float
-    buffers: float
+    copies: float  # copies of weights during a window: cast to the type of matrix products, or gathered
+    activations: float  # peak of activations and workspace
+    buffers: float  # buffers of gradient reduction
 
     @property
     def total(self) -> float:
@@ -51,17 +43,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes of a window, besides the memory held between windows.
+    """Peak bytes of a window, besides the memory held between windows."""
 
-    Attributes:
-        activations: activations and workspace of operators.
-        weights: gathered weights, and copies of gathered weights.
-        gradients: full gradients before their reduction, with sharded weights.
-    """
-
-    activations: int = 0
-    weights: int = 0
-    gradients: int = 0
+    activations: int = 0  # activations and workspace of operators
+    weights: int = 0  # gathered weights, and copies of gathered weights
+    gradients: int = 0  # full gradients before their reduction, with sharded weights
 
     @property
     def total(self) -> int:

@@ -75,8 +75,7 @@ def peaks_of_window(
     return peaks
 
 
-ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
-"""Sorts of memory, in the order of `Peak`."""
+ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
 
 
 @dataclass(eq=False, slots=True)
@@ -348,8 +347,7 @@ def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
 
 COLLECTIVE = (Kind.INTRA_NODE, Kind.INTER_NODE)
 
-Held = Mapping[int, int]
-"""Index of a collective -> index of the instruction before which its buffers are released."""
+Held = Mapping[int, int]  # index of a collective -> index of the instruction before which its buffers are released
 
 
 def held_until_waited(program: Sequence[Instruction]) -> Held:

@@ -30,8 +30,7 @@ from hf_helix.planning.window.layout import (
 )
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 
-COPY = ELEMENT["bf16"]
-"""Bytes of an element of cast weights."""
+COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
 def gradient_sums(

@@ -116,17 +116,11 @@ def _config_of(case: Case) -> HelixConfig:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds of equal layers of a model; one layer represents each kind.
+    """The kinds of equal layers of a model; one layer represents each kind."""
 
-    Attributes:
-        places: the first layer of each kind.
-        kinds: for every layer, the index of its kind in `places`.
-        model: the model, without the names of its units.
-    """
-
-    places: Sequence[int]
-    kinds: Sequence[int]
-    model: Model
+    places: Sequence[int]  # the first layer of each kind
+    kinds: Sequence[int]  # for every layer, the index of its kind in `places`
+    model: Model  # the model, without the names of its units
 
 
 def kinds_of(model: Any) -> Kinds:

@@ -34,28 +34,14 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
-PERIODS = 12
-"""Longest period, in layers, looked for in a model."""
-
-WAITING = 4
-"""Micro-batches of the window for waits at weight gathers; later micro-batches do not wait."""
-
-COMPARED = (4, 6)
-"""Micro-batches of the two windows whose difference gives the exposed communication per micro-batch."""
-
-CHOSEN = 3
-"""Micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"."""
-
-REMEMBERED = 4
-"""Micro-batches, for each pipeline rank, of a window long enough for the peak memory."""
-
-OPERATORS = 60_000
-"""Most operators of a window simulated one by one, and drawn."""
-
+PERIODS = 12  # longest period, in layers, looked for in a model
+WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
+COMPARED = (4, 6)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
+CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
+REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
+OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
 MakePlan = Callable[[Profile], Plan]
-Complete = Callable[[Profile], Profile]
-"""Adds gradient reductions and weight gathers to a profile without them."""
-
+Complete = Callable[[Profile], Profile]  # adds gradient reductions and weight gathers to a profile without them
 Drawing = tuple[Sequence[Instruction], Timeline]
 
 

@@ -44,11 +44,8 @@ from hf_helix.runtime.streams import make_streams
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-BUDGET = {"cpu": 0.1, "cuda": 0.05}
-"""Seconds for the repeats of each work."""
-
-FRAGMENTS = 1e9
-"""Bytes of a GPU that stay free, since its allocator leaves gaps."""
+BUDGET = {"cpu": 0.1, "cuda": 0.05}  # seconds for the repeats of each work
+FRAGMENTS = 1e9  # bytes of a GPU that stay free, since its allocator leaves gaps
 
 
 def measure_cluster(

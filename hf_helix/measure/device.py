@@ -32,36 +32,20 @@ from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
-Points = list[tuple[float, float]]
-"""(size, rate), sizes growing."""
-
-SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Sides of products."""
-
-SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
-"""Rows, columns and depth of products, in parts of a side."""
-
+Points = list[tuple[float, float]]  # (size, rate), sizes growing
+SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # sides of products
+SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))  # rows, columns and depth of products, in parts of a side
 KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_SIZE = 8, 64
 
-CPU_BLOCK, GPU_BLOCK = 512, 128
-"""Keys in a block of the fused attention of torch."""
-
-ELEMENTS = tuple(2**power for power in range(12, 28))
-"""Elements of the operands of element-wise kernels."""
-
+CPU_BLOCK, GPU_BLOCK = 512, 128  # keys in a block of the fused attention of torch
+ELEMENTS = tuple(2**power for power in range(12, 28))  # elements of the operands of element-wise kernels
 OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the operands that kernels take in turn, since the operands of a step are not in the nearest cache."""
 
-MOST_OPERANDS = 256
-"""The largest number of operands."""
-
-ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Bytes of results that stay alive for a while, as activations do."""
-
-LONGEST = 0.15
-"""Seconds of a work after which no larger work is tried."""
-
+MOST_OPERANDS = 256  # the largest number of operands
+ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes of results that stay alive for a while, as activations do
+LONGEST = 0.15  # seconds of a work after which no larger work is tried
 CHAIN, TINY_KERNELS = 16, 8
 
 

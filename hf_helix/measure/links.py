@@ -28,26 +28,16 @@ from hf_helix.runtime.streams import Streams
 
 METHODS = ("all_gather", "exchange", "shift")
 
-SIZES = tuple(4**power for power in range(4, 14))
-"""Bytes of a rank's value, from 256 to 64 Mi."""
-
-TRAIN, ROUNDS = 4, 6
-"""Collectives in a row, of which the first warms up; repeats of the row."""
-
-LONGEST = 0.1
-"""Seconds of a collective after which no larger collective is tried."""
-
+SIZES = tuple(4**power for power in range(4, 14))  # bytes of a rank's value, from 256 to 64 Mi
+TRAIN, ROUNDS = 4, 6  # collectives in a row, of which the first warms up; repeats of the row
+LONGEST = 0.1  # seconds of a collective after which no larger collective is tried
 BYTES = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 20, 1 << 24, 1 << 27)}
 """Bytes of a rank's value during computation: small collectives cost computation more of their own time."""
 
-SECONDS = {"cpu": 0.1, "cuda": 0.02}
-"""Seconds for which each of two kinds runs concurrently with the other."""
-
+SECONDS = {"cpu": 0.1, "cuda": 0.02}  # seconds for which each of two kinds runs concurrently with the other
 SKEW_ROUNDS = 12
 
-MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}
-"""Bytes of a rank's value where ranks meet."""
-
+MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}  # bytes of a rank's value where ranks meet
 APART = (0.5, 1.0, 2.0)
 """Sides of the products that ranks compute before they meet, as factors: eight times the work from each to the next."""
 

@@ -54,12 +54,8 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.runtime.trace import Span
 
-LEAST = 1e-7
-"""Seconds of a reduction of nothing; times are positive."""
-
-ARRIVAL = 1e-6
-"""Seconds of a receive: a transfer takes the time of its sender."""
-
+LEAST = 1e-7  # seconds of a reduction of nothing; times are positive
+ARRIVAL = 1e-6  # seconds of a receive: a transfer takes the time of its sender
 Times = tuple[dict[Name, list[float]], dict[Name, int]]
 """By name, the seconds of every repeat, and the bytes that this rank sends."""
 

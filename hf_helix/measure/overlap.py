@@ -335,8 +335,7 @@ def forget_gradients(runner: Runner) -> None:
 # -- bytes and links --------------------------------------------------------------------------------------------------
 
 
-AVERAGES = 8
-"""Bytes of AdamW's two averages of an element, in float32."""
+AVERAGES = 8  # bytes of AdamW's two averages of an element, in float32
 
 
 def bytes_summed(runner: Runner) -> int:

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[float], object]
-"""Called with the finished share of some work, from 0 to 1."""
-
+Progress = Callable[[float], object]  # called with the finished share of some work, from 0 to 1
 StageProgress = Callable[[str, float], object]
 """Called with the name of the current stage and its finished share, from 0 to 1."""
 

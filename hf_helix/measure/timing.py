@@ -28,9 +28,7 @@ from hf_helix.runtime.trace import Span
 ISSUING, ISSUING_SLOWEST = 3e-4, 1e-3
 CLOCK = 2.5e9  # cycles of a GPU in a second; a GPU with a slower clock is held longer
 
-FEWEST, MOST = 5, 200
-"""Repeats of a timed work."""
-
+FEWEST, MOST = 5, 200  # repeats of a timed work
 Work = Callable[[], object]
 
 

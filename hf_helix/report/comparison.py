@@ -17,8 +17,7 @@ from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of predicted links, in parts of the speed of the measured link."""
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of the speed of the measured link
 
 
 def format_comparison(comparison: Comparison) -> str:

@@ -29,19 +29,13 @@ def short_entries(figures: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass
 class _Since:
-    """The counts since the last log.
+    """The counts since the last log."""
 
-    Attributes:
-        started: the start of the first window, by `time.perf_counter`; 0 before.
-        tokens: tokens of all windows, over the data-parallel ranks.
-        traced_tokens: tokens of the traced window, over the data-parallel ranks.
-    """
-
-    started: float = 0.0
-    tokens: int = 0
+    started: float = 0.0  # the start of the first window, by `time.perf_counter`; 0 before
+    tokens: int = 0  # tokens of all windows, over the data-parallel ranks
     length: int = 0
     trace: Trace | None = None
-    traced_tokens: int = 0
+    traced_tokens: int = 0  # tokens of the traced window, over the data-parallel ranks
     traced_seconds: float = 0.0
 
 

@@ -42,23 +42,15 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Bar:
-    """An operator that runs.
+    """An operator that runs."""
 
-    Attributes:
-        stream: "compute", "intra_node", "inter_node" or "gradients".
-        strand: "F" or "B".
-        label: as in a trace, such as "B2.layers.3.mlp.down.W".
-        start: seconds, as `end`.
-        communicates: whether the operator moves data.
-    """
-
-    stream: str
-    strand: str
+    stream: str  # "compute", "intra_node", "inter_node" or "gradients"
+    strand: str  # "F" or "B"
     microbatch: int
-    label: str
-    start: float
+    label: str  # as in a trace, such as "B2.layers.3.mlp.down.W"
+    start: float  # seconds, as `end`
     end: float
-    communicates: bool
+    communicates: bool  # whether the operator moves data
 
     @property
     def seconds(self) -> float:

@@ -31,19 +31,13 @@ PAIR_OPERATORS = 10  # operators that run for a repeat of a pair: its forwards, 
 
 @dataclass(frozen=True)
 class Tier:
-    """The thoroughness of a tuning.
-
-    Attributes:
-        timed: the number of plans that are timed in real windows besides the baseline, the most promising first.
-        repeats: the number of times of each that count.
-        search_share: the length of a search, as a share of the longest.
-    """
+    """The thoroughness of a tuning."""
 
     name: str
     rules: tuple[str, ...]
-    timed: int
-    repeats: int
-    search_share: float
+    timed: int  # the number of plans that are timed in real windows besides the baseline, the most promising first
+    repeats: int  # the number of times of each that count
+    search_share: float  # the length of a search, as a share of the longest
 
 
 QUICK = Tier("quick", (BASELINE, "greedy", "search"), timed=1, repeats=1, search_share=0.1)

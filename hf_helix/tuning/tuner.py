@@ -52,11 +52,8 @@ CLOSE = 1.05  # times that differ by less than this may have changed places
 MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
 """The rules of plans that wait for a measurement."""
 
-UNMEASURED = "greedy"
-"""The rule until then."""
-
-TUNED_MICROBATCHES = 4
-"""The timed micro-batches for each rank of the pipeline: enough to see the steady state."""
+UNMEASURED = "greedy"  # the rule until then
+TUNED_MICROBATCHES = 4  # the timed micro-batches for each rank of the pipeline: enough to see the steady state
 
 
 def tune(

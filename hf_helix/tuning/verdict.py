@@ -20,23 +20,16 @@ from hf_helix.tuning.budget import BASELINE, FULL
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The measurement and the choice of `tune`.
+    """The measurement and the choice of `tune`."""
 
-    Attributes:
-        chosen: the candidate in use: the rule of its plan and, where there was a choice, its schedule.
-        bound: seconds of the window that no plan can beat, by the measured operator times.
-        gradient_bytes: bytes of the full gradients, which data parallelism would reduce in every step.
-        ranks: the number of ranks that share the layers, the experts or the sequences of a pipeline rank.
-    """
-
-    chosen: str
+    chosen: str  # the candidate in use: the rule of its plan and, where there was a choice, its schedule
     overlaps: Mapping[str, Overlap]
     predicted: Mapping[str, float] = field(default_factory=dict)
-    bound: float = 0.0
+    bound: float = 0.0  # seconds of the window that no plan can beat, by the measured operator times
     profile: Profile | None = None
     measured: str = ""
-    gradient_bytes: int = 0
-    ranks: int = 1
+    gradient_bytes: int = 0  # bytes of the full gradients, which data parallelism would reduce in every step
+    ranks: int = 1  # the number of ranks that share the layers, the experts or the sequences of a pipeline rank
     schedule: str = AUTO
     tier: str = FULL.name
     verdict: str = ""

@@ -29,25 +29,18 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
 from hf_helix.runtime.zero import readers_of
 
-Adders = tuple[tuple[int, str], ...]
-"""Operators of backward that add to a gradient, as (unit, name)."""
+Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
 
 
 @dataclass(frozen=True)
 class OperatorAmounts:
-    """The work and the memory of one call of an operator.
-
-    Attributes:
-        delta: change of live bytes, including releases by its readers.
-        peak: largest increase of live bytes while the operator runs.
-        weights: the part of `delta` in gathered weights or copies of gathered weights.
-    """
+    """The work and the memory of one call of an operator."""
 
     kernels: Sequence[Kernel] = ()
     transfers: Sequence[Transfer] = ()
-    delta: int = 0
-    peak: int = 0
-    weights: int = 0
+    delta: int = 0  # change of live bytes, including releases by its readers
+    peak: int = 0  # largest increase of live bytes while the operator runs
+    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)
@@ -55,20 +48,13 @@ class Weights:
     """The numbers of elements in the parameters of a unit on a rank.
 
     Shared parameters count in the first unit only: tied weights of a head count in the embedding.
-
-    Attributes:
-        trained: trained elements, replicated on all data-parallel ranks.
-        experts: trained elements of experts, with fewer replicas.
-        frozen: frozen elements, replicated on all data-parallel ranks.
-        frozen_experts: frozen elements of experts.
-        frozen_itemsize: bytes of a frozen element, in the type of the loaded model.
     """
 
-    trained: int = 0
-    experts: int = 0
-    frozen: int = 0
-    frozen_experts: int = 0
-    frozen_itemsize: int = 4
+    trained: int = 0  # trained elements, replicated on all data-parallel ranks
+    experts: int = 0  # trained elements of experts, with fewer replicas
+    frozen: int = 0  # frozen elements, replicated on all data-parallel ranks
+    frozen_experts: int = 0  # frozen elements of experts
+    frozen_itemsize: int = 4  # bytes of a frozen element, in the type of the loaded model
 
     @property
     def all_trained(self) -> int:
@@ -99,22 +85,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard.
+    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard."""
 
-    Attributes:
-        units: names of the units that read the buffer.
-        name: unique within these units.
-        element_bytes: bytes of an element in the gathered type.
-        is_experts: whether the weights are of experts, with fewer replicas.
-        is_cast: whether trained and gathered types differ.
-    """
-
-    units: tuple[str, ...]
-    name: str
+    units: tuple[str, ...]  # names of the units that read the buffer
+    name: str  # unique within these units
     elements: int
-    element_bytes: int
-    is_experts: bool
-    is_cast: bool = False
+    element_bytes: int  # bytes of an element in the gathered type
+    is_experts: bool  # whether the weights are of experts, with fewer replicas
+    is_cast: bool = False  # whether trained and gathered types differ
 
     @property
     def bytes(self) -> int:
@@ -124,21 +102,14 @@ class KeptWeights:
 
 @dataclass(frozen=True)
 class Model:
-    """The properties of a model that decide its layouts.
-
-    Attributes:
-        units: the names of its units in forward order: the embedding, the layers, the head.
-        head_cost: the work of head and loss relative to a layer.
-        tied: whether embedding and head share weights, and so need the same rank of a pipeline.
-        attention_flops: floating-point operations of attention per pair of tokens.
-    """
+    """The properties of a model that decide its layouts."""
 
     name: str
-    units: Sequence[str]
-    head_cost: float
-    tied: bool
+    units: Sequence[str]  # the names of its units in forward order: the embedding, the layers, the head
+    head_cost: float  # the work of head and loss relative to a layer
+    tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
     flops_per_token: float
-    attention_flops: float
+    attention_flops: float  # floating-point operations of attention per pair of tokens
 
     @property
     def layers(self) -> int:

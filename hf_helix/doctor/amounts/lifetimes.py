@@ -26,24 +26,17 @@ from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
-Place = tuple[int, str]
-"""An operator: the index of its unit, and its entry in a plan."""
+Place = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory left by an operator.
-
-    Attributes:
-        values: the values of the operator's unit in this memory.
-        last: the entry of the unit after which the memory was freed; empty if freed in another unit.
-        is_weight: whether the memory holds gathered weights or copies of gathered weights.
-    """
+    """Memory left by an operator."""
 
     bytes: int
-    values: tuple[str, ...]
-    last: str
-    is_weight: bool
+    values: tuple[str, ...]  # the values of the operator's unit in this memory
+    last: str  # the entry of the unit after which the memory was freed; empty if freed in another unit
+    is_weight: bool  # whether the memory holds gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)

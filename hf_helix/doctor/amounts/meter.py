@@ -54,45 +54,29 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One use of a transport.
+    """One use of a transport."""
 
-    Attributes:
-        axis: "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies".
-        method: a method of the transport; "send" between stages, "all_reduce" of gradients.
-        bytes: the larger of the bytes sent and received by a rank.
-    """
-
-    axis: str
-    method: str
-    bytes: int
+    axis: str  # "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies"
+    method: str  # a method of the transport; "send" between stages, "all_reduce" of gradients
+    bytes: int  # the larger of the bytes sent and received by a rank
 
 
 @dataclass(eq=False)
 class Allocated:
-    """An allocation.
-
-    Attributes:
-        maker: the label of the allocation; None without a label.
-        last: the label of the release; None for live memory.
-    """
+    """An allocation."""
 
     bytes: int
-    maker: str | None
-    last: str | None = None
+    maker: str | None  # the label of the allocation; None without a label
+    last: str | None = None  # the label of the release; None for live memory
 
 
 @dataclass
 class Metered:
-    """The counts of one label, over all its calls.
-
-    Attributes:
-        delta: change of live bytes.
-        peak: largest increase of live bytes during a call.
-    """
+    """The counts of one label, over all its calls."""
 
     kernels: list[Kernel] = field(default_factory=list)
-    delta: int = 0
-    peak: int = 0
+    delta: int = 0  # change of live bytes
+    peak: int = 0  # largest increase of live bytes during a call
 
 
 class Meter(TorchDispatchMode):
