@@ -242,8 +242,7 @@ class HelixConfig:
 
     @property
     def option_sizes(self) -> dict[str, int]:
-        """The sizes of the mesh by the names of their options, as plan files name them: context and expert parallelism
-        where there is any."""
+        """The sizes of the mesh by their options, as in plan files: context and expert parallelism only where used."""
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         return sizes | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
 
@@ -255,8 +254,7 @@ class HelixConfig:
     @classmethod
     def from_mapping(cls, options: object, source: str) -> HelixConfig:
         """Returns the configuration of a mapping, such as the helix block of a YAML; `source` is its origin, for
-        errors. Raises TypeError for an option of the wrong type, ValueError for an unknown option, or for a value that
-        cannot work."""
+        errors: TypeError for a wrong type, ValueError for an unknown option or a value that cannot work."""
         if not isinstance(options, Mapping):
             raise TypeError(f"{source}: expected options such as 'tp_size: 2', got {options!r}")
         known = [field.name for field in dataclasses.fields(cls)]

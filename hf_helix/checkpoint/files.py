@@ -60,8 +60,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file: its first bytes with the length of the JSON, the offset of each tensor by name, and its
-    size."""
+    """The layout of a file: its first bytes up to the end of the JSON, the offset of each tensor, and its size."""
 
     header: bytes
     starts: dict[str, int]
@@ -93,11 +92,8 @@ class FileLayout:
 def write_slice(
     file: int, start: int, shape: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
 ) -> None:
-    """Writes a rank's slice of a tensor, which begins at byte `start`, to its offsets in a file.
-
-    A slice along the first dimension is contiguous in the file; a slice along another dimension has a contiguous piece
-    for each index of the dimensions before.
-    """
+    """Writes a rank's slice of a tensor, which begins at byte `start`, to its offsets in a file: contiguous for a slice
+    along the first dimension, else a piece for each index of the dimensions before."""
     value = value.detach().cpu()
     dim = placement.dim
     if dim is None or size == 1:
@@ -311,8 +307,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
-    """Reads files of tensors back. Raises ValueError, with the file or tensor, if a name, shape or dtype is not as
-    expected."""
+    """Reads files of tensors back. Raises ValueError for a name, shape or dtype that is not as expected."""
     found: dict[str, tuple[list[int], str]] = {}
     for path in paths:
         with open_safetensors(path) as file:

@@ -85,8 +85,7 @@ class ModelTensor:
         return torch.empty(self.placement.shape(self.shape, self.axis.size, self.axis.rank), dtype=dtype)
 
     def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
-        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor in the
-        folder."""
+        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor."""
         placement = self.placement
         if source.converter is None:
             self.copy_slice(reader.slice(source.names[0]), out)
@@ -124,8 +123,7 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
 
 
 def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
-    """Returns the source of every tensor of the model, by one of the tensor's names. Raises ValueError with all
-    differences."""
+    """Returns the source of every tensor, by one of the tensor's names. Raises ValueError with all differences."""
     sources, unknown = match_tensors(model, checkpoint.tensors)
     by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
     problems: list[str] = []

@@ -78,9 +78,8 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
 
 
 def adapter_names(model: Any) -> Names:
-    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks PEFT,
-    which may ask the Hub. Collective.
-    """
+    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks.
+    Collective."""
     box: list[Names] = [{}]
     if rank() == 0:
         from peft import get_peft_model_state_dict  # an optional dependency

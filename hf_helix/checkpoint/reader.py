@@ -114,16 +114,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors on disk that become a parameter; with some conversions, several parameters.
+    """The tensors on disk that become a parameter; with some conversions, several parameters."""
 
-    Attributes:
-        target: the name of the (first) parameter.
-        keys: names on disk: a single tensor's under its own name, else by the patterns of the converter.
-        converter: Transformers' conversion of the tensors to the parameter; None for a tensor without conversion.
-    """
-
-    target: str
+    target: str  # the name of the (first) parameter
+    # names on disk: a single tensor's under its own name, else by the patterns of the converter
     keys: dict[str, list[str]] = field(default_factory=dict)
+    # Transformers' conversion of the tensors to the parameter; None for a tensor without conversion
     converter: WeightConverter | None = None
 
     @property
@@ -185,9 +181,7 @@ def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[s
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Any]:
-    """Returns the tensors of `model.state_dict()`, with their names and in their order; for a cut model, this rank's
-    slices.
-    """
+    """Returns the tensors of `model.state_dict()` by name and in its order; for a cut model, this rank's slices."""
     tensors = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}

@@ -47,12 +47,8 @@ _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters[
 def save_pretrained(
     model: Any, stage: Stage, mesh: Mesh, folder: str | Path, max_shard_size: int | str | None = None
 ) -> None:
-    """Writes the model as an ordinary Hugging Face checkpoint, with the default `max_shard_size` of Transformers.
-    Collective.
-
-    Files of an earlier save in the same folder are deleted after the new files are complete. Raises OSError if this
-    rank could not write, ValueError with the rank if another rank could not.
-    """
+    """Writes the model as an ordinary Hugging Face checkpoint, and deletes the files of an earlier save once complete.
+    Collective. Raises OSError if this rank could not write, ValueError with the rank if another rank could not."""
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
     pending = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
     try:
@@ -139,9 +135,7 @@ class _Writer:
                 self.unsharded.unshard(self.tensors[name])
 
     def _parts(self, source: Source) -> list[TensorPart] | None:
-        """Returns the parts of a source that this rank writes; None if the rank holds nothing of the source, or another
-        replica writes.
-        """
+        """Returns the parts of a source that this rank writes; None if it holds nothing, or another replica writes."""
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
         axis = self.mesh.axis_of(placement)
@@ -156,8 +150,7 @@ class _Writer:
         return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
 
     def _has_turn(self, source: Source, placement: Placement) -> bool:
-        """Returns whether this rank writes, among the ranks with the same slice: the rank with the fewest bytes so
-        far."""
+        """Returns whether this rank has written the fewest bytes so far, among the ranks with the same slice."""
         group = self.mesh.replica_group_of(placement)
         if group is None:
             return True
@@ -195,8 +188,7 @@ class _Writer:
     # -- ranks without access to the folder
 
     def _parts_of_others(self, mine: dict[int, list[TensorPart]]) -> Mapping[int, dict[int, list[TensorPart]]]:
-        """Returns the parts that rank 0 writes for ranks without access, by rank and by source; empty elsewhere.
-        Collective."""
+        """Returns the parts that rank 0 writes for ranks without access, by rank and by source. Collective."""
         if len(self.writers) == world_size():
             return {}
         of_ranks: list[Any] = [None] * world_size()

@@ -168,8 +168,7 @@ def _is_scalar(saved: Any) -> bool:
 
 
 def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any, counts: bool) -> Tensor:
-    """Returns an empty tensor into which DCP reads a state; `counts`: a number for any parameter, as the number of
-    steps."""
+    """Returns an empty tensor into which DCP reads a state; `counts` for a number, such as the number of steps."""
     dtype = saved.properties.dtype
     if "@" in name or counts or saved.size != about.full_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 def configuration_file(model: str) -> str:
-    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached. Raises
-    ValueError if there is neither."""
+    """A folder or file as it is; for a name on the Hub, the path of its config.json, else ValueError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -105,8 +105,7 @@ class Command:
 
 
 def option(default: Any, text: str, **given: Any) -> Any:
-    """A field for an option with its text of `--help`; the default `...` makes the option required, `given` goes to
-    `add_argument`."""
+    """A field for an option with its text of `--help`; `...` makes it required, `given` goes to `add_argument`."""
     if default is ...:
         return field(metadata={"help": text, "required": True, **given})
     return field(default=default, metadata={"help": text, "default": default, **given})

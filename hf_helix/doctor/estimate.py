@@ -50,8 +50,7 @@ def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas, for gradient reduction
-    and sharded weights."""
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas."""
     copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
     stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
     tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)

@@ -56,8 +56,7 @@ class FSDP:
 
 
 class _Unit(NamedTuple):
-    """A layer, wrapped by FSDP as one unit: seconds of its passes and of its communication, and bytes of its gathered
-    weights and full gradients."""
+    """A layer, wrapped by FSDP as one unit: seconds of passes and communication, bytes of weights and gradients."""
 
     forward: float
     backward: float

@@ -70,8 +70,7 @@ def is_plain(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """The fastest case of some parallel sizes that fits, or the reason for none, and whether more memory could give a
-    faster case."""
+    """The fastest fitting case, or the reason for none, and whether more memory could give a faster case."""
 
     best: Step | Dropped
     is_scarce: bool
@@ -364,8 +363,7 @@ def sends_in_windows(sizes: Sizes) -> bool:
 
 
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
-    """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices,
-    and with expert parallelism if asked."""
+    """Yields parallel sizes for all devices; tensor parallelism is inside a node, or over whole nodes of few."""
     per_node = cluster.devices_per_node
     for tp in divisors(cluster.devices):
         if per_node % tp and (tp > WIDEST or tp % per_node):

@@ -57,8 +57,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How replicas of a parameter and of an expert shard optimizer states and trained weights (ZeRO-1), or all
-    (ZeRO-3)."""
+    """How replicas of a parameter and of an expert shard states and trained weights (ZeRO-1), or all (ZeRO-3)."""
 
     copies: int = 1
     expert_copies: int = 1
@@ -123,8 +122,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 
 
 def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
-    """Returns the bytes of full fp32 weights of some units outside this rank's shard. Buffers in the type of matrix
-    products count as copies already."""
+    """Returns the bytes of full fp32 weights outside this rank's shard; other types count as copies already."""
     total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:

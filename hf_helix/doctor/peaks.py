@@ -32,11 +32,9 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program, if collectives keep their buffers as in `held`; by default until
-    issued.
+    """Returns the peak memory of a rank's program, without batches; collectives keep their buffers as in `held`.
 
-    The peak contains no batches. It contains gradients only with sharded weights: other gradients also live between
-    windows.
+    Gradients are part of the peak with sharded weights only: other gradients also live between windows.
     """
     alive = _LiveMemory(amounts, layout)
     held = held or {}
@@ -55,11 +53,8 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
 def peaks_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
-    """Returns the peak memory of each rank, operator by operator.
-
-    On CPUs a timeline has the times of the instructions: collectives hold their buffers until their end. On GPUs,
-    without a timeline, collectives hold their buffers until computation waits for them.
-    """
+    """Returns the peak memory of each rank, operator by operator; with a timeline on CPUs, where collectives hold their
+    buffers until their end, and without on GPUs, where they do until computation waits for them."""
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
@@ -183,8 +178,7 @@ class _LiveMemory:
         self._now[sort] += count
 
     def let_go(self, block: _Block, sends: bool = False) -> None:
-        """Removes one holder; frees a block without holders, at the next transfer if the block is sent to another
-        stage."""
+        """Removes one holder; frees a block without holders, at the next transfer if the block is sent."""
         block.holders -= 1
         if not block.holders:
             if sends:
@@ -223,22 +217,14 @@ def peaks_of_schedules(
 
 @dataclass(frozen=True)
 class _Pass:
-    """The change of live memory by one pass of a micro-batch through a unit.
+    """The change of live memory by one pass of a micro-batch through a unit."""
 
-    Attributes:
-        delta: change of live bytes, including the release of `gathered`.
-        peak: largest increase of live bytes during the pass.
-        weights: the part of `delta` in gathered weights or copies of gathered weights.
-        weights_then: the increase of the bytes of gathered weights at the peak.
-        gathered: bytes of weights gathered before the pass begins.
-        is_transfer: whether the unit sends to or receives from another stage; the next transfer frees sent values.
-    """
-
-    delta: int = 0
-    peak: int = 0
-    weights: int = 0
-    weights_then: int = 0
-    gathered: int = 0
+    delta: int = 0  # change of live bytes, including the release of `gathered`
+    peak: int = 0  # largest increase of live bytes during the pass
+    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
+    weights_then: int = 0  # the increase of the bytes of gathered weights at the peak
+    gathered: int = 0  # bytes of weights gathered before the pass begins
+    # whether the unit sends to or receives from another stage; the next transfer frees sent values
     is_transfer: bool = False
 
     def then(self, other: _Pass) -> _Pass:
@@ -322,8 +308,7 @@ def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
 
 
 def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates
-    them."""
+    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates."""
     found: list[_Pass] = []
     for change in passes:
         if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):

@@ -79,10 +79,7 @@ def profile_with_sums(
 def _seconds(
     made: GradientReduction, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
 ) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also divides the sums.
-
-    A reduction to shards copies gradients into a zeroed bucket, and a CPU adds up the other ranks' values.
-    """
+    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
@@ -97,8 +94,7 @@ def _seconds(
 def _contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], crosses: bool, cluster: Cluster
 ) -> dict[tuple[Name, Name], Pair]:
-    """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown. Two
-    operators on one link each get half of its bandwidth."""
+    """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown."""
     link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
     summing = max((name for name, _ in named_reductions(layout)), key=lambda name: times[name])
     pairs = {}

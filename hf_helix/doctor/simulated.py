@@ -71,8 +71,7 @@ class SimulatedModel:
         return max((shape[0] for shape in shapes), default=1)
 
     def amounts(self, case: Case) -> Amounts:
-        """Returns the amounts of a rank for a micro-batch of a case. Raises ValueError if the model cannot be cut to
-        these sizes."""
+        """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
         sizes, spread = case.sizes, case.spread_weights
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
@@ -124,11 +123,8 @@ class Kinds:
 
 
 def kinds_of(model: Any) -> Kinds:
-    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters.
-
-    The full model is declared once, as if for one device, so a model that cannot be run is refused here with
-    ValueError.
-    """
+    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters. The full
+    model is declared once, as if for one device, so a model that cannot be run is refused here with ValueError."""
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))

@@ -39,31 +39,26 @@ gradient read once more for its norm."""
 
 @dataclass(frozen=True)
 class Case:
-    """A layout with its micro-batches and options.
-
-    Attributes:
-        microbatches: micro-batches of a window, on each data-parallel rank.
-        shard_optimizer: as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered
-            gradients, and weights are gathered once in a window, overlapped with its first forward pass.
-        imbalance: rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the
-            factor is given, not predicted. Time and memory are for a rank with this factor in every layer: an upper
-            estimate if layers differ. With the factor of the most uneven layer, the predicted memory of a small mixture
-            on two ranks was 1.27 to 1.50 times the counted memory.
-        expert_capacity_factor: as in `HelixConfig`: all experts get equal rows, for any routing.
-    """
+    """A layout with its micro-batches and options."""
 
     sizes: Sizes
     batch: int
     length: int
-    microbatches: int
+    microbatches: int  # micro-batches of a window, on each data-parallel rank
     plan: str = "greedy"
     schedule: str = "auto"
     recompute: str = "none"
+    # as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered gradients, and weights are
+    # gathered once in a window, overlapped with its first forward pass
     shard_optimizer: bool = False
     shard_parameters: bool = False
     dtype: str = "bf16"
+    # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
+    # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
+    # With the factor of the most uneven layer, the predicted memory of a small mixture on two ranks was 1.27 to 1.50
+    # times the counted memory
     imbalance: float = 1.0
-    expert_capacity_factor: float | None = None
+    expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
 
     @property
     def tokens(self) -> int:
@@ -90,37 +85,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step.
-
-    Attributes:
-        window: seconds of forward and backward of all micro-batches, including `waits` and `casts`.
-        sums: seconds of gradient reduction after the window.
-        loads: seconds by kind of operator in a window, on the busiest rank.
-        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank; transfers
-            between stages only if the window was drawn; empty at `Fidelity.QUICK`.
-        bubble: fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`.
-        memory: memory of the rank with the largest total.
-        model_flops: floating-point operations of a device in a step, with causal and with full attention.
-        gathers: seconds of weight gathers in `loads`.
-        waits: seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`.
-        casts: seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered
-            in this type.
-        drawn: the programs and the timeline of the window, for a picture; None if not drawn.
-    """
+    """An optimizer step."""
 
     case: Case
-    window: float
-    sums: float
+    window: float  # seconds of forward and backward of all micro-batches, including `waits` and `casts`
+    sums: float  # seconds of gradient reduction after the window
     optimizer: float
-    loads: Mapping[Kind, float]
+    loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
+    # seconds of communication without concurrent computation, by kind, on the busiest rank; transfers between stages
+    # only if the window was drawn; empty at `Fidelity.QUICK`
     exposed: Mapping[Kind, float]
-    bubble: float
-    memory: Memory
+    bubble: float  # fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`
+    memory: Memory  # memory of the rank with the largest total
+    # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
-    gathers: float = 0.0
-    waits: float = 0.0
+    gathers: float = 0.0  # seconds of weight gathers in `loads`
+    waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`
+    # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
+    # type
     casts: float = 0.0
     fidelity: Fidelity = Fidelity.QUICK
+    # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -141,8 +126,7 @@ class Step:
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
-    """Returns the units of all ranks of a pipeline. Raises ValueError if the model has too few layers, or its tied
-    weights would be on two ranks."""
+    """Returns the units of all ranks. Raises ValueError for too few layers, or for tied weights on two ranks."""
     pp = case.sizes.pp
     placement = Scheduler(case.schedule, pp).placement
     ranks = stage_ranks(placement, pp)
@@ -160,8 +144,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
-    """Returns the times of the operators of a case, with its layout; if `whole`, with the gradient reductions and
-    weight gathers of a window. Raises ValueError if the layout cannot be built."""
+    """Returns the times of the operators of a case; if `whole`, with gradient reductions and weight gathers."""
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     return with_reductions(profile, amounts, case, cluster) if whole else profile
 

@@ -73,23 +73,15 @@ FEWEST = 1, 2
 
 @dataclass(frozen=True)
 class WindowTime:
-    """The seconds of a window.
+    """The seconds of a window."""
 
-    Attributes:
-        seconds: seconds without the gradient reductions at the end.
-        reductions: seconds at the end in which only gradients are reduced.
-        waits: seconds added by gathers of weights.
-        bubble: seconds in which the busiest rank waits for other ranks.
-        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank.
-        drawing: the programs and the timeline, if every operator was simulated.
-    """
-
-    seconds: float
-    reductions: float
-    waits: float = 0.0
-    bubble: float = 0.0
+    seconds: float  # seconds without the gradient reductions at the end
+    reductions: float  # seconds at the end in which only gradients are reduced
+    waits: float = 0.0  # seconds added by gathers of weights
+    bubble: float = 0.0  # seconds in which the busiest rank waits for other ranks
+    # seconds of communication without concurrent computation, by kind, on the busiest rank
     exposed: Mapping[Kind, float] = field(default_factory=dict)
-    drawing: Drawing | None = None
+    drawing: Drawing | None = None  # the programs and the timeline, if every operator was simulated
 
 
 @dataclass(frozen=True)
@@ -211,8 +203,7 @@ class WindowClock:
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds of the window without the gradient reductions at its end, of the reductions, and of the
-        busiest rank alone."""
+        """Returns the seconds without the reductions at the end, of the reductions, and of the busiest rank alone."""
         few = self._few
         parts = self._parts(planned, few)
         seconds = parts.seconds - parts.reduction_seconds

@@ -51,9 +51,8 @@ FRAGMENTS = 1e9  # bytes of a GPU that stay free, since its allocator leaves gap
 def measure_cluster(
     device: torch.device, link: str | None = None, progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Returns the content of a cluster file of this machine, or of an emulated link with the speed of
-    `HelixConfig(link=...)`. Collective. Raises ValueError if nodes have different numbers of ranks, or the ranks of a
-    node do not follow each other."""
+    """Returns the content of a cluster file of this machine, or of an emulated link. Collective. Raises ValueError if
+    nodes have different numbers of ranks, or the ranks of a node do not follow each other."""
     if link is not None and parse_link(link).rate is None:
         raise ValueError(f"link={link!r} has no rate to describe; give one, such as '300mbit' or '10gbit,50us'")
     started = time.perf_counter()
@@ -76,8 +75,7 @@ def measure_cluster(
 
 
 def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of nodes, and of ranks on each, from the host name of every rank. Raises ValueError if nodes
-    have unequal numbers of ranks, or the ranks of a node do not follow each other."""
+    """Returns the number of nodes, and of ranks on each, from the host name of every rank; else ValueError."""
     names = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(per_node)]:
@@ -90,10 +88,7 @@ def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 def measure_device(device: torch.device, per_node: int, show: StageProgress) -> dict[str, Any]:
-    """Returns the section `device` of a cluster file. Collective.
-
-    `per_node` ranks share the memory of a node. `show` is called with the current measurement.
-    """
+    """Returns the section `device` of a cluster file. Collective. `per_node` ranks share the memory of a node."""
     reserved = _reserved(device)
     streams = make_streams(device)
     watch = Stopwatch(streams, device, BUDGET[device.type])
@@ -136,9 +131,8 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
 
 
 def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
-    """Adds the links of a mesh, and the slowdowns of computation and communication, to a cluster file; returns the
-    rates of the largest collectives, as text by link. Collective. The mesh has the ranks of a node on `tp`, and the
-    nodes on `cp`."""
+    """Adds links (of the ranks of a node on `tp`, of nodes on `cp`) and slowdowns to a cluster file; returns the rates
+    of the largest collectives, as text by link. Collective."""
     streams, device = make_streams(mesh.device), mesh.device
     axes: dict[Kind, Axis] = {}
     notes = {}
@@ -184,11 +178,8 @@ def efficiency_curve(points: Points, best: float) -> list[list[float]]:
 
 
 def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
-    """Returns the curve of a cluster file for fused attention: [keys, share of the peak].
-
-    `points` are (keys, seconds) of forward and backward. Rates are in a second; `exponentials` is None where
-    exponentials take no time of their own.
-    """
+    """Returns the curve of a cluster file for fused attention, [keys, share of the peak], from (keys, seconds) of
+    forward and backward; `exponentials` is their rate, None where they take no time of their own."""
     rates = []
     for keys, seconds in points:
         operations, taken = attention_work(keys, block)

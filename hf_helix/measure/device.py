@@ -147,10 +147,8 @@ def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
 
 
 def attention_work(keys: float, block: int) -> tuple[float, float]:
-    """Returns the operations and the exponentials of causal attention, forward and backward, as a device computes them.
-
-    A causal mask spares full blocks of keys only.
-    """
+    """Returns the operations and the exponentials of causal attention, forward and backward; a mask spares full blocks
+    only."""
     blocks = -(-keys // block)
     pairs = HEADS * keys * keys * (1 + 1 / blocks) / 2
     return 14.0 * pairs * HEAD_SIZE, 2.0 * pairs
@@ -185,8 +183,7 @@ def _elementwise(device: torch.device, elements: int) -> Work:
 
 
 def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
-    """Returns a work of a few milliseconds like a decoder layer: mostly products, whose sides have a factor, and some
-    element-wise kernels."""
+    """Returns a work of a few milliseconds like a decoder layer: products of sides by a factor, and small kernels."""
     side = int(factor * (1024 if device.type == "cuda" else 256))
     products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
     small = _elementwise(device, side * side)

@@ -54,8 +54,7 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class Fit:
-    """The figures of a link in a cluster file: bytes a second, seconds of a message, and (bytes of a message, share of
-    the bandwidth)."""
+    """The figures of a link: bytes a second, seconds of a message, and (bytes of a message, share of the bandwidth)."""
 
     bandwidth: float
     latency: float
@@ -117,10 +116,8 @@ def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
 def measure_contention(
     axes: Mapping[Kind, Axis], streams: Streams, device: torch.device
 ) -> dict[str, list[tuple[int, float]]]:
-    """Returns slowdowns, by the keys of a cluster file and by the bytes sent by a rank. Collective.
-
-    `axes` are the axis of the ranks of a node, and of ranks on different nodes, where there are any.
-    """
+    """Returns slowdowns, by the keys of a cluster file and by the bytes sent by a rank, for the axes of a node and of
+    the network. Collective."""
     factors: dict[str, list[tuple[int, float]]] = {}
     compute = decoder_work(device)
     for size in BYTES[device.type]:

@@ -61,11 +61,8 @@ Times = tuple[dict[Name, list[float]], dict[Name, int]]
 
 
 def time_reductions(runner: Runner, repeats: int) -> Times:
-    """Returns the times of every gradient reduction of this rank. Collective.
-
-    The smallest and the largest are timed. The others lie between by their bytes: a reduction takes a latency and a
-    time per byte.
-    """
+    """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
+    others lie between by their bytes: a reduction takes a latency and a time per byte."""
     layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
     held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.stage.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
@@ -106,10 +103,7 @@ def _num_replicas(bucket: Bucket, mesh: Mesh) -> int:
 
 
 def time_gathers(runner: Runner, repeats: int) -> Times:
-    """Returns the times of every weight gather of this rank. Collective.
-
-    Of gathers of equal length the first is timed.
-    """
+    """Returns the times of every weight gather of this rank; of equal lengths the first is timed. Collective."""
     layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
     streams = runner.executor.streams
     known: dict[tuple[object, int], list[float]] = {}
@@ -132,10 +126,8 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
 
 
 def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
-    """Returns the times of the pipeline transfers of this rank. Collective.
-
-    The boundaries of the pipeline take turns; each is crossed `repeats` times forward, then `repeats` times back.
-    """
+    """Returns the times of the pipeline transfers of this rank. Collective. The boundaries of the pipeline take turns;
+    each is crossed `repeats` times forward, then `repeats` times back."""
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
     ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
@@ -172,8 +164,7 @@ class TimedOperator:
 
 
 class Bench:
-    """The operators of a runner, ready to run again and again with the values of a micro-batch, `length` times in a
-    row; the first repeat warms up."""
+    """The operators of a runner, ready to run `length` times in a row with the values of a micro-batch."""
 
     def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
         self.length = length
@@ -438,10 +429,8 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
 def _measure_pairs(
     bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
 ) -> dict[tuple[Name, Name], Pair]:
-    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind.
-
-    Pairs of the same kind show that two computations, or two collectives of a link, do not gain by running at once.
-    """
+    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind, to
+    show that two computations, or two collectives of a link, do not gain by running at once."""
     moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
     computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]

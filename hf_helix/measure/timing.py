@@ -77,10 +77,7 @@ def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: 
 
 
 def time_gradient_stream(streams: Streams, work: Work, repeats: int, issuing: float) -> list[float]:
-    """Returns the seconds for which every repeat of a work keeps the stream of gradients busy, without the first.
-
-    `issuing` are the seconds of the host for a repeat.
-    """
+    """Returns the seconds for which every repeat of a work keeps the stream of gradients busy, without the first."""
 
     def issue() -> None:
         for _ in range(repeats):
@@ -99,10 +96,8 @@ def traced(
     values: Mapping[Key, Tensor],
     issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
-    """Returns the spans of a program. A GPU is held at every barrier until the host is at the next barrier.
-
-    The timed instructions follow a barrier. `issuing` are the seconds of the host for an operator.
-    """
+    """Returns the spans of a program, whose timed instructions follow a barrier: there a GPU is held until the host is
+    at the next barrier. `issuing` are the seconds of the host for an operator."""
     counts = _operators_after_barriers(program)
 
     def hold_next() -> None:

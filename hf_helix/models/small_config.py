@@ -274,8 +274,7 @@ MULTIPLIER = 0.75  # what a multiplier is where its default is 1, which would hi
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns the small configuration of a causal-LM class, from the defaults of its config class. Raises ValueError if
-    Transformers has no class of this name."""
+    """Returns the small configuration of a causal-LM class, from the defaults of its config class, else ValueError."""
     kind = getattr(getattr(transformers, class_name, None), "config_class", None)
     if kind is None:
         raise ValueError(

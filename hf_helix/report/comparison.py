@@ -105,8 +105,7 @@ def text_of(comparison: Comparison, width: int = 100) -> str:
 
 
 def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Writes the plan, the profile, and the picture as SVG and PNG; returns the files. Raises ImportError if matplotlib
-    is missing, after writing the others."""
+    """Writes the plan, the profile, and the picture as SVG and PNG (needs matplotlib); returns the files."""
     paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
     comparison.plans[comparison.chosen].save(paths[0])
     save_profile(comparison.profile, Path(folder, "profile.json"))

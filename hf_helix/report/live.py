@@ -56,10 +56,8 @@ class LiveScore:
         return self._since.trace is None
 
     def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
-        """Returns the result of `train`, which trains a window, and counts the window.
-
-        `tokens` are the tokens of the window on this rank, `length` those of its longest sequence.
-        """
+        """Returns the result of `train`, which trains a window, and counts the window: its tokens on this rank, and
+        those of its longest sequence."""
         since = self._since
         since.started = since.started or time.perf_counter()
         result = train()
@@ -73,10 +71,7 @@ class LiveScore:
         since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
 
     def entries(self, alone: Overlap | None) -> dict[str, float]:
-        """Returns the figures since the last log, and begins anew.
-
-        `alone` has computation and communication alone, measured earlier; None without a measurement.
-        """
+        """Returns the figures since the last log, and begins anew; `alone` is an earlier measurement, if any."""
         since, self._since = self._since, _Since()
         if not since.tokens:
             return {}

@@ -47,8 +47,7 @@ TIERS = (QUICK, SHORT, FULL)
 
 
 def affordable(budget: float, cost: Callable[[Tier], float], done: str = "") -> Tier | None:
-    """Returns the most thorough tier within a budget of seconds that is more thorough than the tier already done; None
-    if none is."""
+    """Returns the most thorough tier within a budget of seconds, more thorough than the tier done; else None."""
     names = [tier.name for tier in TIERS]
     better = TIERS[names.index(done) + 1 :] if done in names else TIERS
     return next((tier for tier in reversed(better) if cost(tier) <= budget), None)
@@ -113,10 +112,8 @@ class StepTimer:
         self._since = (0, 0.0)
 
     def begin_step(self, synchronize: Callable[[], object]) -> bool:
-        """Returns whether `step_time` is new, on every rank after the same steps. Called when a step begins.
-
-        `synchronize` waits for the device; it is called before the clock is read.
-        """
+        """Returns whether `step_time` is new, on every rank after the same steps. Called when a step begins;
+        `synchronize` waits for the device before the clock is read."""
         self.steps_done += 1
         is_new = self.steps_done == self._next
         if is_new or self.steps_done == 1:

@@ -76,8 +76,7 @@ def make_plans(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule, made by rank 0 and received by every rank, or raises the error of rank 0.
-    Collective."""
+    """Returns the plan of each rule, or raises the error: rank 0 makes plans, every rank receives them. Collective."""
 
     def make() -> dict[str, str]:
         texts = {}
@@ -129,10 +128,8 @@ def compare(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Times a window under the plan of every rule and under the runner's own, in turn. Collective.
-
-    Operators are measured where no profile is given. On an emulated link, plans are timed without the link, too.
-    """
+    """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
+    link, too. Operators are measured where no profile is given. Collective."""
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
     chosen = runner.plan.rule
@@ -151,10 +148,8 @@ def compare(
 
 
 def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
-    """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation. Collective.
-
-    The rate has three digits, so that the printed rate is the emulated rate. Raises ValueError, on every rank, if
-    nothing goes over the link.
+    """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation, in three
+    digits, so that the printed rate is the emulated rate. Collective. Raises ValueError if nothing goes over the link.
     """
     link = runner.mesh.link
     assert link is not None

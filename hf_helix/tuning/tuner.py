@@ -176,8 +176,8 @@ class Tuner:
         self._has_declined = False
 
     def first_plan(self, layout: Layout) -> Plan:
-        """Returns the plan of the first step. Collective. Raises ValueError if a plan or profile file is damaged or for
-        something else."""
+        """Returns the plan of the first step. Collective. Raises ValueError for a plan or profile file that does not
+        fit."""
         name = self.config.plan
         is_file = name not in MEASURED and name not in RULES
         # Files may have other paths on another host, so the plan itself is compared once it is read.

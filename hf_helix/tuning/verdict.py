@@ -58,10 +58,7 @@ SMALL = 1.05  # smaller gains are explained
 
 
 def format_verdict(result: TuningResult, contention: str = "") -> str:
-    """Returns the choice and its gain, in a sentence; without a gain, the reason.
-
-    `contention` names the ranks that share cores with communication, see `contention_of`.
-    """
+    """Returns the choice and its gain, in a sentence; without a gain, the reason. See `contention_of`."""
     chosen, baseline = result.overlaps[result.chosen], result.baseline
     plan = f"plan {_named(result.chosen)}"
     where = f" on an emulated link of {chosen.link}" if chosen.link else ""

@@ -69,18 +69,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter on a rank.
+    """The gradient of a parameter on a rank."""
 
-    Attributes:
-        adders: the operators of backward that add to the gradient, as (name of the unit, name of the operator).
-        is_experts: whether the parameter is of experts, with fewer replicas.
-        flat: the name of the parameter's flat buffer under ZeRO; empty without a buffer.
-    """
-
+    # the operators of backward that add to the gradient, as (name of the unit, name of the operator)
     adders: tuple[tuple[str, str], ...]
     elements: int
-    is_experts: bool
-    flat: str
+    is_experts: bool  # whether the parameter is of experts, with fewer replicas
+    flat: str  # the name of the parameter's flat buffer under ZeRO; empty without a buffer
 
 
 @dataclass(frozen=True)
@@ -119,32 +114,24 @@ class Model:
 
 @dataclass(frozen=True)
 class Amounts:
-    """The work and the memory of a rank for a micro-batch.
-
-    Attributes:
-        layout: the counted units, one of each name.
-        operators: amounts by operator, in the order of one strand.
-        handed_on: bytes of the values handed from a unit to the next.
-        copies: bytes of cast weights held during a window, by name of the unit.
-        gradients: by name of the unit that completes the gradients, in order of completion.
-        kept: the flat buffers of ZeRO-1; empty with sharded weights.
-        spread: number of ranks by axis over which weights are sharded; empty with full weights on every rank.
-    """
+    """The work and the memory of a rank for a micro-batch."""
 
     model: Model
-    layout: Layout
-    operators: Mapping[Name, OperatorAmounts]
+    layout: Layout  # the counted units, one of each name
+    operators: Mapping[Name, OperatorAmounts]  # amounts by operator, in the order of one strand
     weights: Mapping[str, Weights]
-    handed_on: int
-    copies: Mapping[str, int]
+    handed_on: int  # bytes of the values handed from a unit to the next
+    copies: Mapping[str, int]  # bytes of cast weights held during a window, by name of the unit
+    # by name of the unit that completes the gradients, in order of completion
     gradients: Mapping[str, Sequence[Gradient]]
     lifetimes: Lifetimes
-    kept: Sequence[KeptWeights] = ()
+    kept: Sequence[KeptWeights] = ()  # the flat buffers of ZeRO-1; empty with sharded weights
+    # number of ranks by axis over which weights are sharded; empty with full weights on every rank
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
-        """Returns the amounts with weights sharded over other numbers of ranks, given by the axes of `self.spread`:
-        apart from padding, only gathers change."""
+        """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
+        change."""
         if spread == self.spread:
             return self
         operators = dict(self.operators)
@@ -211,8 +198,7 @@ class SimulatedStreams(Streams):
 def count_amounts(
     runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
 ) -> Amounts:
-    """Returns the amounts of a runner for a micro-batch on the meta device; `handed_on` are the bytes of the values
-    between units."""
+    """Returns the amounts of a runner for a micro-batch; `handed_on` are the bytes of the values between units."""
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)
     first, second, watch = _counted(runner, batch, streams)

@@ -41,14 +41,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The memory left by operators.
-
-    Attributes:
-        entering: for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after
-            which the input was freed.
-    """
+    """The memory left by operators."""
 
     left: Mapping[Name, Sequence[Storage]]
+    # for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after which the
+    # input was freed
     entering: Mapping[tuple[str, bool, int], str]
 
     def weights(self) -> dict[Name, int]:

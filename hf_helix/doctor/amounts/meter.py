@@ -32,24 +32,15 @@ MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, or several equal kernels.
+    """One kernel, or several equal kernels."""
 
-    Attributes:
-        sort: `MATMUL`, `ATTENTION`, or `OTHER` (bound by memory).
-        flops: floating-point operations; a multiplication and an addition count as two.
-        bytes: bytes read and written.
-        sizes: of a matrix product, (number of products, rows, columns, depth); of attention, (queries, keys, size of a
-            head).
-        exponentials: number of values of an exponential or a similar function.
-        causal: whether attention leaves out the keys after a query.
-    """
-
-    sort: str
-    flops: float
-    bytes: int
+    sort: str  # `MATMUL`, `ATTENTION`, or `OTHER` (bound by memory)
+    flops: float  # floating-point operations; a multiplication and an addition count as two
+    bytes: int  # bytes read and written
+    # of a matrix product, (number of products, rows, columns, depth); of attention, (queries, keys, size of a head)
     sizes: tuple[int, ...] = ()
-    exponentials: float = 0.0
-    causal: bool = False
+    exponentials: float = 0.0  # number of values of an exponential or a similar function
+    causal: bool = False  # whether attention leaves out the keys after a query
 
 
 @dataclass(frozen=True)
@@ -255,8 +246,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_token(like: Tensor, size: int) -> Tensor:
-    """Returns a value [batch, heads, tokens, size] with the heads of a token contiguous, as in results of fused
-    kernels: merging the heads copies nothing."""
+    """Returns an empty [batch, heads, tokens, size] with the heads of a token contiguous, as fused kernels return."""
     batch, heads, tokens, _ = like.shape
     return like.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
