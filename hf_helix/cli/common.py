@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.config import AUTO
+from hf_helix.planning.graph.recompute import recompute_profile
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile_file import load_profile
 
 if TYPE_CHECKING:
     import torch
-
-    from hf_helix.planning.schedule.actions import Schedule
-    from hf_helix.planning.timing.profile import Profile
 
 
 def configuration_file(model: str) -> str:
@@ -43,8 +46,6 @@ def configuration_file(model: str) -> str:
 
 def read_profile(file: Path, recompute: str | None) -> Profile:
     """The profile of a file, as if it had been measured with `recompute`."""
-    from hf_helix.planning.graph.recompute import recompute_profile
-    from hf_helix.planning.timing.profile_file import load_profile
 
     profile = load_profile(file)
     if recompute is None:
@@ -74,8 +75,6 @@ def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Sched
         microbatches: of a window.
         name: of a schedule, as in `HelixConfig`.
     """
-    from hf_helix.planning.schedule.scheduler import Scheduler
-    from hf_helix.planning.schedule.slot_clock import stage_costs
 
     return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
 
