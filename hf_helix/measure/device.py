@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,14 +68,6 @@ def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> It
     first = make()
     count = OPERANDS[device.type] // sum(value.nbytes for value in first)
     return itertools.cycle([first, *(make() for _ in range(min(MOST_OPERANDS, count) - 1))])
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Seconds of empty calls: of a kernel in a row of kernels, and of an operator issued by the executor."""
-
-    kernel: float
-    operator: float
 
 
 def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
@@ -199,22 +190,17 @@ def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
 def measure_exponentials(watch: Stopwatch) -> float:
     """Returns exponentials a second, a mean over activations and softmax."""
     value = torch.randn(256, 256, device=watch.device)
-    functions: list[Callable[[Tensor], Tensor]] = [torch.exp, torch.sigmoid, functional.silu, _softmax]
-    seconds = [watch.seconds(lambda function=function: function(value)) for function in functions]  # type: ignore[misc]
-    return value.numel() * len(seconds) / sum(seconds)
+    works: list[Work] = [value.exp, value.sigmoid, lambda: functional.silu(value), lambda: value.softmax(-1)]
+    return value.numel() * len(works) / sum(map(watch.seconds, works))
 
 
-def _softmax(value: Tensor) -> Tensor:
-    return value.softmax(-1)
-
-
-def measure_calls(watch: Stopwatch) -> Calls:
-    """Returns the seconds of empty calls."""
+def measure_calls(watch: Stopwatch) -> tuple[float, float]:
+    """Returns the seconds of a kernel in a row of kernels, and of an operator issued by the executor."""
     operator = watch.seconds(_chain(watch.device, 0)) / (2 * CHAIN)
     if watch.device.type == "cuda":
-        return Calls(watch.seconds(_elementwise(watch.device, 8)) / 3, operator)
+        return watch.seconds(_elementwise(watch.device, 8)) / 3, operator
     with_kernels = watch.seconds(_chain(watch.device, TINY_KERNELS)) / (2 * CHAIN)
-    return Calls((with_kernels - operator) / TINY_KERNELS, operator)
+    return (with_kernels - operator) / TINY_KERNELS, operator
 
 
 def _chain(device: torch.device, kernels: int) -> Work:

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,15 +53,6 @@ class TimedCollective:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The figures of a link: bytes a second, seconds of a message, and (bytes of a message, share of the bandwidth)."""
-
-    bandwidth: float
-    latency: float
-    efficiency: Sequence[tuple[float, float]]
-
-
 def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[TimedCollective]:
     """Returns the times of the collectives of an axis, by method and size. Collective."""
     rows = []
@@ -93,8 +85,8 @@ def _collective_seconds(streams: Streams, kind: Kind, work: Work) -> float:
     return min(all_gather_object(statistics.median(seconds)))
 
 
-def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
-    """Returns the link fitted to times of collectives."""
+def link_entry(timed: Sequence[TimedCollective], sharing: int = 1) -> dict[str, Any]:
+    """Returns the entry of a cluster file for a link, fitted to times of collectives."""
     smallest = [min((each for each in timed if each.method == name), key=lambda each: each.bytes) for name in METHODS]
     latency = statistics.median(each.seconds / each.messages for each in smallest)
     most = max(each.bytes // each.messages for each in timed)
@@ -107,7 +99,16 @@ def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
     points = sorted((size, statistics.fmean(values)) for size, values in rates.items())
     # The largest messages tell most of the bandwidth; the latency hardly counts in them.
     bandwidth = max(points[-1][1], max(rate for _, rate in points) / MOST_EFFICIENT)
-    return Fit(bandwidth, latency, [(size, rate / bandwidth) for size, rate in points])
+    return {
+        "gb_per_s": short(bandwidth / 1e9),
+        "latency_us": short(latency * 1e6),
+        "efficiency": [[short(size), short(rate / bandwidth)] for size, rate in points],
+    }
+
+
+def short(number: float) -> float:
+    """Returns a number with the four digits of cluster files."""
+    return float(f"{number:.4g}")
 
 
 # -- computation concurrently with communication ---------------------------------------------------------------------

@@ -45,7 +45,6 @@ from hf_helix.planning.timing.profile import Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
 from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.executor import BoundInstruction
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
@@ -75,7 +74,9 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
         share = (count - small.bytes) / max(1, large.bytes - small.bytes)
         seconds = ((1 - share) * first + share * second for first, second in zip(shortest, longest, strict=True))
         times[name] = [max(LEAST, each) for each in seconds]
-    size = max(_num_replicas(bucket, runner.mesh) for bucket in planned)  # of a ring
+    placements = (placement for bucket in planned for placement in bucket.placements.values())
+    groups = map(runner.mesh.replica_group_of, placements)
+    size = max(dist.get_world_size(group) for group in groups if group is not None)  # of a ring
     ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # sharded gradients do not come back
     return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
 
@@ -94,12 +95,6 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
         return time_gradient_stream(streams, reduce, repeats, issuing)
     finally:
         forget_gradients(runner)
-
-
-def _num_replicas(bucket: Bucket, mesh: Mesh) -> int:
-    """The largest number of ranks that add to a gradient of the bucket."""
-    groups = [mesh.replica_group_of(placement) for placement in bucket.placements.values()]
-    return max(dist.get_world_size(group) for group in groups if group is not None)
 
 
 def time_gathers(runner: Runner, repeats: int) -> Times:

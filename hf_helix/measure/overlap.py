@@ -218,7 +218,7 @@ def time_in_turn(
             if work not in keep_gradients:
                 forget_gradients(first)
             of_work.append(_timed(work, first))
-    return [_maxima(of_work[1:]) for of_work in times]
+    return [[max(column) for column in zip(*all_gather_object(of_work[1:]), strict=True)] for of_work in times]
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
@@ -314,11 +314,6 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
     work()
     runner.executor.streams.synchronize()
     return time.perf_counter() - start
-
-
-def _maxima(mine: list[float]) -> list[float]:
-    """The time of the slowest rank, repeat by repeat. Collective."""
-    return [max(column) for column in zip(*all_gather_object(mine), strict=True)]
 
 
 def forget_gradients(runner: Runner) -> None:

@@ -240,7 +240,10 @@ class Tuner:
             return runner
         expected = self._steps.steps_done if steps_left is None else steps_left
         seconds_left = None if steps_left is None else steps_left * self._steps.step_time
-        tier = decide_on_rank_0(lambda: self._affordable(runner, timed, expected))
+        cost = functools.partial(self._cost, runner, timed, self._steps.step_time * timed.share)
+        done = self.result.tier if self.result else ""
+        # by the clock of rank 0
+        tier = decide_on_rank_0(lambda: affordable(self._steps.budget(expected, self.config.tuning_share), cost, done))
         if tier is not None:
             return self._measure(runner, tier, timed, seconds_left)
         if seconds_left is not None:
@@ -259,12 +262,6 @@ class Tuner:
             "compile": str(self.config.compile),
         }
         return _TimedWindow(timed, len(window), about, cache_key)
-
-    def _affordable(self, runner: Runner, timed: _TimedWindow, steps_left: int) -> Tier | None:
-        """The tier that the rest of the run is worth, beyond the tier already done; by the clock of this rank."""
-        budget = self._steps.budget(steps_left, self.config.tuning_share)
-        cost = functools.partial(self._cost, runner, timed, self._steps.step_time * timed.share)
-        return affordable(budget, cost, self.result.tier if self.result else "")
 
     def _cost(self, runner: Runner, timed: _TimedWindow, window_seconds: float, tier: Tier) -> float:
         """An estimate of the seconds of a tuning whose timed window takes `window_seconds`."""
@@ -288,7 +285,10 @@ class Tuner:
         """The runner of the fastest plan; says beforehand how long tuning takes, of the seconds left. Collective."""
         with self._steps.paused():
             (seconds,) = time_steps({"": runner}, timed.microbatches, 1)[""]
-            self._say_before(self._cost(runner, timed, seconds, tier), run_seconds)
+            of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
+            kept = "; cached afterwards" if self.config.cache else ""
+            taken = about_time(self._cost(runner, timed, seconds, tier))
+            say(f"measuring and searching plans, about {taken}{of}{kept}")
             with progress_bar(rank() == 0) as progress:
                 chosen, result = tune(
                     runner,
@@ -327,12 +327,6 @@ class Tuner:
         """The result with its verdict and report."""
         verdict = format_verdict(result, contention_of(runner.mesh))
         return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
-
-    def _say_before(self, seconds: float, run_seconds: float | None) -> None:
-        """Says the duration of a tuning."""
-        of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
-        kept = "; cached afterwards" if self.config.cache else ""
-        say(f"measuring and searching plans, about {about_time(seconds)}{of}{kept}")
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
         """Says once that `auto` measures nothing, with the reason."""

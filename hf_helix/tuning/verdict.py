@@ -115,7 +115,15 @@ def _reason(overlap: Overlap, contention: str) -> str:
 def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     """Returns the choice and its reasons, in a paragraph; `share_of_step` of a step's micro-batches were timed."""
     chosen, baseline = result.overlaps[result.chosen], result.baseline
-    others = ", ".join(_timed(rule, result) for rule in result.overlaps)
+    predicted = {rule: f" (predicted {in_ms(seconds)})" for rule, seconds in result.predicted.items()}
+    times = (f"{rule} {in_ms(each.step)}{predicted.get(rule, '')}" for rule, each in result.overlaps.items())
+    waits = alone = ""
+    if chosen.bubble_fraction:
+        waits = f" (of which a rank of the pipeline waits {chosen.bubble_fraction:.0%} for others)"
+    if chosen.communication:
+        alone = f", its communication alone {in_ms(chosen.communication)}"
+        if chosen.bound <= chosen.step:  # noise may make the step shorter than its bound
+            alone += f", and no plan can beat {in_ms(chosen.bound)}"
     gain = ""
     if baseline is not None and result.chosen != baseline:
         gain = f", {result.overlaps[baseline].step / chosen.step:.2f} times as fast as {baseline}"
@@ -123,8 +131,7 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     when += f" on an emulated link of {chosen.link}" if chosen.link else ""
     sentences = [
         f"Plan {result.chosen} is kept{gain}{when}.",
-        f"A window takes: {others}; its computation alone {in_ms(chosen.computation)}{_bubbles(chosen)}"
-        f"{_alone(chosen)}.",
+        f"A window takes: {', '.join(times)}; its computation alone {in_ms(chosen.computation)}{waits}{alone}.",
         _hidden(chosen),
         *_why_small(result),
         *_alternative(result, share_of_step),
@@ -132,42 +139,17 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     return " ".join(sentences)
 
 
-def _bubbles(overlap: Overlap) -> str:
-    if not overlap.bubble_fraction:
-        return ""
-    return f" (of which a rank of the pipeline waits {overlap.bubble_fraction:.0%} for others)"
-
-
-def _alone(overlap: Overlap) -> str:
-    return f", its communication alone {in_ms(overlap.communication)}{_bound(overlap)}" if overlap.communication else ""
-
-
 def _hidden(overlap: Overlap) -> str:
     if not overlap.communication:
         return "There are no collectives to hide."
     if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
         return f"Communication is sums of gradients only: {_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
+    by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in overlap.overlapped_by_kind.items())
     return (
-        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(overlap)}, "
+        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation"
+        f"{f' ({by_kind})' if len(overlap.overlapped_by_kind) > 1 else ''}, "
         f"{_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
     )
-
-
-def _bound(overlap: Overlap) -> str:
-    """The bound; empty where noise has made the step shorter than its bound."""
-    return f", and no plan can beat {in_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
-
-
-def _timed(rule: str, result: TuningResult) -> str:
-    predicted = result.predicted.get(rule)
-    prediction = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
-    return f"{rule} {in_ms(result.overlaps[rule].step)}{prediction}"
-
-
-def _by_kind(overlap: Overlap) -> str:
-    if len(overlap.overlapped_by_kind) < 2:
-        return ""
-    return f" ({', '.join(f'{kind} {share:.0%}' for kind, share in overlap.overlapped_by_kind.items())})"
 
 
 def _why_small(result: TuningResult) -> list[str]:
