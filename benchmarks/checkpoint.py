@@ -243,7 +243,7 @@ def model_study(options: argparse.Namespace) -> None:
     from transformers import LlamaForCausalLM
 
     from hf_helix import HelixConfig, HelixTrainer
-    from hf_helix.checkpoint.folders import to_disk
+    from hf_helix.checkpoint.files import to_disk
 
     count = int(os.environ["WORLD_SIZE"])
     for layout in LAYOUTS[count]:

@@ -242,8 +242,7 @@ class HelixConfig:
 
     @property
     def option_sizes(self) -> dict[str, int]:
-        """The sizes of the mesh by the names of their options, as plan files name them: context and expert parallelism
-        where there is any."""
+        """The sizes of the mesh by their options, as in plan files: context and expert parallelism only where used."""
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         return sizes | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
 
@@ -254,16 +253,8 @@ class HelixConfig:
 
     @classmethod
     def from_mapping(cls, options: object, source: str) -> HelixConfig:
-        """Returns the configuration of a mapping, such as the helix block of a YAML.
-
-        Args:
-            options: the mapping.
-            source: the origin of the mapping, for errors.
-
-        Raises:
-            TypeError: no mapping, or an option of the wrong type.
-            ValueError: an option is unknown, or its value cannot work.
-        """
+        """Returns the configuration of a mapping, such as the helix block of a YAML; `source` is its origin, for
+        errors: TypeError for a wrong type, ValueError for an unknown option or a value that cannot work."""
         if not isinstance(options, Mapping):
             raise TypeError(f"{source}: expected options such as 'tp_size: 2', got {options!r}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -347,12 +338,8 @@ _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The speed of an emulated link, each way.
-
-    Attributes:
-        rate: bits a second; None to measure the rate at which communication takes as long as computation.
-        latency: seconds until the first byte arrives.
-    """
+    """The speed of an emulated link, each way: bits a second, and seconds until the first byte arrives. The rate None
+    is measured, as the rate at which communication takes as long as computation."""
 
     rate: float | None
     latency: float = 0.0
@@ -373,12 +360,8 @@ class LinkSpeed:
 
 
 def parse_link(text: str) -> LinkSpeed:
-    """Returns the speed of `HelixConfig(link=...)`: a rate or "even", and after a comma perhaps a latency.
-
-    Raises:
-        TypeError: no text.
-        ValueError: no speed.
-    """
+    """Returns the speed of `HelixConfig(link=...)`: a rate or "even", and after a comma perhaps a latency. Raises
+    TypeError for anything but a text, ValueError for a text that is no speed."""
     if not isinstance(text, str):
         raise TypeError(f"link must be a speed as a string, such as {EXAMPLES}, or None; got {text!r}")
     first, comma, second = (part.strip().lower() for part in text.partition(","))

@@ -25,10 +25,9 @@ from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, held_weights
-from hf_helix.doctor.reductions import sums_behind
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, Step, profile_of, simulate_plan
 from hf_helix.doctor.window import Fidelity
@@ -39,7 +38,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
-from hf_helix.planning.window.layout import Layout, Name, named_operators
+from hf_helix.planning.window.layout import Layout, Name, named_operators, named_reductions
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
@@ -186,11 +185,14 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
     of them in the type of matrix products, as Megatron-LM's distributed optimizer does."""
     case, axes = step.case, rings(cluster, step.case.sizes)
     gathers = 0.0
-    for held in (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)):
+    ranks = range(layout.num_ranks)
+    for held in (held_weights(amounts, layout, rank) for rank in ranks):
         parts = ((COPIES, held.trained), (EXPERT_COPIES, held.experts))
         sent = [Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype])) for axis, count in parts]
         gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
-    sums = sums_behind(amounts, layout, axes, cluster, case.spread_gradients)
+    profile = profile_of(amounts, case, cluster, whole=True)
+    names = [name for name, _ in named_reductions(profile.layout)]
+    sums = max(sum(profile.times[names[number]] for number in profile.layout.reductions_of(rank)) for rank in ranks)
     return replace(step, sums=sums, optimizer=step.optimizer + gathers)
 
 

@@ -1,5 +1,5 @@
 """Checkpoints: Hugging Face checkpoints of cut models, and the training state of a run.
 
-Saving: `files` (tensors in files, bytes of a file), `save` (the writing ranks), `folders` (temporary folders until
-publication). Loading: `reader` (tensors of a folder), `load`.
+Saving: `files` (tensors in files, bytes of a file, temporary files until publication), `save` (the writing ranks).
+Loading: `reader` (tensors of a folder), `load`.
 """

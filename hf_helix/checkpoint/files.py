@@ -1,4 +1,4 @@
-"""The layout of a checkpoint and of each safetensors file, and writing a slice of a tensor.
+"""The files of a checkpoint: their layout, a slice of a tensor in them, temporary names, and publication.
 
 In:   names, dtypes and shapes of full tensors; later, the slices of each process.
 Out:  the tensors on disk, the file of each (`model.safetensors`, or several files with an index) and its offset; files
@@ -8,31 +8,40 @@ Out:  the tensors on disk, the file of each (`model.safetensors`, or several fil
 
 Must hold: names, files and order are those of the uncut model's `save_pretrained`; all ranks find the same layout. Only
 the header is kept in memory; a slice goes to its offsets in the file without a copy (from a GPU: with a copy); no two
-slices write the same byte, so their order does not matter.
+slices write the same byte, so their order does not matter. Earlier files stay usable until the new files are complete,
+if the process is killed, too; the next save deletes the remains of an unfinished save. After an error a rank writes
+nothing more and reports at the end, so the ranks stay in step. Rank 0 alone publishes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import re
+import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_helix.checkpoint.reader import persistent_tensors
+from hf_helix.checkpoint.reader import INDEX_NAME, open_safetensors, persistent_tensors
 from hf_helix.operators.param_shard import COPIED, Placement
-from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 
 TYPES = {
@@ -51,13 +60,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of a file.
-
-    Attributes:
-        header: the first bytes of the file, the length of the JSON included.
-        starts: the offset in bytes of each tensor, by name.
-        size: of the file, in bytes.
-    """
+    """The layout of a file: its first bytes up to the end of the JSON, the offset of each tensor, and its size."""
 
     header: bytes
     starts: dict[str, int]
@@ -89,14 +92,8 @@ class FileLayout:
 def write_slice(
     file: int, start: int, shape: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
 ) -> None:
-    """Writes a rank's slice of a tensor to its offsets in a file.
-
-    A slice along the first dimension is contiguous in the file; a slice along another dimension has a contiguous piece
-    for each index of the dimensions before.
-
-    Args:
-        start: the offset of the tensor in bytes.
-    """
+    """Writes a rank's slice of a tensor, which begins at byte `start`, to its offsets in a file: contiguous for a slice
+    along the first dimension, else a piece for each index of the dimensions before."""
     value = value.detach().cpu()
     dim = placement.dim
     if dim is None or size == 1:
@@ -129,19 +126,12 @@ def _write(file: int, data: np.ndarray, offset: int) -> None:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """The layout of a checkpoint.
+    """The layout of a checkpoint."""
 
-    Attributes:
-        tensors: the full tensors by their names on disk, on the meta device.
-        file_of: the name of the file of each tensor.
-        files: the layout of each file, by its name.
-        index: the contents of `model.safetensors.index.json`; None for a single file.
-    """
-
-    tensors: dict[str, Tensor]
-    file_of: dict[str, str]
-    files: dict[str, FileLayout]
-    index: dict[str, Any] | None
+    tensors: dict[str, Tensor]  # the full tensors by their names on disk, on the meta device
+    file_of: dict[str, str]  # the name of the file of each tensor
+    files: dict[str, FileLayout]  # the layout of each file, by its name
+    index: dict[str, Any] | None  # the contents of `model.safetensors.index.json`; None for a single file
 
     @classmethod
     def of(cls, model: Any, stage: Stage, mesh: Mesh, max_shard_size: int | str) -> CheckpointLayout:
@@ -188,3 +178,193 @@ def _meta_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
     if mesh.pipe.group is not None:
         shapes = {name: shape for part in all_gather_object(shapes, mesh.pipe.ranks) for name, shape in part.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
+
+
+# -- under temporary names ---------------------------------------------------------------------------------------------
+
+
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The part of a tensor on disk that a rank writes: slice `rank` of `size`, or the full tensor."""
+
+    key: str
+    placement: Placement = COPIED
+    size: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """The files of a checkpoint under temporary names, with a part, `token`, that is equal on every rank."""
+
+    folder: Path
+    token: str
+    layout: CheckpointLayout
+
+    def path(self, name: str) -> Path:
+        """Returns the temporary path of a file."""
+        return self.folder / f".helix-{self.token}-{name}.tmp"
+
+    def create(self) -> None:
+        """Makes every file in its full size, and a probe for `writers`. Called on rank 0 alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, file in self.layout.files.items():
+            file.create(self.path(name))
+        self.path("probe").write_bytes(bytes(world_size()))
+
+    def writers(self) -> set[int]:
+        """Returns the ranks whose writes arrive in rank 0's files. Collective."""
+        with contextlib.suppress(OSError), self.path("probe").open("r+b") as file:
+            os.pwrite(file.fileno(), b"x", rank())
+        if world_size() > 1:
+            dist.barrier(control_group())
+        marks = decide_on_rank_0(self.path("probe").read_bytes)
+        return {number for number, mark in enumerate(marks) if mark}
+
+    def publish(self) -> None:
+        """Gives the files their names, and deletes files of earlier and of unfinished saves. Called on rank 0 alone."""
+        for name in self.layout.files:
+            self.path(name).replace(self.folder / name)
+        for file in self.folder.iterdir():
+            is_left_over = file.name.startswith(".helix-") and file.name.endswith(".tmp")
+            if is_left_over or (WEIGHTS.fullmatch(file.name) and file.name not in self.layout.files):
+                file.unlink()
+        index = self.folder / INDEX_NAME
+        if self.layout.index is None:
+            index.unlink(missing_ok=True)
+        else:
+            index.write_text(json.dumps(self.layout.index, indent=2, sort_keys=True) + "\n")
+
+    def remove(self) -> None:
+        """Deletes the temporary files."""
+        with contextlib.suppress(OSError):
+            for file in self.folder.glob(f".helix-{self.token}-*.tmp"):
+                file.unlink()
+
+
+class PendingFiles:
+    """The open files of a pending checkpoint on this rank. The first error is recorded instead of raised, so the ranks
+    stay in step; nothing is written after an error."""
+
+    def __init__(self, pending: PendingCheckpoint) -> None:
+        self.error: OSError | None = None
+        self._pending = pending
+        self._open: dict[str, int] = {}
+
+    def write(self, part: TensorPart, value: Tensor) -> None:
+        """Writes a part of a tensor to its offsets in its file."""
+        if self.error is not None:
+            return
+        layout = self._pending.layout
+        name = layout.file_of[part.key]
+        with self._noted():
+            if name not in self._open:
+                self._open[name] = os.open(self._pending.path(name), os.O_WRONLY)
+            start, shape = layout.files[name].starts[part.key], layout.tensors[part.key].shape
+            write_slice(self._open[name], start, shape, value, part.placement, part.size, part.rank)
+
+    def close(self) -> None:
+        """Flushes all writes to the disk, on every rank: rank 0 could only flush the writes of its own host."""
+        for number in self._open.values():
+            with self._noted():
+                os.fsync(number)
+            os.close(number)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+
+
+# -- staged --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder whose files are moved into `folder` at the end. Called on rank 0 alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = Path(mkdtemp(prefix=".helix-", dir=folder))
+    try:
+        if (folder / "README.md").is_file():  # PEFT adds to an existing card
+            shutil.copy2(folder / "README.md", aside)
+        yield aside
+        written = [path for path in aside.rglob("*") if path.is_file()]
+        kept = {path.name for path in written if WEIGHTS.fullmatch(path.name)}
+        for path in folder.iterdir() if kept else ():  # adapters may lie beside the files of their model
+            if WEIGHTS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+        for path in written:
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
+    """Reads files of tensors back. Raises ValueError for a name, shape or dtype that is not as expected."""
+    found: dict[str, tuple[list[int], str]] = {}
+    for path in paths:
+        with open_safetensors(path) as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            found |= {key: (about.get_shape(), about.get_dtype()) for key, about in slices.items()}
+    wanted = {key: (list(value.shape), TYPES[value.dtype]) for key, value in expected.items()}
+    if found != wanted or not found:
+        odd = next((key for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)), "")
+        raise ValueError(
+            f"what was written is not the model: {odd or 'no tensor'} is {found.get(odd, 'missing')}, and should be "
+            f"{wanted.get(odd, 'missing')}; the earlier files are as they were: save again, or report this"
+        )
+
+
+# -- atomic --------------------------------------------------------------------------------------------------------
+
+
+PREFIX = "checkpoint"  # as the Trainer names them
+STAGING = "_saving"  # pushes to the Hub leave out `_*`
+
+
+def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
+    """Deletes the remains of an unfinished save; publishes a checkpoint that was complete and not yet moved."""
+    staging = folder / STAGING
+    if not staging.is_dir():
+        return
+    for left in staging.glob(f"{PREFIX}-*"):
+        if is_complete(left) and not (folder / left.name).exists():
+            left.rename(folder / left.name)
+    shutil.rmtree(staging)
+
+
+def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
+    """Moves a checkpoint from the staging folder to its place, in a single step, over a checkpoint of the same name."""
+    to_disk(staged)
+    mark()
+    to_disk(staged)
+    final = folder / staged.name
+    if final.exists():  # a process that ends here leaves the rest to `recover`
+        final.rename(staged.parent / "replaced")
+    staged.rename(final)
+    _sync(folder)
+    shutil.rmtree(staged.parent)
+
+
+def to_disk(folder: Path) -> None:
+    """Flushes a folder to the disk, so that the folder survives a crash of the machine."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
+            raise
+    finally:
+        os.close(number)

@@ -65,23 +65,14 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model, and this rank's slice.
+    """A tensor of the model, and this rank's slice."""
 
-    Attributes:
-        name: the first of its names in the model.
-        shape: of the full tensor; None if unknown on this rank, which holds nothing of the tensor.
-        is_float: whether the dtype is floating-point.
-        is_local: whether the tensor belongs to this pipeline rank.
-        placement: how the tensor is cut.
-        axis: the ranks of the slices.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None
+    name: str  # the first of its names in the model
+    shape: tuple[int, ...] | None  # of the full tensor; None if unknown on this rank, which holds nothing of the tensor
     is_float: bool
     is_local: bool
     placement: Placement
-    axis: Axis
+    axis: Axis  # the ranks of the slices
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -94,8 +85,7 @@ class ModelTensor:
         return torch.empty(self.placement.shape(self.shape, self.axis.size, self.axis.rank), dtype=dtype)
 
     def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
-        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor in the
-        folder."""
+        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor."""
         placement = self.placement
         if source.converter is None:
             self.copy_slice(reader.slice(source.names[0]), out)
@@ -133,11 +123,7 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
 
 
 def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
-    """Returns the source of every tensor of the model, by one of the tensor's names.
-
-    Raises:
-        ValueError: names all differences.
-    """
+    """Returns the source of every tensor, by one of the tensor's names. Raises ValueError with all differences."""
     sources, unknown = match_tensors(model, checkpoint.tensors)
     by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
     problems: list[str] = []

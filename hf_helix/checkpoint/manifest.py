@@ -34,24 +34,14 @@ Parameters = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `helix_state.json`.
-
-    Attributes:
-        model: the name of the model's class.
-        parameters: the parameters of the uncut model, by name.
-        layout: the sizes of dp, pp, cp, tp and ep.
-        samples: factors; their product is the number of samples of an optimizer step.
-        optimizer: the name of the optimizer's class; None for a checkpoint of the model only.
-        files: the sizes in bytes of the files that a resumed run reads.
-        hf_helix: the version that wrote the file.
-        format: the version of the format.
-    """
+    """The contents of `helix_state.json`."""
 
     model: str
     parameters: Parameters
     layout: dict[str, int]
-    samples: dict[str, int]
-    optimizer: str | None
+    samples: dict[str, int]  # factors; their product is the number of samples of an optimizer step
+    optimizer: str | None  # the name of the optimizer's class; None for a checkpoint of the model only
+    # the sizes in bytes of the files that a resumed run reads
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     hf_helix: str = __version__
     format: int = FORMAT
@@ -65,11 +55,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a checkpoint, and checks the files of the checkpoint.
-
-        Raises:
-            ValueError: the folder is no checkpoint, or of another version; or files are missing or cut short.
-        """
+        """Reads and checks the manifest of a checkpoint. Raises ValueError for no checkpoint, another version, damaged
+        files."""
         if not folder.is_dir():
             raise ValueError(
                 f"resume_from_checkpoint={str(folder)!r} is not a folder; give one that HelixTrainer has saved, such "
@@ -106,14 +93,8 @@ class Manifest:
             raise ValueError(f"{folder} is damaged: {shorten_list(problems, limit=3)}; resume from another checkpoint")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
-        """Refuses to resume a run from a checkpoint that does not fit.
-
-        Args:
-            skips_data: whether the run skips the data of earlier steps.
-
-        Raises:
-            ValueError: names the properties of checkpoint and run that differ.
-        """
+        """Raises ValueError for a run that does not fit the checkpoint; `skips_data`: it skips the data of earlier
+        steps."""
         if self.optimizer is None:
             raise ValueError(
                 f"{folder} holds the model only (save_only_model=True), and cannot be resumed; save with "
@@ -132,11 +113,7 @@ class Manifest:
             )
 
     def check_optimizer(self, folder: Path, run: Manifest) -> None:
-        """Refuses to resume with another optimizer, or with other parameter groups.
-
-        Raises:
-            ValueError: names the optimizers, or the parameters that differ.
-        """
+        """Raises ValueError for another optimizer, or other parameter groups, with the differences."""
         if self.optimizer != run.optimizer:
             raise ValueError(
                 f"{folder} has the states of the optimizer {self.optimizer}, and this run uses {run.optimizer}; use "
@@ -153,11 +130,7 @@ class Manifest:
 def describe_parameters(
     local: Mapping[nn.Parameter, LocalParameter], mesh: Mesh, optimizer: Optimizer | None = None
 ) -> Parameters:
-    """Returns the description of every parameter of the model, on all pipeline ranks. Collective.
-
-    Args:
-        optimizer: the optimizer with the parameter groups; None before creation.
-    """
+    """Returns the description of every parameter of the model, on all pipeline ranks. Collective."""
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     mine: Parameters = {

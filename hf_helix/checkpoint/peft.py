@@ -28,10 +28,8 @@ Names = dict[str, dict[str, str]]
 
 @torch.no_grad()
 def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective.
-
-    Raises:
-        ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
+    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective. Raises
+    ValueError, on every rank and before anything is written, if a file is missing or damaged, or holds other tensors.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
     files = {adapter_file(folder, adapter): names for adapter, names in adapter_names(model).items()}
@@ -80,9 +78,8 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
 
 
 def adapter_names(model: Any) -> Names:
-    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks PEFT,
-    which may ask the Hub. Collective.
-    """
+    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks.
+    Collective."""
     box: list[Names] = [{}]
     if rank() == 0:
         from peft import get_peft_model_state_dict  # an optional dependency

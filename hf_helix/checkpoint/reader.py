@@ -41,17 +41,11 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        file: the path of the file.
-        shape: of the full tensor.
-        dtype: by its name in safetensors, such as "BF16".
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+    file: Path  # the path of the file
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: str  # by its name in safetensors, such as "BF16"
 
 
 class Checkpoint:
@@ -120,16 +114,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors on disk that become a parameter; with some conversions, several parameters.
+    """The tensors on disk that become a parameter; with some conversions, several parameters."""
 
-    Attributes:
-        target: the name of the (first) parameter.
-        keys: names on disk: a single tensor's under its own name, else by the patterns of the converter.
-        converter: Transformers' conversion of the tensors to the parameter; None for a tensor without conversion.
-    """
-
-    target: str
+    target: str  # the name of the (first) parameter
+    # names on disk: a single tensor's under its own name, else by the patterns of the converter
     keys: dict[str, list[str]] = field(default_factory=dict)
+    # Transformers' conversion of the tensors to the parameter; None for a tensor without conversion
     converter: WeightConverter | None = None
 
     @property
@@ -163,14 +153,8 @@ class Source:
 
 
 def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
-    """Matches tensors on disk with the parameters of a model, as `from_pretrained` does.
-
-    Returns:
-        The source of every parameter, and the names of tensors without a parameter.
-
-    Raises:
-        ValueError: two tensors for a parameter.
-    """
+    """Matches tensors on disk with the parameters of a model, as `from_pretrained` does. Returns the source of every
+    parameter, and the names of tensors without a parameter. Raises ValueError for two tensors of one parameter."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -197,9 +181,7 @@ def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[s
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Any]:
-    """Returns the tensors of `model.state_dict()`, with their names and in their order; for a cut model, this rank's
-    slices.
-    """
+    """Returns the tensors of `model.state_dict()` by name and in its order; for a cut model, this rank's slices."""
     tensors = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
@@ -238,11 +220,7 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a file for the duration of the context.
-
-    Raises:
-        ValueError: the file cannot be read; names the file.
-    """
+    """Opens a file for the duration of the context. Raises ValueError with the file if it cannot be read."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

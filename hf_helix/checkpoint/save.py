@@ -21,8 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.files import CheckpointLayout, tensors_on_disk
-from hf_helix.checkpoint.folders import PendingCheckpoint, PendingFiles, TensorPart, check_files, staged
+from hf_helix.checkpoint.files import (
+    CheckpointLayout,
+    PendingCheckpoint,
+    PendingFiles,
+    TensorPart,
+    check_files,
+    staged,
+    tensors_on_disk,
+)
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import UnshardedParameters, join_slices
@@ -40,18 +47,8 @@ _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters[
 def save_pretrained(
     model: Any, stage: Stage, mesh: Mesh, folder: str | Path, max_shard_size: int | str | None = None
 ) -> None:
-    """Writes the model as an ordinary Hugging Face checkpoint. Collective.
-
-    Files of an earlier save in the same folder are deleted after the new files are complete.
-
-    Args:
-        max_shard_size: the largest size of a file, such as "5GB" or a number of bytes; None for the default of
-            Transformers.
-
-    Raises:
-        OSError: this rank could not write.
-        ValueError: another rank could not write; names the rank.
-    """
+    """Writes the model as an ordinary Hugging Face checkpoint, and deletes the files of an earlier save once complete.
+    Collective. Raises OSError if this rank could not write, ValueError with the rank if another rank could not."""
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
     pending = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
     try:
@@ -68,11 +65,8 @@ def save_pretrained(
 
 
 def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
-    """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective.
-
-    Raises:
-        ValueError: on every rank: the model has no `save_pretrained`, or the written files are not the model.
-    """
+    """Writes adapters, or a model changed since the cut, by its own `save_pretrained` on rank 0. Collective. Raises
+    ValueError, on every rank, if the model has no `save_pretrained`, or the written files are not the model."""
     name = type(model).__name__
     if not hasattr(type(model), "save_pretrained"):
         raise ValueError(
@@ -103,13 +97,7 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
 
 
 class _Writer:
-    """Writes this rank's part of every tensor.
-
-    Args:
-        files: the open files of this rank.
-        layout: of the checkpoint.
-        writers: the ranks with access to rank 0's folder.
-    """
+    """Writes this rank's part of every tensor; `writers` are the ranks with access to rank 0's folder."""
 
     def __init__(
         self, model: Any, stage: Stage, mesh: Mesh, files: PendingFiles, layout: CheckpointLayout, writers: set[int]
@@ -147,9 +135,7 @@ class _Writer:
                 self.unsharded.unshard(self.tensors[name])
 
     def _parts(self, source: Source) -> list[TensorPart] | None:
-        """Returns the parts of a source that this rank writes; None if the rank holds nothing of the source, or another
-        replica writes.
-        """
+        """Returns the parts of a source that this rank writes; None if it holds nothing, or another replica writes."""
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
         axis = self.mesh.axis_of(placement)
@@ -164,8 +150,7 @@ class _Writer:
         return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
 
     def _has_turn(self, source: Source, placement: Placement) -> bool:
-        """Returns whether this rank writes, among the ranks with the same slice: the rank with the fewest bytes so
-        far."""
+        """Returns whether this rank has written the fewest bytes so far, among the ranks with the same slice."""
         group = self.mesh.replica_group_of(placement)
         if group is None:
             return True
@@ -203,8 +188,7 @@ class _Writer:
     # -- ranks without access to the folder
 
     def _parts_of_others(self, mine: dict[int, list[TensorPart]]) -> Mapping[int, dict[int, list[TensorPart]]]:
-        """Returns the parts that rank 0 writes for ranks without access, by rank and by source; empty elsewhere.
-        Collective."""
+        """Returns the parts that rank 0 writes for ranks without access, by rank and by source. Collective."""
         if len(self.writers) == world_size():
             return {}
         of_ranks: list[Any] = [None] * world_size()

@@ -25,11 +25,11 @@ from hf_helix.runtime.stage import Stage
 
 
 def cut_parameters(stage: Stage, mesh: Mesh) -> None:
-    """Keeps this rank's slice of every parameter, in place, and nothing of other parameters. Collective.
+    """Keeps this rank's slice of every parameter, in place; others stay under their names, empty and not trained.
+    Collective.
 
     Rank 0's values count, as with DDP: a rank with other weights (a model at random without a common seed) gets rank
     0's.
-    Parameters of other pipeline ranks stay in the model under their names, empty and not trained.
     """
     placements = stage.all_placements
     if world_size() > 1:
@@ -94,13 +94,10 @@ def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch
 
 
 def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
-    """Joins the slices of a parameter on the host. Collective over the ranks of a replica.
+    """Joins the slices of a parameter on the host of the first rank of a replica; None on the others. Collective.
 
     The tensor travels through the hosts' memory: between devices, every pair of ranks would need an NCCL communicator,
     which takes half a gigabyte of the device and is never freed.
-
-    Returns:
-        The full tensor on the first of these ranks, None on the others.
     """
     pipe = mesh.pipe
     full = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
@@ -121,13 +118,8 @@ def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """Joins the slices of a tensor on the host, see `full_parameter`. Collective over the axis of the cut.
-
-    The first rank allocates the full tensor once, and a slice if slices are not contiguous in the full tensor.
-
-    Returns:
-        The full tensor on the first rank of the axis, None on the others.
-    """
+    """Joins the slices of a tensor on the host of the first rank of the axis; None on the others. Collective. The full
+    tensor is allocated once, and a slice if slices are not contiguous in the full tensor."""
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
         return value.cpu() if axis.rank == 0 else None
@@ -188,12 +180,7 @@ MAX_UNSHARDED = 4
 
 
 class UnshardedParameters:
-    """The context in which sharded parameters can be unsharded for a while.
-
-    Args:
-        stage: the units of the parameters; without sharded parameters, nothing happens.
-        written: whether tensors are written to meanwhile.
-    """
+    """The context in which sharded parameters, if any, can be unsharded for a while, and written to if `written`."""
 
     def __init__(self, stage: Stage, written: bool = False) -> None:
         self._flats = {
@@ -221,10 +208,7 @@ class UnshardedParameters:
 
     def unshard(self, tensor: Any) -> None:
         """Unshards a tensor until some others have been unsharded. Collective over the ranks of the tensor's shards.
-
-        Raises:
-            RuntimeError: the tensor is unsharded already, outside of this context.
-        """
+        Raises RuntimeError if the tensor is unsharded already, outside of this context."""
         flat = self._flats.get(tensor)
         if flat is None:
             return

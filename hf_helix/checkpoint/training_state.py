@@ -82,11 +82,8 @@ class FullTensor(Tensor):
 
 
 def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Writes the states of an optimizer and the options of its parameter groups. Collective.
-
-    Raises:
-        RuntimeError: on every rank, names the rank that could not write, and the reason.
-    """
+    """Writes the states of an optimizer and the options of its parameter groups. Collective. Raises RuntimeError, on
+    every rank, with the rank that could not write, and the reason."""
     saved: dict[str, Any] = {
         GROUPS: [
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
@@ -108,11 +105,8 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
 
 
 def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Loads the states of `save_states`, written on any layout. Collective; arguments as for `save_states`.
-
-    Raises:
-        ValueError: a state that fits only the layout of the checkpoint.
-        RuntimeError: on every rank, names the rank that could not read, and the reason.
+    """Loads the states of `save_states`, written on any layout. Collective. Raises ValueError for a state that fits
+    only the layout of the checkpoint, RuntimeError, on every rank, with the rank that could not read, and the reason.
     """
     parameters = _parameters(optimizer)
     wanted: dict[str, Any] = {GROUPS: None}  # by the names of states in the folder; DCP fills the values
@@ -146,11 +140,8 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _saved_states(
     parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], folder: Path
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
-    """Yields the saved states of this rank's parameters: parameter, state, name in the folder, description.
-
-    Raises:
-        ValueError: a state with neither the shape of its parameter nor the mark of this slice.
-    """
+    """Yields the saved states of this rank's parameters: parameter, state, name in the folder, description. Raises
+    ValueError for a state with neither the shape of its parameter nor the mark of this slice."""
     by_name = {local[parameter].name: parameter for parameter in parameters if parameter in local}
     for name, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         owner, _, key = name.rpartition("/")
@@ -177,11 +168,7 @@ def _is_scalar(saved: Any) -> bool:
 
 
 def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any, counts: bool) -> Tensor:
-    """Returns an empty tensor into which DCP reads a state.
-
-    Args:
-        counts: whether the state is a number for any parameter, such as the number of steps.
-    """
+    """Returns an empty tensor into which DCP reads a state; `counts` for a number, such as the number of steps."""
     dtype = saved.properties.dtype
     if "@" in name or counts or saved.size != about.full_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)

@@ -82,7 +82,9 @@ class CheckCommand(Command):
             _say(replace(proof, refusal="as above") if is_again else proof, self.verbose)
             proofs.append(proof)
         if is_launched:
-            _leave_ranks()
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
         bad = any(proof.verdict in ("different", "failed") for proof in proofs)
         if bad or not any(proof.ok for proof in proofs):
             sys.exit(1)
@@ -130,12 +132,6 @@ def _join_ranks() -> None:
         load_eagerly()  # layouts with a pipeline are among those that follow
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
-
-
-def _leave_ranks() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
 
 
 def _say_start(layout: str) -> None:

@@ -16,6 +16,8 @@ import yaml
 
 from hf_helix.cli.common import join, start
 from hf_helix.cli.options import Command, config_option, option
+from hf_helix.measure.progress import progress_bar
+from hf_helix.planning.timing.cluster import cluster_file, parse_cluster, shipped_clusters
 
 HEADER = """\
 # What one device computes and what links carry, measured by `hf-helix cluster`; see `sources` below.
@@ -51,8 +53,6 @@ class ClusterCommand(Command):
     def run(self) -> None:
         """Measure, in processes started by a launcher, or here by torchrun."""
         if self.show is not None:
-            from hf_helix.planning.timing.cluster import cluster_file, shipped_clusters
-
             print(cluster_file(self.show).read_text() if self.show else "\n".join(shipped_clusters()))
         elif "WORLD_SIZE" not in os.environ:
             self._launch()
@@ -74,8 +74,6 @@ class ClusterCommand(Command):
         import torch.distributed as dist
 
         from hf_helix.measure.cluster_file import measure_cluster
-        from hf_helix.measure.progress import progress_bar
-        from hf_helix.planning.timing.cluster import parse_cluster
 
         device = join()
         with progress_bar(dist.get_rank() == 0) as progress:

@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.config import AUTO
+from hf_helix.planning.graph.recompute import recompute_profile
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile_file import load_profile
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_helix.planning.schedule.actions import Schedule
-    from hf_helix.planning.timing.profile import Profile
-
 
 def configuration_file(model: str) -> str:
-    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached.
-
-    Raises:
-        ValueError: neither is there.
-    """
+    """A folder or file as it is; for a name on the Hub, the path of its config.json, else ValueError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -47,8 +46,6 @@ def configuration_file(model: str) -> str:
 
 def read_profile(file: Path, recompute: str | None) -> Profile:
     """The profile of a file, as if it had been measured with `recompute`."""
-    from hf_helix.planning.graph.recompute import recompute_profile
-    from hf_helix.planning.timing.profile_file import load_profile
 
     profile = load_profile(file)
     if recompute is None:
@@ -78,19 +75,12 @@ def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Sched
         microbatches: of a window.
         name: of a schedule, as in `HelixConfig`.
     """
-    from hf_helix.planning.schedule.scheduler import Scheduler
-    from hf_helix.planning.schedule.slot_clock import stage_costs
 
     return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
 
 
 def start(words: Sequence[str], processes: int) -> None:
-    """Runs a command of hf-helix in several processes of this host, by torchrun.
-
-    Args:
-        words: the command and its options.
-        processes: how many.
-    """
+    """Runs a command of hf-helix, given by its words, in several processes of this host, by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call([*launcher, "-m", "hf_helix", *words], env={"OMP_NUM_THREADS": "1", **os.environ})
     if code:
@@ -98,11 +88,7 @@ def start(words: Sequence[str], processes: int) -> None:
 
 
 def join(pp_size: int = 1) -> torch.device:
-    """Joins the processes of a launcher and returns the device of this process: its GPU, or the CPU.
-
-    Args:
-        pp_size: ranks of the pipeline.
-    """
+    """Joins the processes of a launcher and returns the device of this process: its GPU, or the CPU."""
     import torch
     import torch.distributed as dist
 

@@ -8,7 +8,7 @@ prints every reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,17 @@ import yaml
 from hf_helix.cli.options import option
 from hf_helix.cli.simulate import OnCluster
 from hf_helix.config import AUTO, HelixConfig, format_rate
+from hf_helix.doctor.processes import usable_cores
+from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
+from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.sizes import size_text
 
 if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
-    from hf_helix.planning.timing.cluster import Cluster
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -57,7 +61,6 @@ class DoctorCommand(OnCluster):
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
-        from hf_helix.planning.timing.sizes import size_text
 
         tokens = parse_count(self.batch_tokens)
         self.check_counts("top", "sequence_length")
@@ -102,8 +105,6 @@ class DoctorCommand(OnCluster):
     def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
         """Returns the layouts with enough memory, the fastest first."""
         from hf_helix.doctor.layouts import Search
-        from hf_helix.doctor.processes import usable_cores
-        from hf_helix.measure.progress import progress_bar
 
         with progress_bar() as progress:
             return Search(
@@ -125,7 +126,6 @@ class DoctorCommand(OnCluster):
 
 def _print_best(best: Step, simulated: SimulatedModel, cluster: Cluster) -> None:
     """Prints the parts of the best step, and the gain over one strand or of sharding the optimizer."""
-    from dataclasses import replace
 
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
@@ -145,11 +145,7 @@ def _print_best(best: Step, simulated: SimulatedModel, cluster: Cluster) -> None
 
 
 def parse_count(text: str) -> int:
-    """Returns the number of a text, for example 512k or 4M.
-
-    Raises:
-        ValueError: the text is no number.
-    """
+    """Returns the number of a text, for example 512k or 4M. Raises ValueError if there is none."""
     unit = text[-1:] if text[-1:] in UNITS else ""
     try:
         count = int(float(text.removesuffix(unit)) * UNITS[unit])
@@ -162,7 +158,6 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
-    from hf_helix.planning.plan.registry import runs_one_strand
 
     case, usual = step.case, HelixConfig()
     options = {

@@ -50,7 +50,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cores", f"{usable_cores()} of {os.cpu_count()}"
     yield from _devices()
     yield from _folders()
-    yield from _environment()
+    for name, value in sorted(os.environ.items()):
+        if LAUNCHER.fullmatch(name):
+            yield name, "(not shown)" if SECRET.search(name) else value
 
 
 def version_of(package: str) -> str:
@@ -94,10 +96,3 @@ def _folders() -> Iterator[tuple[str, str]]:
     yield "cache", f"{cache_root()} ({cases} measured cases)"
     default = Path(HF_HOME, "accelerate", "default_config.yaml")
     yield "accelerate config", str(default) if default.exists() else f"none at {default}"
-
-
-def _environment() -> Iterator[tuple[str, str]]:
-    """The variables of launchers and libraries, without secrets."""
-    for name, value in sorted(os.environ.items()):
-        if LAUNCHER.fullmatch(name):
-            yield name, "(not shown)" if SECRET.search(name) else value

@@ -20,12 +20,7 @@ AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
 
 class SupportedModel(NamedTuple):
-    """A class of Transformers.
-
-    Args:
-        checkpoint: one on the Hugging Face Hub, for example; tests use small models of the same class.
-        layouts: compared by tests, for example `tp2+dp2`.
-    """
+    """A class of Transformers: for example a checkpoint of the class on the Hub, and the layouts that tests compare."""
 
     checkpoint: str
     layouts: tuple[str, ...]
@@ -100,7 +95,8 @@ def _print_census(census: Census, part: str) -> None:
     matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
     if part and not matching:
         raise ValueError(f"no class has {part!r} in its name; leave it out for all, or give a part, such as gemma")
-    for name in sorted(matching, key=lambda name: (not _proven(matching[name]), name)):
+    proven = {name for name, found in matching.items() if any(each.status == PROVEN for each in found.values())}
+    for name in sorted(matching, key=lambda name: (name not in proven, name)):
         print(_wrapped(f"{name:<34} ", describe(matching[name])))
     print(f"\n{headline(census)}\n{CENSUS_LEGEND}", end="")
 
@@ -121,10 +117,6 @@ def describe(findings: Findings) -> str:
     for layout, (status, reason) in findings.items():
         layouts.setdefault(f"{status}: {reason}" if reason else status, []).append(layout)
     return "; ".join(f"{' '.join(names)} {text}" for text, names in layouts.items())
-
-
-def _proven(findings: Findings) -> list[str]:
-    return [layout for layout, finding in findings.items() if finding.status == PROVEN]
 
 
 def _wrapped(head: str, text: str) -> str:

@@ -53,11 +53,8 @@ class CommandParser(argparse.ArgumentParser):
 
 @dataclass(kw_only=True)
 class Command:
-    """A command of `hf-helix`: the fields are its options, the docstring its `--help`. `PlanCommand` is `plan`.
-
-    Attributes:
-        epilog: is added to the docstring.
-    """
+    """A command of `hf-helix`: the fields are its options, the docstring and the epilog its `--help`. `PlanCommand` is
+    `plan`."""
 
     epilog: ClassVar[str] = ""
 
@@ -108,13 +105,7 @@ class Command:
 
 
 def option(default: Any, text: str, **given: Any) -> Any:
-    """A field for an option.
-
-    Args:
-        default: of the option; `...` for a required option.
-        text: the meaning, for `--help`.
-        given: of `add_argument`, for example choices.
-    """
+    """A field for an option with its text of `--help`; `...` makes it required, `given` goes to `add_argument`."""
     if default is ...:
         return field(metadata={"help": text, "required": True, **given})
     return field(default=default, metadata={"help": text, "default": default, **given})

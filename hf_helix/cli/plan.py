@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import made_for, read_profile, schedule_for
 from hf_helix.cli.options import Command, argument, config_option, option
 from hf_helix.config import RECOMPUTE, RULES
-
-if TYPE_CHECKING:
-    from hf_helix.planning.plan.plan import Plan
-    from hf_helix.planning.schedule.actions import Schedule
-    from hf_helix.planning.timing.profile import Profile
+from hf_helix.measure.progress import progress_bar
+from hf_helix.planning.plan.bounds import lower_bound
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import Profile
 
 FASTEST = "fastest"
 
@@ -44,8 +45,6 @@ class PlanCommand(Command):
 
     def run(self) -> None:
         """Predict every rule, print the table, save a plan."""
-        from hf_helix.planning.plan.bounds import lower_bound
-        from hf_helix.planning.timing.predict import predict
 
         profile = read_profile(self.profile, self.recompute)
         schedule = schedule_for(profile, self.microbatches, self.schedule)
@@ -70,8 +69,6 @@ class PlanCommand(Command):
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
     """The plan of a rule from a profile, for windows of a schedule."""
-    from hf_helix.measure.progress import progress_bar
-    from hf_helix.planning.plan.registry import make_plan
 
     model, mesh = made_for(profile)
     with progress_bar() as progress:

@@ -15,6 +15,8 @@ from typing import Any
 from hf_helix.cli.common import configuration_file, join, start
 from hf_helix.cli.options import Command, config_option, option
 from hf_helix.config import AXES, RECOMPUTE, HelixConfig
+from hf_helix.measure.progress import progress_bar
+from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import save_profile
 
@@ -51,7 +53,6 @@ class ProfileCommand(Command):
 
     def run(self) -> None:
         """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
-        from hf_helix.planning.schedule.scheduler import Scheduler
 
         Scheduler(self.schedule, self.pp_size)  # refused once, not by every process
         self.model = configuration_file(self.model)
@@ -67,7 +68,6 @@ class ProfileCommand(Command):
 
         from hf_helix.engine.synthetic import Workload
         from hf_helix.measure.operators import measure_profile
-        from hf_helix.measure.progress import progress_bar
 
         device = join(self.pp_size)
         config = HelixConfig(**self.of_config())

@@ -11,17 +11,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import made_for, read_profile, schedule_for
 from hf_helix.cli.options import Command, argument, option
 from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
-
-if TYPE_CHECKING:
-    from hf_helix.planning.plan.plan import Plan
-    from hf_helix.planning.schedule.slot_clock import Simulated
-    from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.plan.files import load_plan
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.named import PLACEMENT_OF
+from hf_helix.planning.schedule.scheduler import simulate_layers
+from hf_helix.planning.schedule.slot_clock import Simulated
+from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile_file import load_profile
+from hf_helix.report import heatmap
+from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
+from hf_helix.report.timeline import bars_of_timeline, draw_timeline, text_timeline
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")
 # Options of some kinds of drawings.
@@ -101,8 +107,6 @@ class ShowCommand(Command):
             raise ValueError(f"{' and '.join(given)} would mean nothing where {what} is drawn; leave it out")
 
     def _show_profile(self, file: Path) -> None:
-        from hf_helix.planning.timing.profile_file import load_profile
-        from hf_helix.report import heatmap
 
         self._refuse((*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")
         profile = load_profile(file)
@@ -116,10 +120,6 @@ class ShowCommand(Command):
         print(f"{self.output}\n{share}")
 
     def _show_plan(self, file: Path) -> None:
-        from hf_helix.planning.plan.files import load_plan
-        from hf_helix.planning.timing.predict import predict
-        from hf_helix.report.bars import bars_of_timeline
-        from hf_helix.report.timeline import draw_timeline, text_timeline
 
         microbatches = 3 if self.microbatches is None else self.microbatches
         if self.profile is None:
@@ -141,7 +141,6 @@ class ShowCommand(Command):
             print(self.output)
 
     def _show_strips(self, plans: Sequence[Plan], profile: Profile) -> None:
-        from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
 
         shown = strips_of_plans(profile, plans)
         if self.output is None:
@@ -151,8 +150,6 @@ class ShowCommand(Command):
             print(self.output)
 
     def _show_schedule(self, name: str) -> None:
-        from hf_helix.planning.schedule.named import PLACEMENT_OF
-        from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
         if self.pp < 1:
             raise ValueError(f"--pp {self.pp} must be at least 1, such as --pp 4")
@@ -171,7 +168,6 @@ class ShowCommand(Command):
 
     def _simulated(self, name: str) -> tuple[str, Simulated]:
         """A schedule by name or file, and its label, run on a clock with the times of the command line."""
-        from hf_helix.planning.schedule.scheduler import simulate_layers
 
         times = {key: getattr(self, key) for key in TIMES}
         label, simulated = simulate_layers(name, self.pp, self.microbatches, self.layers, **times)

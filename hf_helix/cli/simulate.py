@@ -16,11 +16,13 @@ from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
 from hf_helix.config import RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
+from hf_helix.planning.timing.cluster import Cluster, load_cluster
+from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.report.timeline import bars_of_timeline, draw_timeline
 
 if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Case
-    from hf_helix.planning.timing.cluster import Cluster
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -49,7 +51,6 @@ class OnCluster(Command):
 
     def scaled_cluster(self) -> Cluster:
         """Returns the cluster of the file, with the devices and the network of the options."""
-        from hf_helix.planning.timing.cluster import load_cluster
 
         cluster = load_cluster(self.cluster)
         if self.gpus is not None:
@@ -58,11 +59,8 @@ class OnCluster(Command):
         return cluster if self.network is None else _linked(cluster, self.network)
 
     def simulated_model(self, cluster: Cluster) -> SimulatedModel:
-        """Returns the model, with adapters if they are asked for.
-
-        Raises:
-            ValueError: adapters cannot be made, or an option is about experts and the model has none.
-        """
+        """Returns the model, with adapters if they are asked for. Raises ValueError if adapters cannot be made, or an
+        option is about experts and the model has none."""
         import torch
 
         from hf_helix.doctor.simulated import TYPES, SimulatedModel
@@ -150,7 +148,6 @@ class SimulateCommand(OnCluster):
 
     def _case(self, cluster: Cluster) -> Case:
         from hf_helix.doctor.step import Case
-        from hf_helix.planning.timing.sizes import Sizes
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()
@@ -218,8 +215,6 @@ def _resized(cluster: Cluster, devices: int) -> Cluster:
 
 
 def _draw(path: Path, step: Any) -> None:
-    from hf_helix.report.bars import bars_of_timeline
-    from hf_helix.report.timeline import draw_timeline
 
     if step.drawn is None:
         raise ValueError(f"--output {path}: the window is too long to be drawn; give fewer --microbatches, such as 4")

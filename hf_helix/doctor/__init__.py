@@ -5,8 +5,7 @@ amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 reductions    gradient reductions and gathers of weights, once in a window
 window        the seconds of a window, whole or at reduced fidelity
-held          how long collectives keep their buffers alive                                 (no torch)
-peaks         peak memory of a window
+peaks         peak memory of a window, with the buffers of collectives in flight
 memory        the memory of a rank, by part
 step          an optimizer step: time, throughput, memory
 fsdp          a step under FSDP of the stock Trainer

@@ -14,25 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 
-LEAST = 1e-7
-"""Least seconds of an operator."""
+LEAST = 1e-7  # least seconds of an operator
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of an axis on a cluster.
-
-    Attributes:
-        size: number of ranks.
-        within: number of ranks in one block, for each level of the cluster.
-    """
+    """The ranks of an axis on a cluster: their number, and the number within one block of each level of the cluster."""
 
     size: int
     within: tuple[int, ...]
@@ -56,8 +50,7 @@ def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas, for gradient reduction
-    and sharded weights."""
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas."""
     copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
     stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
     tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)
@@ -73,11 +66,8 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
 
 
 def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> list[str]:
-    """Returns the axes of a layout between nodes, under the names of `HelixConfig`.
-
-    Args:
-        spreads: whether weights are sharded: then operators also communicate over data-parallel ranks.
-    """
+    """Returns the axes of a layout between nodes, under the names of `HelixConfig`. If weights are sharded (`spreads`),
+    operators also communicate over data-parallel ranks."""
     by_axis = rings(cluster, sizes)
     used = {"tp": by_axis["tp"], "cp": by_axis["cp"]}
     used |= {"ep": by_axis["experts"]} if sizes.ep > 1 else {}
@@ -199,16 +189,9 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
 def contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], cluster: Cluster
 ) -> tuple[dict[tuple[Name, Name], Pair], dict[Name, Name]]:
-    """Returns pairs of overlapped operators; the longest operator represents all operators with equal slowdowns.
-
-    Args:
-        times: seconds of every operator.
-        sent: bytes sent by a rank in each operator that communicates.
-
-    Returns:
-        The pairs, and the representative of each operator without a pair; no representatives if each kind has a single
-        group, the default of a profile.
-    """
+    """Returns pairs of overlapped operators, and the representative of each operator without a pair: the longest
+    operator represents all operators with equal slowdowns. Without representatives, each kind has a single group, the
+    default of a profile. `sent` are the bytes sent by a rank in each operator."""
     kinds = [kind for kind in Kind if any(kind in both for both in cluster.contention)]
     groups: dict[tuple[object, ...], list[Name]] = {}
     for name, op in named_operators(layout):

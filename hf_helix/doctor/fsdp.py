@@ -30,19 +30,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
-from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.amounts.kernels import MATMUL, Transfer
+from hf_helix.doctor.amounts.amounts import Amounts, Weights
+from hf_helix.doctor.amounts.meter import MATMUL, Transfer
 from hf_helix.doctor.estimate import Ring, estimate_profile, rings, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
-from hf_helix.doctor.step import (
-    OPTIMIZER_BYTES,
-    Case,
-    Step,
-    layout_of,
-    memory_of_case,
-    model_flops,
-)
+from hf_helix.doctor.step import OPTIMIZER_BYTES, Case, Step, layout_of, memory_of_case, model_flops
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair
@@ -55,29 +49,14 @@ cross-entropy of bf16 logits needed these tensors and the logits: 13.7 GiB for 8
 
 @dataclass(frozen=True)
 class FSDP:
-    """A step under FSDP.
-
-    Attributes:
-        step: its seconds and its memory.
-        sync_each_batch: whether gradients are reduced in every micro-batch.
-    """
+    """A step under FSDP, with gradients reduced in the last or in every micro-batch."""
 
     step: Step
     sync_each_batch: bool
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A layer, wrapped by FSDP as one unit.
-
-    Attributes:
-        forward: seconds of its forward.
-        backward: seconds of its backward.
-        gather: seconds of the gather of its weights.
-        reduce: seconds of the reduction of its gradients.
-        weights: bytes of the gathered weights.
-        gradients: bytes of the full gradients.
-    """
+class _Unit(NamedTuple):
+    """A layer, wrapped by FSDP as one unit: seconds of passes and communication, bytes of weights and gradients."""
 
     forward: float
     backward: float
@@ -87,15 +66,19 @@ class _Unit:
     gradients: int
 
 
+class _MicroBatch(NamedTuple):
+    """Seconds of forward and backward of a micro-batch."""
+
+    seconds: float  # forward and backward, overlapped with communication
+    tail: float  # gradient reduction after backward
+    computing: float  # computation without overlap
+    sent: float  # communication without overlap
+    exposed: float  # communication without concurrent computation, except `tail`
+
+
 def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batch: bool = False) -> FSDP:
-    """Returns an optimizer step under FSDP over all devices.
-
-    Args:
-        sync_each_batch: whether to reduce gradients in every micro-batch.
-
-    Raises:
-        ValueError: the device has no peak for the type of matrix products.
-    """
+    """Returns an optimizer step under FSDP over all devices; gradients are reduced in the last micro-batch or, with
+    `sync_each_batch`, in all. Raises ValueError if the device has no peak for the type of matrix products."""
     layout = layout_of(amounts, case)
     ring = rings(cluster, case.sizes)["dp"]
     profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
@@ -104,120 +87,80 @@ def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batc
         seconds = {"F": 0.0, "B": 0.0}
         for entry, _ in pair.entries():
             seconds[entry[0]] += profile.times[name, entry]
-        units[name] = _unit(amounts, name, (seconds["F"], seconds["B"]), ring, case, cluster)
-    first, *layers, last = [units[name] for name in amounts.model.units]
-    kept, reduced = (_MicroBatch(first, layers, last, ring, cluster, sums) for sums in (False, True))
-    others = reduced if sync_each_batch else kept
-    kind, more = _kind(ring), case.microbatches - 1
+        units[name] = _unit(amounts.weights[name], (seconds["F"], seconds["B"]), ring, case, cluster)
+    in_order = [units[name] for name in amounts.model.units]
+    kind = Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
+    slow = cluster.slowdowns(Kind.COMPUTE, kind, (0, ring.sent(in_order[1].weights)))
+    last = _micro_batch(in_order, slow, reduces=True)
+    others, more = _micro_batch(in_order, slow, sync_each_batch), case.microbatches - 1
+    trained = sum(amounts.weights[name].all_trained for name in amounts.model.units)
+    mine = trained / case.sizes.dp
     step = Step(
         case,
-        window=more * (others.seconds + others.tail) + reduced.seconds,
-        sums=reduced.tail,
-        optimizer=_optimizer(amounts, case, cluster),
-        loads={Kind.COMPUTE: case.microbatches * reduced.computing, kind: more * others.sent + reduced.sent},
-        exposed={kind: more * (others.exposed + others.tail) + reduced.exposed},
+        window=more * (others.seconds + others.tail) + last.seconds,
+        sums=last.tail,
+        optimizer=cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine),
+        loads={Kind.COMPUTE: case.microbatches * last.computing, kind: more * others.sent + last.sent},
+        exposed={kind: more * (others.exposed + others.tail) + last.exposed},
         bubble=0.0,
-        memory=_memory(amounts, case, [first, last], layers, sync_each_batch),
+        memory=_memory(amounts, case, in_order, trained, sync_each_batch),
         model_flops=model_flops(amounts, case),
     )
     return FSDP(step, sync_each_batch)
 
 
-class _MicroBatch:
-    """Forward and backward of a micro-batch.
-
-    Args:
-        first: the embedding.
-        layers: the layers in forward order.
-        last: norm, head and loss.
-        ring: all devices.
-        cluster: the rates of links and contention.
-        reduces: whether gradients are reduced.
-
-    Attributes:
-        seconds: seconds of forward and backward.
-        tail: seconds of gradient reduction after backward.
-        computing: seconds of computation without overlap.
-        sent: seconds of communication without overlap.
-        exposed: seconds of communication without concurrent computation, except `tail`.
-    """
-
-    def __init__(
-        self, first: _Unit, layers: Sequence[_Unit], last: _Unit, ring: Ring, cluster: Cluster, reduces: bool
-    ) -> None:
-        kind, gathered = _kind(ring), ring.sent(layers[0].weights)
-        self._slow = cluster.slowdowns(Kind.COMPUTE, kind, (0, gathered))
-        self.seconds = self.exposed = self.computing = self.sent = 0.0
-        ends = first.gather + last.gather
-        self._run(0.0, ends)
-        self._run(first.forward, layers[0].gather)
-        for layer, following in pairwise(layers):
-            self._run(layer.forward, following.gather)
-        self._run(layers[-1].forward, 0.0)
-        self._run(last.forward + last.backward, layers[-1].gather)
-        waiting = 0.0  # reduction of the gradients of the previous layer in backward
-        for layer, following in pairwise(layers[::-1]):
-            self._run(layer.backward, following.gather + waiting)
-            waiting = layer.reduce if reduces else 0.0
-        self._run(layers[0].backward, waiting)
-        rest = layers[0].reduce if reduces else 0.0
-        self._run(first.backward, rest)
-        self.tail = first.reduce + last.reduce if reduces else 0.0
-        self.sent += self.tail
-
-    def _run(self, computing: float, sending: float) -> None:
-        """Adds computation overlapped with communication; they start together, and the next step waits for both."""
-        together, alone = computing + sending, sending
-        if computing and sending:
-            pair = Pair.of(computing, sending, *self._slow)
-            together, alone = pair.together, pair.together - pair.first
-        self.seconds += together
-        self.exposed += alone
-        self.computing += computing
-        self.sent += sending
-
-
-def _unit(amounts: Amounts, name: str, seconds: tuple[float, float], ring: Ring, case: Case, cluster: Cluster) -> _Unit:
-    held, size = amounts.weights[name], ELEMENT[case.dtype]
+def _unit(held: Weights, seconds: tuple[float, float], ring: Ring, case: Case, cluster: Cluster) -> _Unit:
+    size = ELEMENT[case.dtype]
     gradients = size * held.all_trained
     weights = gradients + size * held.all_frozen
-
-    def moved(method: str, count: int) -> float:
-        return transfer_seconds(Transfer("dp", method, ring.sent(count)), ring, cluster)
-
-    return _Unit(*seconds, moved("all_gather", weights), moved("reduce_scatter", gradients), weights, gradients)
-
-
-def _kind(ring: Ring) -> Kind:
-    return Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
+    gather, reduce = (
+        transfer_seconds(Transfer("dp", method, ring.sent(count)), ring, cluster)
+        for method, count in (("all_gather", weights), ("reduce_scatter", gradients))
+    )
+    return _Unit(*seconds, gather, reduce, weights, gradients)
 
 
-def _model_size(amounts: Amounts) -> tuple[int, int]:
-    """Returns the number of trained elements of the model, and the bytes of frozen weights."""
-    held = [amounts.weights[name] for name in amounts.model.units]
-    return sum(each.all_trained for each in held), sum(each.frozen_itemsize * each.all_frozen for each in held)
+def _micro_batch(units: Sequence[_Unit], slow: tuple[float, float], reduces: bool) -> _MicroBatch:
+    """Returns forward and backward of a micro-batch, with the slowdowns of computation and communication.
+
+    In every phase computation and communication start together, and the next phase waits for both. The gradients of a
+    layer are reduced during backward of the next.
+    """
+    first, *layers, last = units
+    phases = [(0.0, first.gather + last.gather), (first.forward, layers[0].gather)]
+    phases += [(layer.forward, following.gather) for layer, following in pairwise(layers)]
+    phases += [(layers[-1].forward, 0.0), (last.forward + last.backward, layers[-1].gather)]
+    waiting = 0.0
+    for layer, gather in zip(layers[::-1], [*(layer.gather for layer in layers[-2::-1]), 0.0], strict=True):
+        phases.append((layer.backward, gather + waiting))
+        waiting = layer.reduce if reduces else 0.0
+    phases.append((first.backward, waiting))
+    tail = first.reduce + last.reduce if reduces else 0.0
+    seconds = exposed = 0.0
+    for computing, sending in phases:
+        together, alone = computing + sending, sending
+        if computing and sending:
+            pair = Pair.of(computing, sending, *slow)
+            together, alone = pair.together, pair.together - pair.first
+        seconds, exposed = seconds + together, exposed + alone
+    computed, sent = (sum(column) for column in zip(*phases, strict=True))
+    return _MicroBatch(seconds, tail, computed, sent + tail, exposed)
 
 
-def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
-    trained, _ = _model_size(amounts)
-    mine = trained / case.sizes.dp
-    return cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine)
-
-
-def _memory(
-    amounts: Amounts, case: Case, ends: Sequence[_Unit], layers: Sequence[_Unit], sync_each_batch: bool
-) -> Memory:
+def _memory(amounts: Amounts, case: Case, units: Sequence[_Unit], trained: int, sync_each_batch: bool) -> Memory:
     """Returns the memory of a device: its shards of weights, gradients and states, gathered weights of two layers and
     of the ends, gradients of two layers in reduction, and the activations of one micro-batch."""
-    trained, frozen = _model_size(amounts)
+    held = [amounts.weights[name] for name in amounts.model.units]
+    frozen = sum(each.frozen_itemsize * each.all_frozen for each in held)
     shares = case.sizes.dp
     whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
+    first, *layers, last = units
     largest = sorted(layers, key=lambda unit: unit.weights)[-2:]
     return Memory(
         weights=(PARAMETER * trained + frozen) / shares,
         gradients=GRADIENT * trained / shares + whole,
         states=STATES * trained / shares,
-        copies=sum(unit.weights for unit in (*ends, *largest)),
+        copies=sum(unit.weights for unit in (first, last, *largest)),
         activations=_activations(amounts, case),
         buffers=sum(unit.gradients for unit in largest),
     )

@@ -24,27 +24,19 @@ from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes
 
-BATCHES = (1, 2, 4, 8)
-"""Candidates for the sequences in a micro-batch."""
-
+BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
 """Least tokens in each of the two parts of a sequence on a context-parallel rank; shorter parts never pay."""
 
-OFF = 0.1
-"""Largest relative difference between the tokens of a step and the requested tokens."""
-
+OFF = 0.1  # largest relative difference between the tokens of a step and the requested tokens
 MARGIN = 0.15
 """Fraction of the activations left free under `schedule="auto"` in a pipeline: a searched schedule may need more than
 the counted schedules."""
 
-WIDEST = 8
-"""Most ranks of tensor parallelism over several nodes of few devices."""
-
+WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 
-SEARCHING = 0.8
-"""Progress after the search at `Fidelity.QUICK`."""
-
+SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 AmountsOf = Callable[[Case], Amounts]
 
 
@@ -58,13 +50,8 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Layouts by speed.
-
-    Attributes:
-        steps: the best of every combination of parallel sizes, the fastest first.
-        dropped: the layouts that cannot be built or do not fit.
-        fsdp: FSDP of the stock Trainer, a baseline outside the ranking, even if too large; None if it cannot be
-            simulated.
+    """Layouts by speed: the best of every combination of parallel sizes, and the layouts that cannot be built or do not
+    fit. FSDP of the stock Trainer is a baseline outside the ranking, even if too large; None if it cannot be simulated.
     """
 
     steps: Sequence[Step]
@@ -83,12 +70,7 @@ def is_plain(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """The result for some parallel sizes.
-
-    Attributes:
-        best: the fastest case that fits, or the reason for none.
-        is_scarce: whether more memory could give a faster case.
-    """
+    """The fastest fitting case, or the reason for none, and whether more memory could give a faster case."""
 
     best: Step | Dropped
     is_scarce: bool
@@ -96,63 +78,42 @@ class _Found:
 
 @dataclass
 class Search:
-    """The search of layouts for one model, cluster and number of tokens.
+    """The search of layouts for one model, cluster and number of tokens."""
 
-    Attributes:
-        amounts: counts a case; raises ValueError if the model cannot be cut to its sizes.
-        cluster: the cluster.
-        batch_tokens: requested tokens of a step; each layout takes the nearest possible number, within `OFF`.
-        length: tokens in a sequence.
-        layers: layers of the model.
-        experts: experts of a layer; 1 for a dense model.
-        plan: the name of a rule for two strands; one strand is tried if two hide nothing or lack memory.
-        schedule: as in `HelixConfig`.
-        dtype: the type of matrix products.
-        imbalance: see `Case`.
-        expert_capacity_factor: see `Case`.
-        progress: called with the finished fraction of the search.
-        workers: number of processes; 1 for no further process.
-        leading: number of leading steps predicted at higher fidelity, besides plain data parallelism.
-    """
-
-    amounts: AmountsOf
+    amounts: AmountsOf  # counts a case; raises ValueError if the model cannot be cut to its sizes
     cluster: Cluster
-    batch_tokens: int
+    batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `OFF`
     length: int
     layers: int
-    experts: int = 1
-    plan: str = "greedy"
+    experts: int = 1  # experts of a layer; 1 for a dense model
+    plan: str = "greedy"  # the name of a rule for two strands; one strand is tried if two hide nothing or lack memory
     schedule: str = "auto"
     dtype: str = "bf16"
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None
     progress: Callable[[float], object] | None = None
-    workers: int = 1
-    leading: int = 0
+    workers: int = 1  # number of processes; 1 for no further process
+    leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed; none if nothing fits.
-
-        Raises:
-            ValueError: the cluster has no rate for the type of matrix products, or the schedule is unknown.
-        """
+        """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
+        of matrix products, or the schedule is unknown."""
         check_schedule(self.schedule)
         candidates = list(layouts(self.cluster, self.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
-        parts: list[Ranking] = []
-        for part in in_processes(self._ranked, list(cuts.values()), self.workers):
-            parts.append(part)
+        found: list[Step | Dropped] = []
+        fsdp: FSDP | None = None
+        for place, (best, baseline) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
+            found += best
+            fsdp = fsdp or baseline
             if self.progress is not None:
-                self.progress(SEARCHING * len(parts) / len(cuts))
-        steps, unfit = self._with_leading([step for part in parts for step in part.steps])
-        dropped = sorted(
-            (*unfit, *(each for part in parts for each in part.dropped)),
-            key=lambda each: candidates.index(each.case.sizes),
-        )
-        return Ranking(steps, dropped, next((part.fsdp for part in parts if part.fsdp is not None), None))
+                self.progress(SEARCHING * place / len(cuts))
+        steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
+        dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
+        return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), fsdp)
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -185,7 +146,9 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            step = self._simulated(case)
+            # Few layers without a pipeline; all layers with a pipeline, whose ranks wait for each other.
+            fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
+            step = simulate_step(self.amounts(case), case, self.cluster, fidelity)
             needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
             if needed <= budget:
                 return step
@@ -198,24 +161,10 @@ class Search:
                 return Dropped(case, why)
             found = other
 
-    def _simulated(self, case: Case) -> Step:
-        """Returns a step at higher fidelity: few layers without a pipeline; all layers with a pipeline, whose ranks
-        wait for each other."""
-        fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
-        return simulate_step(self.amounts(case), case, self.cluster, fidelity)
-
-    def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
-        """Returns the unordered steps of some layouts, and stock FSDP if plain data parallelism is among them."""
-        steps: list[Step] = []
-        dropped: list[Dropped] = []
-        for sizes in candidates:
-            best = self._best(sizes)
-            if isinstance(best, Dropped):
-                dropped.append(best)
-            else:
-                steps.append(best)
+    def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], FSDP | None]:
+        """Returns the best of some layouts, and stock FSDP if plain data parallelism is among them."""
         plain = Sizes(dp=self.cluster.devices)
-        return Ranking(steps, dropped, self._fsdp() if plain in candidates else None)
+        return [self._best(sizes) for sizes in candidates], self._fsdp() if plain in candidates else None
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest fitting case of some parallel sizes, or the reason for none.
@@ -255,14 +204,8 @@ class Search:
         return one
 
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
-        """Returns the number of micro-batches of a data-parallel rank nearest to the requested tokens.
-
-        Args:
-            batch: sequences in a micro-batch.
-
-        Raises:
-            ValueError: no number is within `OFF` of the requested tokens.
-        """
+        """Returns the number of micro-batches of `batch` sequences nearest to the requested tokens, for a data-parallel
+        rank. Raises ValueError if no number is within `OFF` of the requested tokens."""
         each = sizes.dp * batch * self.length
         count = max(1, round(self.batch_tokens / each))
         if abs(count * each - self.batch_tokens) > OFF * self.batch_tokens:
@@ -275,12 +218,8 @@ class Search:
     def _fastest(
         self, sizes: Sizes, plan: str, other: Step | Dropped | None = None, shard_parameters: bool = False
     ) -> _Found:
-        """Returns the fastest fitting case of a plan, over the sizes of micro-batches.
-
-        Args:
-            other: the best case so far: cases with longer gathers than its whole step are dropped early.
-            shard_parameters: whether weights are sharded.
-        """
+        """Returns the fastest fitting case of a plan, over the sizes of micro-batches; cases with longer gathers than
+        the whole step of `other`, the best case so far, are dropped early."""
         best: Step | None = None
         last: Dropped | None = None
         for batch in BATCHES:
@@ -374,14 +313,9 @@ class Search:
         return best
 
     def _fitting(self, case: Case, smaller: Case | None) -> Case:
-        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible.
-
-        Args:
-            smaller: a fitting case with smaller micro-batches; None for the smallest.
-
-        Raises:
-            ValueError: the model cannot be cut to these sizes, or does not fit.
-        """
+        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible; `smaller` is a
+        fitting case with smaller micro-batches. Raises ValueError if the model cannot be cut to these sizes, or does
+        not fit."""
         shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
@@ -414,11 +348,7 @@ class Search:
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
-    """Checks the sizes of a layout before counting.
-
-    Raises:
-        ValueError: the layout cannot be built or never pays; with the reason.
-    """
+    """Raises ValueError for sizes of a layout that cannot be built or never pay, with the reason, before counting."""
     if sizes.cp > 1 and length // (2 * sizes.cp) < SHORTEST_PART:
         raise ValueError(f"cp_size={sizes.cp} leaves less than {2 * SHORTEST_PART:,} of {length:,} tokens to a rank")
     if experts > 1 and experts % (sizes.ep * sizes.tp):
@@ -433,19 +363,13 @@ def sends_in_windows(sizes: Sizes) -> bool:
 
 
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
-    """Yields parallel sizes for all devices, with tensor parallelism inside a node, or over whole nodes of few devices.
-
-    Args:
-        with_experts: whether to try expert parallelism.
-    """
-    for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):
+    """Yields parallel sizes for all devices; tensor parallelism is inside a node, or over whole nodes of few."""
+    per_node = cluster.devices_per_node
+    for tp in divisors(cluster.devices):
+        if per_node % tp and (tp > WIDEST or tp % per_node):
+            continue
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if with_experts else [1]:
                     yield Sizes(tp, cp, pp, dp, ep)
-
-
-def _is_near(tp: int, per_node: int) -> bool:
-    """Returns whether `tp` ranks divide a node, or fill few whole nodes."""
-    return per_node % tp == 0 or (tp <= WIDEST and tp % per_node == 0)

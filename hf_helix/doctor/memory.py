@@ -17,29 +17,19 @@ from hf_helix.planning.window.passes import BUCKET_BYTES
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element of cast weights, by the type of matrix products."""
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank.
+    """Bytes of a rank."""
 
-    Attributes:
-        weights: parameters, or the rank's shard of parameters.
-        gradients: gradients.
-        states: optimizer states.
-        copies: copies of weights during a window: cast to the type of matrix products, or gathered.
-        activations: peak of activations and workspace.
-        buffers: buffers of gradient reduction.
-    """
-
-    weights: float
+    weights: float  # parameters, or the rank's shard of parameters
     gradients: float
     states: float
-    copies: float
-    activations: float
-    buffers: float
+    copies: float  # copies of weights during a window: cast to the type of matrix products, or gathered
+    activations: float  # peak of activations and workspace
+    buffers: float  # buffers of gradient reduction
 
     @property
     def total(self) -> float:
@@ -53,17 +43,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes of a window, besides the memory held between windows.
+    """Peak bytes of a window, besides the memory held between windows."""
 
-    Attributes:
-        activations: activations and workspace of operators.
-        weights: gathered weights, and copies of gathered weights.
-        gradients: full gradients before their reduction, with sharded weights.
-    """
-
-    activations: int = 0
-    weights: int = 0
-    gradients: int = 0
+    activations: int = 0  # activations and workspace of operators
+    weights: int = 0  # gathered weights, and copies of gathered weights
+    gradients: int = 0  # full gradients before their reduction, with sharded weights
 
     @property
     def total(self) -> int:
@@ -73,14 +57,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How replicas shard weights and optimizer states.
-
-    Attributes:
-        copies: replicas of a parameter.
-        expert_copies: replicas of an expert.
-        states: whether optimizer states and trained weights are sharded (ZeRO-1).
-        parameters: whether everything is sharded (ZeRO-3).
-    """
+    """How replicas of a parameter and of an expert shard states and trained weights (ZeRO-1), or all (ZeRO-3)."""
 
     copies: int = 1
     expert_copies: int = 1
@@ -145,8 +122,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 
 
 def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
-    """Returns the bytes of full fp32 weights of some units outside this rank's shard. Buffers in the type of matrix
-    products count as copies already."""
+    """Returns the bytes of full fp32 weights outside this rank's shard; other types count as copies already."""
     total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:

@@ -3,24 +3,26 @@
 In:   the memory allocated by operators, and a rank's program or schedule.
 Out:  `Peak`s.
 Must hold: in a program, memory is freed after the last holder releases it (`hf_helix.doctor.amounts.lifetimes`);
-collectives in flight are holders (`hf_helix.doctor.held`). Without a program, two strands take turns layer by layer:
-plans need at most one layer's activations more. A value sent to another stage is freed when the next transfer begins.
+collectives in flight are holders. Releases follow the rules of `hf_helix.runtime.streams`: on a GPU an event keeps the
+buffers until the compute stream waits for the event, or until nothing refers to the event; on a CPU a thread releases
+the buffers at the end of the collective. A value sent to another stage is freed when the next transfer begins. Without
+a program, two strands take turns layer by layer: plans need at most one layer's activations more.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
-from hf_helix.doctor.held import Held, held_until_over, held_until_waited
 from hf_helix.doctor.memory import GRADIENT, Peak
 from hf_helix.planning.graph.backward import RECEIVE
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
@@ -30,13 +32,9 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program.
+    """Returns the peak memory of a rank's program, without batches; collectives keep their buffers as in `held`.
 
-    The peak contains no batches. It contains gradients only with sharded weights: other gradients also live between
-    windows.
-
-    Args:
-        held: how long collectives hold their buffers; None if collectives end when issued.
+    Gradients are part of the peak with sharded weights only: other gradients also live between windows.
     """
     alive = _LiveMemory(amounts, layout)
     held = held or {}
@@ -55,12 +53,8 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
 def peaks_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
-    """Returns the peak memory of each rank, operator by operator.
-
-    Args:
-        timeline: on CPUs, the times of the instructions: collectives hold their buffers until their end. None on GPUs,
-            where collectives hold their buffers until computation waits for them.
-    """
+    """Returns the peak memory of each rank, operator by operator; with a timeline on CPUs, where collectives hold their
+    buffers until their end, and without on GPUs, where they do until computation waits for them."""
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
@@ -76,19 +70,12 @@ def peaks_of_window(
     return peaks
 
 
-ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
-"""Sorts of memory, in the order of `Peak`."""
+ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A live allocation.
-
-    Attributes:
-        bytes: its size.
-        sort: `ACTIVATIONS` or `WEIGHTS`.
-        holders: the number of its holders; the block is freed at 0.
-    """
+    """A live allocation of a sort (`ACTIVATIONS` or `WEIGHTS`), freed without holders."""
 
     bytes: int
     sort: int
@@ -96,11 +83,7 @@ class _Block:
 
 
 class _LiveMemory:
-    """Live memory of a rank during a program.
-
-    Attributes:
-        peak: the peak so far.
-    """
+    """Live memory of a rank during a program, and its peak so far."""
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self.peak = Peak()
@@ -117,14 +100,8 @@ class _LiveMemory:
         self._begun: set[object] = set()
 
     def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
-        """Counts the allocations of an instruction, and the releases after it.
-
-        Args:
-            holds: whether the instruction holds its inputs and its workspace beyond its issue.
-
-        Returns:
-            The blocks held by the instruction.
-        """
+        """Counts the allocations of an instruction, and the releases after it. Returns the blocks held by the
+        instruction, if it holds its inputs and its workspace beyond its issue."""
         held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
@@ -137,15 +114,17 @@ class _LiveMemory:
                     self._see(0, GRADIENTS)
             return held
         if op.kind is Kind.PIPELINE:
-            for block in self._sent:
-                self._release(block)
-            self._sent = []
+            while self._sent:
+                self._release(self._sent.pop())
             if op.receives:
                 self._keep(instruction, self._amounts.handed_on, [name for _, name in instruction.writes])
                 self._see(0, ACTIVATIONS)
         else:
             name = entry_of(instruction, self._layout)
-            self._add_gradients(unit, op.name)
+            for key, made in self._adding.pop((unit, op.name), ()):  # gradients begin with their first addition
+                if key not in self._begun:
+                    self._begun.add(key)
+                    self._now[GRADIENTS] += GRADIENT * made.elements
             self._see(self._amounts.operators[name].peak, WEIGHTS if op.ahead else ACTIVATIONS)
             for storage in self._amounts.lifetimes.left.get(name, ()):
                 sort = WEIGHTS if storage.is_weight else ACTIVATIONS
@@ -191,19 +170,15 @@ class _LiveMemory:
             if following is not None:
                 entry = self._amounts.lifetimes.entering.get((layout.units[following], forward, position))
                 entries += [(following, entry)] if entry else []
-        for value in values:
-            self._hold(self._values, (microbatch, (unit, value)), block)
-        for key in entries or ([] if values else [(-1, "")]):
-            self._hold(self._kept, (microbatch, key), block)
+        holders = [(self._values, (unit, value)) for value in values]
+        holders += [(self._kept, key) for key in entries or ([] if values else [(-1, "")])]
+        for held, key in holders:
+            held.setdefault((microbatch, key), []).append(block)
+        block.holders = len(holders)
         self._now[sort] += count
 
-    def _hold(self, held: dict[tuple[int, Key], list[_Block]], key: tuple[int, Key], block: _Block) -> None:
-        held.setdefault(key, []).append(block)
-        block.holders += 1
-
     def let_go(self, block: _Block, sends: bool = False) -> None:
-        """Removes one holder; frees a block without holders, at the next transfer if the block is sent to another
-        stage."""
+        """Removes one holder; frees a block without holders, at the next transfer if the block is sent."""
         block.holders -= 1
         if not block.holders:
             if sends:
@@ -213,13 +188,6 @@ class _LiveMemory:
 
     def _release(self, block: _Block) -> None:
         self._now[block.sort] -= block.bytes
-
-    def _add_gradients(self, unit: int, name: str) -> None:
-        """Counts the gradients whose first addition is this operator's."""
-        for key, made in self._adding.pop((unit, name), ()):
-            if key not in self._begun:
-                self._begun.add(key)
-                self._now[GRADIENTS] += GRADIENT * made.elements
 
 
 def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
@@ -235,11 +203,8 @@ def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[
 def peaks_of_schedules(
     amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
 ) -> list[Peak]:
-    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer.
-
-    Args:
-        two_strands: whether the plan may hold one layer more.
-    """
+    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer, and
+    two strands hold one layer more."""
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
     peaks = []
@@ -252,22 +217,14 @@ def peaks_of_schedules(
 
 @dataclass(frozen=True)
 class _Pass:
-    """The change of live memory by one pass of a micro-batch through a unit.
+    """The change of live memory by one pass of a micro-batch through a unit."""
 
-    Attributes:
-        delta: change of live bytes, including the release of `gathered`.
-        peak: largest increase of live bytes during the pass.
-        weights: the part of `delta` in gathered weights or copies of gathered weights.
-        weights_then: the increase of the bytes of gathered weights at the peak.
-        gathered: bytes of weights gathered before the pass begins.
-        is_transfer: whether the unit sends to or receives from another stage; the next transfer frees sent values.
-    """
-
-    delta: int = 0
-    peak: int = 0
-    weights: int = 0
-    weights_then: int = 0
-    gathered: int = 0
+    delta: int = 0  # change of live bytes, including the release of `gathered`
+    peak: int = 0  # largest increase of live bytes during the pass
+    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
+    weights_then: int = 0  # the increase of the bytes of gathered weights at the peak
+    gathered: int = 0  # bytes of weights gathered before the pass begins
+    # whether the unit sends to or receives from another stage; the next transfer frees sent values
     is_transfer: bool = False
 
     def then(self, other: _Pass) -> _Pass:
@@ -351,8 +308,7 @@ def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
 
 
 def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates
-    them."""
+    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates."""
     found: list[_Pass] = []
     for change in passes:
         if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
@@ -364,10 +320,105 @@ def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
 
 def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
     """Yields the units visited by a rank in a slot, as (unit, computation type); strands take turns."""
-    entering = _units(layout, slot.forward) if slot.forward else []
-    leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
-    yield from (each for pair in zip_longest(entering, leaving) for each in pair if each)
+    entering, leaving = (
+        [(unit, action.computation_type) for unit in layout.chunks[action.stage]] if action else []
+        for action in (slot.forward, slot.backward)
+    )
+    yield from (each for pair in zip_longest(entering, leaving[::-1]) for each in pair if each)
 
 
-def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:
-    return [(unit, action.computation_type) for unit in layout.chunks[action.stage]]
+# -- collectives in flight ---------------------------------------------------------------------------------------------
+
+
+COLLECTIVE = (Kind.INTRA_NODE, Kind.INTER_NODE)
+
+Held = Mapping[int, int]  # index of a collective -> index of the instruction before which its buffers are released
+
+
+def held_until_waited(program: Sequence[Instruction]) -> Held:
+    """Returns the releases of a program on a GPU."""
+    events = _Events()
+    for place, instruction in enumerate(program):
+        op = instruction.operator
+        if op is None:
+            events.wait_for_all(place)
+        elif op.kind in COLLECTIVE:
+            events.issue(place, instruction)
+        elif instruction.reduction >= 0:
+            events.until[place] = len(program)  # gradient reductions are waited for at the end of the window
+        elif op.kind is Kind.COMPUTE:
+            for key in instruction.needs:
+                events.wait(instruction.microbatch, key, place)
+        for key in instruction.frees:
+            events.forget(instruction.microbatch, key, place + 1)
+        if instruction.ends:
+            events.wait_for_microbatch(instruction.microbatch, place + 1)
+    return events.until
+
+
+def held_until_over(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> Held:
+    """Returns the releases of a program on a CPU, whose host thread computes while issuing; times are in seconds."""
+    kinds = [made.operator.kind if made.operator is not None else None for made in program]
+    computing = [place for place, kind in enumerate(kinds) if kind is Kind.COMPUTE]
+    times = [starts[place] for place in computing]
+    until = {}
+    for place, kind in enumerate(kinds):
+        if kind in COLLECTIVE:
+            following = max(bisect_left(times, ends[place]), bisect_left(computing, place))
+            until[place] = computing[following] if following < len(computing) else len(program)
+    return until
+
+
+class _Events:
+    """Events of collectives, before the compute stream has waited for them; `until` are the releases so far."""
+
+    def __init__(self) -> None:
+        self.until: dict[int, int] = {}
+        self._of: dict[tuple[int, Key], int] = {}  # (micro-batch, value) -> the collective that writes the value
+        self._ahead: set[int] = set()
+        self._after: dict[int, list[int]] = {}  # collective -> its predecessors, whose events it refers to
+
+    def issue(self, place: int, instruction: Instruction) -> None:
+        """Notes a collective after the writers of its inputs; the host waits for sizes read on the host."""
+        op, microbatch = instruction.operator, instruction.microbatch
+        assert op is not None
+        for name, key in zip(op.reads, instruction.reads, strict=True):
+            if name in op.host_read_sizes:
+                self.wait(microbatch, key, place)
+        self._after[place] = [self._of[microbatch, key] for key in instruction.reads if (microbatch, key) in self._of]
+        for key in instruction.writes:
+            self._of[microbatch, key] = place
+        if op.ahead:
+            self._ahead.add(place)
+
+    def wait(self, microbatch: int, key: Key, place: int) -> None:
+        """Lets the compute stream wait for the writer of a value."""
+        if (microbatch, key) in self._of:
+            self._let_go(self._of.pop((microbatch, key)), place)
+
+    def forget(self, microbatch: int, key: Key, place: int) -> None:
+        """Forgets a value; its event goes unless another value or a later collective refers to the event."""
+        collective = self._of.pop((microbatch, key), None)
+        if collective is not None and not self._is_known(collective):
+            self._let_go(collective, place)
+
+    def wait_for_microbatch(self, microbatch: int, place: int) -> None:
+        """Lets the compute stream wait for all collectives of a micro-batch."""
+        for number, key in list(self._of):
+            if number == microbatch:
+                self.wait(number, key, place)
+
+    def wait_for_all(self, place: int) -> None:
+        """Lets the compute stream wait for all collectives except prefetches."""
+        for (microbatch, key), collective in list(self._of.items()):
+            if collective not in self._ahead:
+                self.wait(microbatch, key, place)
+
+    def _is_known(self, collective: int) -> bool:
+        return collective in self._of.values() or any(collective in before for before in self._after.values())
+
+    def _let_go(self, collective: int, place: int) -> None:
+        self.until.setdefault(collective, place)
+        for earlier in self._after.pop(collective, ()):
+            if earlier not in self.until and not self._is_known(earlier):
+                self._let_go(earlier, place)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
-_work: Callable[[Any], Any] | None = None
-"""The function of a forked process."""
+_work: Callable[[Any], Any] | None = None  # the function of a forked process
 
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Iterator[Result]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
-from hf_helix.doctor.amounts.kept import KeptWeights
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, KeptWeights
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
 from hf_helix.planning.graph.operator import Kind
@@ -31,8 +30,7 @@ from hf_helix.planning.window.layout import (
 )
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 
-COPY = ELEMENT["bf16"]
-"""Bytes of an element of cast weights."""
+COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
 def gradient_sums(
@@ -81,10 +79,7 @@ def profile_with_sums(
 def _seconds(
     made: GradientReduction, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
 ) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also divides the sums.
-
-    A reduction to shards copies gradients into a zeroed bucket, and a CPU adds up the other ranks' values.
-    """
+    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
@@ -99,8 +94,7 @@ def _seconds(
 def _contended(
     layout: Layout, times: Mapping[Name, float], sent: Mapping[Name, float], crosses: bool, cluster: Cluster
 ) -> dict[tuple[Name, Name], Pair]:
-    """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown. Two
-    operators on one link each get half of its bandwidth."""
+    """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown."""
     link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
     summing = max((name for name, _ in named_reductions(layout)), key=lambda name: times[name])
     pairs = {}
@@ -115,29 +109,6 @@ def _contended(
         if slow != (1.0, 1.0):
             pairs[summing, other] = Pair.of(times[summing], times[other], *slow)
     return pairs
-
-
-def sums_behind(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
-) -> float:
-    """Returns the seconds of all gradient reductions on the slowest rank, if none begins before the end of the last
-    backward."""
-    completed = _completed(amounts, layout, axes, cluster, spread)
-    return max(
-        sum(completed.get(unit, 0.0) for unit in layout.units_of(rank) if layout.units[unit] in amounts.weights)
-        for rank in range(layout.num_ranks)
-    )
-
-
-def _completed(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
-) -> dict[int, float]:
-    """Returns the seconds of gradient reductions by the unit that completes them."""
-    completed: dict[int, float] = {}
-    for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
-        last = min(unit for unit, _ in made.adders)
-        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster, spread)
-    return completed
 
 
 # -- gathers of weights ------------------------------------------------------------------------------------------------
@@ -184,11 +155,8 @@ def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster
 
 def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
     """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
-    matrix products; later passes reuse the copies.
-
-    Args:
-        gathered: whether gathered weights are cast before their gather (`gather_seconds`), and so not counted here.
-    """
+    matrix products; later passes reuse the copies. Gathered weights are cast before their gather (`gather_seconds`),
+    and do not count here."""
     found = 0.0
     for name in layout.units:
         cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)

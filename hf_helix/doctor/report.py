@@ -22,11 +22,8 @@ from hf_helix.planning.timing.sizes import size_text
 CLOSE = 0.05
 """Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
-STOCK_FSDP = "FSDP (ZeRO-3), stock"
-"""Name of the baseline: fully sharded data parallelism of the stock Trainer."""
-
-WIDTH = 116
-"""Columns of lists of layouts."""
+STOCK_FSDP = "FSDP (ZeRO-3), stock"  # name of the baseline: fully sharded data parallelism of the stock Trainer
+WIDTH = 116  # columns of lists of layouts
 
 
 def case_text(case: Case) -> str:

@@ -43,12 +43,8 @@ TYPES = {"bf16": torch.bfloat16, "fp32": None}
 
 
 class SimulatedModel:
-    """A model with the amounts of its layouts, each counted once.
-
-    Args:
-        model: a Transformers model or `PeftModel` on the meta device; a configuration, or the path of a configuration.
-        cluster: decides which axes leave a node, and so the kind of their communication.
-    """
+    """A model with the amounts of its layouts, each counted once. The model is on the meta device, or a configuration
+    or its path; the cluster decides which axes leave a node, and so the kind of their communication."""
 
     def __init__(self, model: Any, cluster: Cluster) -> None:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
@@ -75,11 +71,7 @@ class SimulatedModel:
         return max((shape[0] for shape in shapes), default=1)
 
     def amounts(self, case: Case) -> Amounts:
-        """Returns the amounts of a rank for a micro-batch of a case.
-
-        Raises:
-            ValueError: the model cannot be cut to these sizes.
-        """
+        """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
         sizes, spread = case.sizes, case.spread_weights
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
@@ -92,7 +84,10 @@ class SimulatedModel:
             raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
         if (cut, crossing) not in self._layouts:
-            self._layouts[cut, crossing] = self._layout(case, crossing)
+            assert self._kinds is not None
+            config, dtype = _config_of(case), TYPES[case.dtype]
+            mesh = _mesh_of(config, self.cluster.backend, sizes.dp, crossing)
+            self._layouts[cut, crossing] = _one_of_each(_declared(self.model, config, mesh, self._kinds, dtype)).layout
         return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
 
     def _counted(self, case: Case) -> Amounts | ValueError:
@@ -100,25 +95,11 @@ class SimulatedModel:
         try:
             family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
             self._kinds = self._kinds or kinds_of(self.model)
+            config, backend = _config_of(case), self.cluster.backend
             with assuming(case.imbalance):
-                return amounts_of(
-                    self.model,
-                    _config_of(case),
-                    case.batch,
-                    case.length,
-                    dtype,
-                    self.cluster.backend,
-                    self._kinds,
-                    sizes.dp,
-                )
+                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, self._kinds, sizes.dp)
         except ValueError as error:
             return error
-
-    def _layout(self, case: Case, crossing: Collection[str]) -> Layout:
-        """Returns the units of a counted case, one of each name, with the axes between nodes."""
-        assert self._kinds is not None
-        simulated = _mesh_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
-        return _one_of_each(_declared(self.model, _config_of(case), simulated, self._kinds, TYPES[case.dtype])).layout
 
 
 def _config_of(case: Case) -> HelixConfig:
@@ -134,33 +115,16 @@ def _config_of(case: Case) -> HelixConfig:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds of equal layers of a model; one layer represents each kind.
+    """The kinds of equal layers of a model; one layer represents each kind."""
 
-    Attributes:
-        places: the first layer of each kind.
-        kinds: for every layer, the index of its kind in `places`.
-        tied: whether units of the model share weights.
-        flops_per_token: floating-point operations of forward and backward of a token without attention.
-        attention_flops: floating-point operations of attention per pair of tokens.
-        head_cost: the work of head and loss relative to a layer.
-    """
-
-    places: Sequence[int]
-    kinds: Sequence[int]
-    tied: bool
-    flops_per_token: float
-    attention_flops: float
-    head_cost: float
+    places: Sequence[int]  # the first layer of each kind
+    kinds: Sequence[int]  # for every layer, the index of its kind in `places`
+    model: Model  # the model, without the names of its units
 
 
 def kinds_of(model: Any) -> Kinds:
-    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters.
-
-    The full model is declared once, as if for one device, so a model that cannot be run is refused here.
-
-    Raises:
-        ValueError: the model cannot be run.
-    """
+    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters. The full
+    model is declared once, as if for one device, so a model that cannot be run is refused here with ValueError."""
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))
@@ -175,9 +139,9 @@ def kinds_of(model: Any) -> Kinds:
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
-    flops, head_cost = token_flops(base), family.head_cost(base)
-    places, kinds = [keys.index(key) for key in distinct], [distinct.index(key) for key in keys]
-    return Kinds(places, kinds, tied, flops.linear, flops.attention_per_length, head_cost)
+    flops = token_flops(base)
+    about = Model(type(base).__name__, (), family.head_cost(base), tied, flops.linear, flops.attention_per_length)
+    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], about)
 
 
 def amounts_of(
@@ -190,23 +154,15 @@ def amounts_of(
     kinds: Kinds | None = None,
     dp_size: int = 1,
 ) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch, on a node with all ranks. The model, on the meta device, is not
-    changed.
-
-    Args:
-        batch: sequences in a micro-batch.
-        autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        kinds: the kinds of layers; None to find them.
-
-    Raises:
-        ValueError: the model cannot be cut to these sizes.
-    """
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks. The model, on the
+    meta device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or kinds_of(model)
     make_buffers = family_of(base).empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
-    about = _about(base, declared, kinds)
+    first, *layers, last = [unit.name for _, unit in sorted(declared.model.items())]
+    about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
@@ -227,11 +183,8 @@ def amounts_of(
 
 def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
     """Returns the mesh of a layout."""
-    return simulated_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
-
-
-def _sizes(config: HelixConfig) -> dict[str, int]:
-    return {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
 
 def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
@@ -248,14 +201,6 @@ def _declared(
     modes = modes_of(family_of(base).layers(base), None, config)
     modes = [modes[place] for place in kinds.places]
     return declare(model, config, simulated.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
-
-
-def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
-    """Returns the description of the full model, given a stage with one layer of each kind."""
-    first, *layers, last = [unit.name for _, unit in sorted(stage.model.items())]
-    units = [first, *(layers[kind] for kind in kinds.kinds), last]
-    name = type(base).__name__
-    return Model(name, units, kinds.head_cost, kinds.tied, kinds.flops_per_token, kinds.attention_flops)
 
 
 def _one_of_each(stage: Stage) -> Stage:

@@ -8,7 +8,7 @@ the window, with all layers or with few (`hf_helix.doctor.window`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts
@@ -39,39 +39,26 @@ gradient read once more for its norm."""
 
 @dataclass(frozen=True)
 class Case:
-    """A layout with its micro-batches and options.
-
-    Attributes:
-        sizes: the parallel sizes.
-        batch: sequences in a micro-batch.
-        length: tokens in a sequence.
-        microbatches: micro-batches of a window, on each data-parallel rank.
-        plan: the name of a rule.
-        schedule: as in `HelixConfig`.
-        recompute: as in `HelixConfig`.
-        shard_optimizer: as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered
-            gradients, and weights are gathered once in a window, overlapped with its first forward pass.
-        shard_parameters: as in `HelixConfig`.
-        dtype: the type of matrix products.
-        imbalance: rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the
-            factor is given, not predicted. Time and memory are for a rank with this factor in every layer: an upper
-            estimate if layers differ. With the factor of the most uneven layer, the predicted memory of a small mixture
-            on two ranks was 1.27 to 1.50 times the counted memory.
-        expert_capacity_factor: as in `HelixConfig`: all experts get equal rows, for any routing.
-    """
+    """A layout with its micro-batches and options."""
 
     sizes: Sizes
     batch: int
     length: int
-    microbatches: int
+    microbatches: int  # micro-batches of a window, on each data-parallel rank
     plan: str = "greedy"
     schedule: str = "auto"
     recompute: str = "none"
+    # as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered gradients, and weights are
+    # gathered once in a window, overlapped with its first forward pass
     shard_optimizer: bool = False
     shard_parameters: bool = False
     dtype: str = "bf16"
+    # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
+    # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
+    # With the factor of the most uneven layer, the predicted memory of a small mixture on two ranks was 1.27 to 1.50
+    # times the counted memory
     imbalance: float = 1.0
-    expert_capacity_factor: float | None = None
+    expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
 
     @property
     def tokens(self) -> int:
@@ -98,40 +85,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step.
-
-    Attributes:
-        case: the simulated case.
-        window: seconds of forward and backward of all micro-batches, including `waits` and `casts`.
-        sums: seconds of gradient reduction after the window.
-        optimizer: seconds of the optimizer.
-        loads: seconds by kind of operator in a window, on the busiest rank.
-        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank; transfers
-            between stages only if the window was drawn; empty at `Fidelity.QUICK`.
-        bubble: fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`.
-        memory: memory of the rank with the largest total.
-        model_flops: floating-point operations of a device in a step, with causal and with full attention.
-        gathers: seconds of weight gathers in `loads`.
-        waits: seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`.
-        casts: seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered
-            in this type.
-        fidelity: how much of the window was predicted.
-        drawn: the programs and the timeline of the window, for a picture; None if not drawn.
-    """
+    """An optimizer step."""
 
     case: Case
-    window: float
-    sums: float
+    window: float  # seconds of forward and backward of all micro-batches, including `waits` and `casts`
+    sums: float  # seconds of gradient reduction after the window
     optimizer: float
-    loads: Mapping[Kind, float]
+    loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
+    # seconds of communication without concurrent computation, by kind, on the busiest rank; transfers between stages
+    # only if the window was drawn; empty at `Fidelity.QUICK`
     exposed: Mapping[Kind, float]
-    bubble: float
-    memory: Memory
+    bubble: float  # fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`
+    memory: Memory  # memory of the rank with the largest total
+    # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
-    gathers: float = 0.0
-    waits: float = 0.0
+    gathers: float = 0.0  # seconds of weight gathers in `loads`
+    waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`
+    # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
+    # type
     casts: float = 0.0
     fidelity: Fidelity = Fidelity.QUICK
+    # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -152,11 +126,7 @@ class Step:
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
-    """Returns the units of all ranks of a pipeline.
-
-    Raises:
-        ValueError: the model has too few layers, or its tied weights would be on two ranks.
-    """
+    """Returns the units of all ranks. Raises ValueError for too few layers, or for tied weights on two ranks."""
     pp = case.sizes.pp
     placement = Scheduler(case.schedule, pp).placement
     ranks = stage_ranks(placement, pp)
@@ -174,14 +144,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
-    """Returns the times of the operators of a case, with its layout.
-
-    Args:
-        whole: whether to include the gradient reductions and weight gathers of a window.
-
-    Raises:
-        ValueError: the layout cannot be built.
-    """
+    """Returns the times of the operators of a case; if `whole`, with gradient reductions and weight gathers."""
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     return with_reductions(profile, amounts, case, cluster) if whole else profile
 
@@ -278,7 +241,7 @@ def simulate_plan(
 
 
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
-    layout, busiest, window = profile.layout, clock.busiest, clock.time()
+    layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
         peaks = peaks_of_case(amounts, case, layout)
     elif window.drawing is not None:
@@ -287,20 +250,26 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         peaks = peaks_of_window(amounts, clock.planned.profile.layout, programs, runs)
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock)
-    loads = _loads(profile, layout, busiest, case.microbatches)
+    names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
+    operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
+    loads = dict.fromkeys(Kind, 0.0)
+    for op, seconds in operators:
+        loads[op.kind] += 0.0 if op.receives else count * seconds
+    issuing = len(operators) * count * cluster.device.issue_seconds if cluster.device.host_runs_ahead else 0.0
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights)
+    stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
     return Step(
         case,
-        casts + max(window.seconds, _host_seconds(layout, busiest, case.microbatches, cluster)),
+        casts + max(window.seconds, issuing),
         window.reductions,
-        _optimizer(amounts, layout, case, cluster),
+        max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped),
         loads,
         {kind: min(seconds, loads[kind]) for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
-        case.microbatches * _gather_seconds(profile, layout, busiest),
+        count * sum(seconds for op, seconds in operators if op.ahead),
         window.waits,
         casts,
         clock.fidelity,
@@ -313,36 +282,3 @@ def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     causal, full = (model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0))
     return causal * tokens, full * tokens
-
-
-def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:
-    found = dict.fromkeys(Kind, 0.0)
-    for name in (layout.units[unit] for unit in layout.units_of(rank)):
-        for entry, op in layout.graphs[name].entries():
-            if not op.receives:
-                found[op.kind] += microbatches * profile.times[name, entry]
-    return found
-
-
-def _gather_seconds(profile: Profile, layout: Layout, rank: int) -> float:
-    """Returns the seconds in which a rank gathers weights for a micro-batch."""
-    names = [layout.units[unit] for unit in layout.units_of(rank)]
-    return sum(profile.times[name, entry] for name in names for entry, op in layout.graphs[name].entries() if op.ahead)
-
-
-def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster) -> float:
-    """Returns the host's seconds to issue a window; 0 on devices whose host does not run ahead."""
-    if not cluster.device.host_runs_ahead:
-        return 0.0
-    return _num_operators(layout, layout.units_of(rank)) * microbatches * cluster.device.issue_seconds
-
-
-def _num_operators(layout: Layout, units: Iterable[int]) -> int:
-    """Returns the number of operators of some units, forward and backward."""
-    return sum(len(list(layout.graphs[layout.units[unit]].entries())) for unit in units)
-
-
-def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds of the optimizer on the slowest rank."""
-    parts = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in parts)

@@ -34,28 +34,14 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
-PERIODS = 12
-"""Longest period, in layers, looked for in a model."""
-
-WAITING = 4
-"""Micro-batches of the window for waits at weight gathers; later micro-batches do not wait."""
-
-COMPARED = (4, 6)
-"""Micro-batches of the two windows whose difference gives the exposed communication per micro-batch."""
-
-CHOSEN = 3
-"""Micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"."""
-
-REMEMBERED = 4
-"""Micro-batches, for each pipeline rank, of a window long enough for the peak memory."""
-
-OPERATORS = 60_000
-"""Most operators of a window simulated one by one, and drawn."""
-
+PERIODS = 12  # longest period, in layers, looked for in a model
+WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
+COMPARED = (4, 6)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
+CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
+REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
+OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
 MakePlan = Callable[[Profile], Plan]
-Complete = Callable[[Profile], Profile]
-"""Adds gradient reductions and weight gathers to a profile without them."""
-
+Complete = Callable[[Profile], Profile]  # adds gradient reductions and weight gathers to a profile without them
 Drawing = tuple[Sequence[Instruction], Timeline]
 
 
@@ -87,33 +73,20 @@ FEWEST = 1, 2
 
 @dataclass(frozen=True)
 class WindowTime:
-    """The seconds of a window.
+    """The seconds of a window."""
 
-    Attributes:
-        seconds: seconds without the gradient reductions at the end.
-        reductions: seconds at the end in which only gradients are reduced.
-        waits: seconds added by gathers of weights.
-        bubble: seconds in which the busiest rank waits for other ranks.
-        exposed: seconds of communication without concurrent computation, by kind, on the busiest rank.
-        drawing: the programs and the timeline, if every operator was simulated.
-    """
-
-    seconds: float
-    reductions: float
-    waits: float = 0.0
-    bubble: float = 0.0
+    seconds: float  # seconds without the gradient reductions at the end
+    reductions: float  # seconds at the end in which only gradients are reduced
+    waits: float = 0.0  # seconds added by gathers of weights
+    bubble: float = 0.0  # seconds in which the busiest rank waits for other ranks
+    # seconds of communication without concurrent computation, by kind, on the busiest rank
     exposed: Mapping[Kind, float] = field(default_factory=dict)
-    drawing: Drawing | None = None
+    drawing: Drawing | None = None  # the programs and the timeline, if every operator was simulated
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A profile with a plan for it.
-
-    Attributes:
-        profile: with gradient reductions and gathers of weights.
-        plan: the order of issue.
-    """
+    """A plan for a profile with gradient reductions and gathers of weights."""
 
     profile: Profile
     plan: Plan
@@ -126,9 +99,6 @@ class WindowClock:
         profile: of all layers and ranks, without gradient reductions and gathers of weights.
         make_plan: returns the plan of a profile; called for each number of layers, and once at whole fidelity.
         complete: adds gradient reductions and gathers of weights to a profile.
-        schedule: the name of a schedule, "auto", or the path of an action file.
-        microbatches: of the window.
-        fidelity: how much is predicted.
     """
 
     def __init__(
@@ -233,8 +203,7 @@ class WindowClock:
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds of the window without the gradient reductions at its end, of the reductions, and of the
-        busiest rank alone."""
+        """Returns the seconds without the reductions at the end, of the reductions, and of the busiest rank alone."""
         few = self._few
         parts = self._parts(planned, few)
         seconds = parts.seconds - parts.reduction_seconds
@@ -297,10 +266,8 @@ def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[L
 
         value(all layers) = value(more) + factor * (value(more) - value(few))
 
-    A layout with too few layers is returned alone, with factor 0.
-
-    Args:
-        numbers: periods of layers on a stage in the two layouts.
+    `numbers` are the periods of layers on a stage in the two layouts. A layout with too few layers is returned alone,
+    with factor 0.
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
@@ -372,11 +339,7 @@ def possible_names(name: str, num_ranks: int) -> Sequence[str]:
 
 
 def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
-    """Returns the schedules for the prediction of memory, in a window long enough for the peak.
-
-    Args:
-        two_strands: whether forward and backward run concurrently.
-    """
+    """Returns the schedules for the prediction of memory, in a window long enough for the peak."""
     count = min(microbatches, REMEMBERED * num_ranks)
     named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
     return [*named, *_listed(num_ranks, count, two_strands)] if name == AUTO and num_ranks > 1 else named

@@ -1,7 +1,6 @@
 """Measurements of this machine.
 
-operators      every operator of a model, alone and concurrently: a `Profile`
-communication  gradient reductions, weight gathers and pipeline transfers of a window
+operators      every operator of a window, alone and concurrently: a `Profile`
 overlap        windows under several plans, their computation alone, their communication alone
 memory         the peak memory of a window
 timing         spans and seconds on the streams of a rank; the stopwatch

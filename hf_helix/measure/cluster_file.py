@@ -30,7 +30,7 @@ from hf_helix.measure.device import (
     measure_memory,
     measure_products,
 )
-from hf_helix.measure.links import Fit, TimedCollective, fit, measure_contention, measure_link, measure_waiting
+from hf_helix.measure.links import link_entry, measure_contention, measure_link, measure_waiting, short
 from hf_helix.measure.machine import describe_device, device_in_clusters
 from hf_helix.measure.progress import StageProgress
 from hf_helix.measure.timing import Stopwatch
@@ -44,24 +44,15 @@ from hf_helix.runtime.streams import make_streams
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-BUDGET = {"cpu": 0.1, "cuda": 0.05}
-"""Seconds for the repeats of each work."""
-
-FRAGMENTS = 1e9
-"""Bytes of a GPU that stay free, since its allocator leaves gaps."""
+BUDGET = {"cpu": 0.1, "cuda": 0.05}  # seconds for the repeats of each work
+FRAGMENTS = 1e9  # bytes of a GPU that stay free, since its allocator leaves gaps
 
 
 def measure_cluster(
     device: torch.device, link: str | None = None, progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Returns the content of a cluster file of this machine. Collective.
-
-    Args:
-        link: the speed of an emulated link, as in `HelixConfig(link=...)`; None for the links of the machine.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks, or the ranks of a node do not follow each other.
-    """
+    """Returns the content of a cluster file of this machine, or of an emulated link. Collective. Raises ValueError if
+    nodes have different numbers of ranks, or the ranks of a node do not follow each other."""
     if link is not None and parse_link(link).rate is None:
         raise ValueError(f"link={link!r} has no rate to describe; give one, such as '300mbit' or '10gbit,50us'")
     started = time.perf_counter()
@@ -84,11 +75,7 @@ def measure_cluster(
 
 
 def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
-    """Returns the number of nodes, and of ranks on each, from the host name of every rank.
-
-    Raises:
-        ValueError: nodes have unequal numbers of ranks, or the ranks of a node do not follow each other.
-    """
+    """Returns the number of nodes, and of ranks on each, from the host name of every rank; else ValueError."""
     names = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(per_node)]:
@@ -101,15 +88,12 @@ def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 def measure_device(device: torch.device, per_node: int, show: StageProgress) -> dict[str, Any]:
-    """Returns the section `device` of a cluster file. Collective.
-
-    `per_node` ranks share the memory of a node. `show` is called with the current measurement.
-    """
+    """Returns the section `device` of a cluster file. Collective. `per_node` ranks share the memory of a node."""
     reserved = _reserved(device)
     streams = make_streams(device)
     watch = Stopwatch(streams, device, BUDGET[device.type])
     show("calls", 0.0)
-    calls = measure_calls(watch)
+    kernel, operator = measure_calls(watch)
     show("memory", 0.05)
     memory = measure_memory(watch)
     exponentials = measure_exponentials(watch) if device.type == "cpu" else None
@@ -127,33 +111,28 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     data: dict[str, Any] = {
         "name": name,
-        "memory_gb": _short((total or psutil.virtual_memory().total / per_node) / 1e9),
-        "reserved_gb": _short(reserved / 1e9),
-        "peak_tflops": {key: _short(peak / 1e12) for key, peak in peaks.items()},
+        "memory_gb": short((total or psutil.virtual_memory().total / per_node) / 1e9),
+        "reserved_gb": short(reserved / 1e9),
+        "peak_tflops": {key: short(peak / 1e12) for key, peak in peaks.items()},
         "matmul": {key: efficiency_curve(points, peaks[key]) for key, points in products.items()},
         "attention": {
             key: attention_curve(points, peaks[key], block, exponentials) for key, points in attention.items()
         },
         "attention_block": block,
-        "memory_gb_per_s": _short(bandwidth / 1e9),
+        "memory_gb_per_s": short(bandwidth / 1e9),
         "memory_efficiency": efficiency_curve(memory, bandwidth),
-        "kernel_us": _short(calls.kernel * 1e6),
-        "issue_us": _short(calls.operator * 1e6),
+        "kernel_us": short(kernel * 1e6),
+        "issue_us": short(operator * 1e6),
         "host_runs_ahead": device.type == "cuda",
     }
     if exponentials is not None:
-        data["exponentials_per_ns"] = _short(exponentials / 1e9)
+        data["exponentials_per_ns"] = short(exponentials / 1e9)
     return data
 
 
 def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
-    """Adds the links of a mesh, and the slowdowns of computation and communication, to a cluster file. Collective.
-
-    The mesh has the ranks of a node on `tp`, and the nodes on `cp`.
-
-    Returns:
-        The rates of the largest collectives, as text by link.
-    """
+    """Adds links (of the ranks of a node on `tp`, of nodes on `cp`) and slowdowns to a cluster file; returns the rates
+    of the largest collectives, as text by link. Collective."""
     streams, device = make_streams(mesh.device), mesh.device
     axes: dict[Kind, Axis] = {}
     notes = {}
@@ -161,15 +140,17 @@ def measure_links(data: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict
         if axis.size > 1:
             show(f"links ({name})", 0.75)
             timed = measure_link(axis, streams, device)
-            data[name] = link_entry(fit(timed, sharing))
-            notes[f"{name}.gb_per_s"] = _rates(timed)
+            data[name] = link_entry(timed, sharing)
+            largest = {each.method: each.bytes / each.seconds / 1e9 for each in timed}
+            rates = ", ".join(f"{method} {rate:.3g} GB/s" for method, rate in largest.items())
+            notes[f"{name}.gb_per_s"] = f"measured; {rates}"
             axes[Kind.INTRA_NODE if name == "node" else Kind.INTER_NODE] = axis
     if "network" in data:
         data["network"]["devices_per_link"] = mesh.tp.size
     show("computation beside communication", 0.9)
     slow = measure_contention(axes, streams, device)
     data["contention"] = {
-        key: [[sent, _short(max(1.0, factor))] for sent, factor in points] for key, points in slow.items()
+        key: [[sent, short(max(1.0, factor))] for sent, factor in points] for key, points in slow.items()
     }
     data["waiting_us"] = waiting_entry(measure_waiting(next(iter(axes.values())), streams, device))
     streams.close()
@@ -195,15 +176,12 @@ def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
 
 def efficiency_curve(points: Points, best: float) -> list[list[float]]:
     """Returns the curve of a cluster file for (size, rate) points: [size, share of the best rate]."""
-    return [[_short(size), _short(rate / best)] for size, rate in points]
+    return [[short(size), short(rate / best)] for size, rate in points]
 
 
 def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
-    """Returns the curve of a cluster file for fused attention: [keys, share of the peak].
-
-    `points` are (keys, seconds) of forward and backward. Rates are in a second; `exponentials` is None where
-    exponentials take no time of their own.
-    """
+    """Returns the curve of a cluster file for fused attention, [keys, share of the peak], from (keys, seconds) of
+    forward and backward; `exponentials` is their rate, None where they take no time of their own."""
     rates = []
     for keys, seconds in points:
         operations, taken = attention_work(keys, block)
@@ -212,27 +190,6 @@ def attention_curve(points: Points, peak: float, block: int, exponentials: float
     return efficiency_curve(rates, peak)
 
 
-def link_entry(link: Fit) -> dict[str, Any]:
-    """Returns the entry of a cluster file for a measured link."""
-    return {
-        "gb_per_s": _short(link.bandwidth / 1e9),
-        "latency_us": _short(link.latency * 1e6),
-        "efficiency": [[_short(size), _short(share)] for size, share in link.efficiency],
-    }
-
-
 def waiting_entry(seconds: float) -> float:
     """Returns the entry of a cluster file for the seconds that ranks wait after a second of computation."""
-    return _short(seconds * 1e6 * math.sqrt(1e-3))
-
-
-def _rates(timed: Sequence[TimedCollective]) -> str:
-    """The rate of the largest collective of each method, as text."""
-    largest = {each.method: each for each in timed}
-    return "measured; " + ", ".join(
-        f"{name} {each.bytes / each.seconds / 1e9:.3g} GB/s" for name, each in largest.items()
-    )
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
+    return short(seconds * 1e6 * math.sqrt(1e-3))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,36 +31,20 @@ from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
-Points = list[tuple[float, float]]
-"""(size, rate), sizes growing."""
-
-SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Sides of products."""
-
-SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
-"""Rows, columns and depth of products, in parts of a side."""
-
+Points = list[tuple[float, float]]  # (size, rate), sizes growing
+SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # sides of products
+SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))  # rows, columns and depth of products, in parts of a side
 KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HEADS, HEAD_SIZE = 8, 64
 
-CPU_BLOCK, GPU_BLOCK = 512, 128
-"""Keys in a block of the fused attention of torch."""
-
-ELEMENTS = tuple(2**power for power in range(12, 28))
-"""Elements of the operands of element-wise kernels."""
-
+CPU_BLOCK, GPU_BLOCK = 512, 128  # keys in a block of the fused attention of torch
+ELEMENTS = tuple(2**power for power in range(12, 28))  # elements of the operands of element-wise kernels
 OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the operands that kernels take in turn, since the operands of a step are not in the nearest cache."""
 
-MOST_OPERANDS = 256
-"""The largest number of operands."""
-
-ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}
-"""Bytes of results that stay alive for a while, as activations do."""
-
-LONGEST = 0.15
-"""Seconds of a work after which no larger work is tried."""
-
+MOST_OPERANDS = 256  # the largest number of operands
+ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes of results that stay alive for a while, as activations do
+LONGEST = 0.15  # seconds of a work after which no larger work is tried
 CHAIN, TINY_KERNELS = 16, 8
 
 
@@ -85,19 +68,6 @@ def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> It
     first = make()
     count = OPERANDS[device.type] // sum(value.nbytes for value in first)
     return itertools.cycle([first, *(make() for _ in range(min(MOST_OPERANDS, count) - 1))])
-
-
-@dataclass(frozen=True)
-class Calls:
-    """Seconds of empty calls.
-
-    Attributes:
-        kernel: seconds of a kernel in a row of kernels.
-        operator: seconds of an operator of a graph, issued by the executor.
-    """
-
-    kernel: float
-    operator: float
 
 
 def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
@@ -168,10 +138,8 @@ def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
 
 
 def attention_work(keys: float, block: int) -> tuple[float, float]:
-    """Returns the operations and the exponentials of causal attention, forward and backward, as a device computes them.
-
-    A causal mask spares full blocks of keys only.
-    """
+    """Returns the operations and the exponentials of causal attention, forward and backward; a mask spares full blocks
+    only."""
     blocks = -(-keys // block)
     pairs = HEADS * keys * keys * (1 + 1 / blocks) / 2
     return 14.0 * pairs * HEAD_SIZE, 2.0 * pairs
@@ -206,8 +174,7 @@ def _elementwise(device: torch.device, elements: int) -> Work:
 
 
 def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
-    """Returns a work of a few milliseconds like a decoder layer: mostly products, whose sides have a factor, and some
-    element-wise kernels."""
+    """Returns a work of a few milliseconds like a decoder layer: products of sides by a factor, and small kernels."""
     side = int(factor * (1024 if device.type == "cuda" else 256))
     products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
     small = _elementwise(device, side * side)
@@ -223,22 +190,17 @@ def decoder_work(device: torch.device, factor: float = 1.0) -> Work:
 def measure_exponentials(watch: Stopwatch) -> float:
     """Returns exponentials a second, a mean over activations and softmax."""
     value = torch.randn(256, 256, device=watch.device)
-    functions: list[Callable[[Tensor], Tensor]] = [torch.exp, torch.sigmoid, functional.silu, _softmax]
-    seconds = [watch.seconds(lambda function=function: function(value)) for function in functions]  # type: ignore[misc]
-    return value.numel() * len(seconds) / sum(seconds)
+    works: list[Work] = [value.exp, value.sigmoid, lambda: functional.silu(value), lambda: value.softmax(-1)]
+    return value.numel() * len(works) / sum(map(watch.seconds, works))
 
 
-def _softmax(value: Tensor) -> Tensor:
-    return value.softmax(-1)
-
-
-def measure_calls(watch: Stopwatch) -> Calls:
-    """Returns the seconds of empty calls."""
+def measure_calls(watch: Stopwatch) -> tuple[float, float]:
+    """Returns the seconds of a kernel in a row of kernels, and of an operator issued by the executor."""
     operator = watch.seconds(_chain(watch.device, 0)) / (2 * CHAIN)
     if watch.device.type == "cuda":
-        return Calls(watch.seconds(_elementwise(watch.device, 8)) / 3, operator)
+        return watch.seconds(_elementwise(watch.device, 8)) / 3, operator
     with_kernels = watch.seconds(_chain(watch.device, TINY_KERNELS)) / (2 * CHAIN)
-    return Calls((with_kernels - operator) / TINY_KERNELS, operator)
+    return (with_kernels - operator) / TINY_KERNELS, operator
 
 
 def _chain(device: torch.device, kernels: int) -> Work:

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,60 +29,28 @@ from hf_helix.runtime.streams import Streams
 
 METHODS = ("all_gather", "exchange", "shift")
 
-SIZES = tuple(4**power for power in range(4, 14))
-"""Bytes of a rank's value, from 256 to 64 Mi."""
-
-TRAIN, ROUNDS = 4, 6
-"""Collectives in a row, of which the first warms up; repeats of the row."""
-
-LONGEST = 0.1
-"""Seconds of a collective after which no larger collective is tried."""
-
+SIZES = tuple(4**power for power in range(4, 14))  # bytes of a rank's value, from 256 to 64 Mi
+TRAIN, ROUNDS = 4, 6  # collectives in a row, of which the first warms up; repeats of the row
+LONGEST = 0.1  # seconds of a collective after which no larger collective is tried
 BYTES = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 20, 1 << 24, 1 << 27)}
 """Bytes of a rank's value during computation: small collectives cost computation more of their own time."""
 
-SECONDS = {"cpu": 0.1, "cuda": 0.02}
-"""Seconds for which each of two kinds runs concurrently with the other."""
-
+SECONDS = {"cpu": 0.1, "cuda": 0.02}  # seconds for which each of two kinds runs concurrently with the other
 SKEW_ROUNDS = 12
 
-MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}
-"""Bytes of a rank's value where ranks meet."""
-
+MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}  # bytes of a rank's value where ranks meet
 APART = (0.5, 1.0, 2.0)
 """Sides of the products that ranks compute before they meet, as factors: eight times the work from each to the next."""
 
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A timed collective.
-
-    Attributes:
-        method: the method of the transport.
-        bytes: the bytes sent by a rank.
-        messages: the messages sent by a rank in a row.
-        seconds: its duration.
-    """
+    """A timed collective, with the bytes and the messages that a rank sends."""
 
     method: str
     bytes: int
     messages: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The figures of a link in a cluster file.
-
-    Attributes:
-        bandwidth: bytes a second.
-        latency: seconds of a message.
-        efficiency: (bytes of a message, share of the bandwidth).
-    """
-
-    bandwidth: float
-    latency: float
-    efficiency: Sequence[tuple[float, float]]
 
 
 def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[TimedCollective]:
@@ -116,8 +85,8 @@ def _collective_seconds(streams: Streams, kind: Kind, work: Work) -> float:
     return min(all_gather_object(statistics.median(seconds)))
 
 
-def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
-    """Returns the link fitted to times of collectives."""
+def link_entry(timed: Sequence[TimedCollective], sharing: int = 1) -> dict[str, Any]:
+    """Returns the entry of a cluster file for a link, fitted to times of collectives."""
     smallest = [min((each for each in timed if each.method == name), key=lambda each: each.bytes) for name in METHODS]
     latency = statistics.median(each.seconds / each.messages for each in smallest)
     most = max(each.bytes // each.messages for each in timed)
@@ -130,7 +99,16 @@ def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
     points = sorted((size, statistics.fmean(values)) for size, values in rates.items())
     # The largest messages tell most of the bandwidth; the latency hardly counts in them.
     bandwidth = max(points[-1][1], max(rate for _, rate in points) / MOST_EFFICIENT)
-    return Fit(bandwidth, latency, [(size, rate / bandwidth) for size, rate in points])
+    return {
+        "gb_per_s": short(bandwidth / 1e9),
+        "latency_us": short(latency * 1e6),
+        "efficiency": [[short(size), short(rate / bandwidth)] for size, rate in points],
+    }
+
+
+def short(number: float) -> float:
+    """Returns a number with the four digits of cluster files."""
+    return float(f"{number:.4g}")
 
 
 # -- computation concurrently with communication ---------------------------------------------------------------------
@@ -139,10 +117,8 @@ def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
 def measure_contention(
     axes: Mapping[Kind, Axis], streams: Streams, device: torch.device
 ) -> dict[str, list[tuple[int, float]]]:
-    """Returns slowdowns, by the keys of a cluster file and by the bytes sent by a rank. Collective.
-
-    `axes` are the axis of the ranks of a node, and of ranks on different nodes, where there are any.
-    """
+    """Returns slowdowns, by the keys of a cluster file and by the bytes sent by a rank, for the axes of a node and of
+    the network. Collective."""
     factors: dict[str, list[tuple[int, float]]] = {}
     compute = decoder_work(device)
     for size in BYTES[device.type]:

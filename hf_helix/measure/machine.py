@@ -20,8 +20,7 @@ from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.environment import CONNECTIONS
 from hf_helix.runtime.runner import Runner
 
-CPU_PROCESS = "CPU process"
-"""The name of a process on any CPU, as a device of a cluster file."""
+CPU_PROCESS = "CPU process"  # the name of a process on any CPU, as a device of a cluster file
 
 
 def machine(runner: Runner) -> dict[str, str]:

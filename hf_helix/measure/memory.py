@@ -25,11 +25,7 @@ from hf_helix.runtime.runner import Runner
 
 
 class LiveBytes(TorchDispatchMode):
-    """A tally of the bytes of every storage that an operator returns, until the storage is freed. Meta tensors have 0.
-
-    Args:
-        existing: tensors whose storages do not count.
-    """
+    """A tally of the live bytes of every storage that an operator returns, except of `existing` and of meta tensors."""
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()

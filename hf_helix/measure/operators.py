@@ -6,36 +6,144 @@ Must hold: operators are timed through the executor's own issue code, on the ran
 step: computations in a running window, communication several times in a row. Of a pair the shorter operator is repeated
 to fill the longer, so that launches cost as much as in a step; both start together on every rank that shares them. Of a
 computation the slowest rank counts, of a collective the fastest, since the other ranks only wait for the last to
-arrive. Gradients are left as between two optimizer steps.
+arrive. Ranks cross the boundaries of the pipeline in the same order, so that both ends of a transfer are there.
+Gradients are left as between two optimizer steps.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.measure.communication import time_gathers, time_reductions, time_transfers
 from hf_helix.measure.machine import machine
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.measure.progress import Progress
-from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST, Work, apart, meet, record, traced
+from hf_helix.measure.timing import (
+    ISSUING,
+    ISSUING_SLOWEST,
+    Work,
+    apart,
+    meet,
+    record,
+    time_gradient_stream,
+    time_in_a_row,
+    traced,
+)
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter
+from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.timing.profile import Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
-from hf_helix.planning.window.layout import Key, Name, named_operators, named_per_step
+from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundInstruction
+from hf_helix.runtime.gradients.buckets import Bucket
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.runtime.trace import Span
+
+LEAST = 1e-7  # seconds of a reduction of nothing; times are positive
+ARRIVAL = 1e-6  # seconds of a receive: a transfer takes the time of its sender
+Times = tuple[dict[Name, list[float]], dict[Name, int]]
+"""By name, the seconds of every repeat, and the bytes that this rank sends."""
+
+
+def time_reductions(runner: Runner, repeats: int) -> Times:
+    """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
+    others lie between by their bytes: a reduction takes a latency and a time per byte."""
+    layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
+    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.stage.rank)}
+    planned = [bucket for bucket in runner.buckets if bucket.is_planned]
+    if not held or not planned:  # the user may have frozen everything here since the layout was made
+        return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
+    small, large = (pick(planned, key=lambda bucket: bucket.bytes) for pick in (min, max))
+    shortest, longest = (_time_reduction(runner, bucket, repeats) for bucket in (small, large))
+    times = {}
+    for name, count in held.items():
+        share = (count - small.bytes) / max(1, large.bytes - small.bytes)
+        seconds = ((1 - share) * first + share * second for first, second in zip(shortest, longest, strict=True))
+        times[name] = [max(LEAST, each) for each in seconds]
+    placements = (placement for bucket in planned for placement in bucket.placements.values())
+    groups = map(runner.mesh.replica_group_of, placements)
+    size = max(dist.get_world_size(group) for group in groups if group is not None)  # of a ring
+    ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # sharded gradients do not come back
+    return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
+
+
+def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
+    streams = runner.executor.streams
+
+    def reduce() -> None:
+        for parameter in bucket.placements:
+            if parameter.grad is None:  # the first time, or again where the reduction leaves parts of it
+                parameter.grad = torch.zeros_like(parameter)
+        GradientReducer([bucket], runner.mesh, streams).finish()
+
+    issuing = ISSUING_SLOWEST + ISSUING * len(bucket.placements)  # their gradients are made, and moved
+    try:
+        return time_gradient_stream(streams, reduce, repeats, issuing)
+    finally:
+        forget_gradients(runner)
+
+
+def time_gathers(runner: Runner, repeats: int) -> Times:
+    """Returns the times of every weight gather of this rank; of equal lengths the first is timed. Collective."""
+    layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
+    streams = runner.executor.streams
+    known: dict[tuple[object, int], list[float]] = {}
+    seconds: dict[Name, list[float]] = {}
+    sent: dict[Name, int] = {}
+    for number in layout.gathers_of(runner.stage.rank):
+        gather = layout.gathers[number]
+        flat = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        assert isinstance(flat, Zero1FlatParameter)
+
+        def refresh(flat: Zero1FlatParameter = flat) -> None:
+            streams.wait(streams.issue(flat.reduce_axis.kind, flat.refresh(), (), flat.name))
+
+        length = flat.gather_axis, flat.buffer.nbytes
+        if length not in known:
+            known[length] = time_gradient_stream(streams, refresh, repeats, ISSUING_SLOWEST)
+        seconds[names[number]] = known[length]
+        sent[names[number]] = flat.buffer.nbytes // flat.gather_axis.size * (flat.gather_axis.size - 1)
+    return seconds, sent
+
+
+def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
+    """Returns the times of the pipeline transfers of this rank. Collective. The boundaries of the pipeline take turns;
+    each is crossed `repeats` times forward, then `repeats` times back."""
+    seconds: dict[Name, list[float]] = {}
+    sent: dict[Name, int] = {}
+    ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
+    side = batch.prepare() if ends else {}
+    for boundary in range(len(runner.layout.chunks) - 1):
+        if boundary not in ends:
+            continue
+        index, operator = ends[boundary]
+        outward = runner.layout.units[index] == SEND
+        values = [value.zero_() for value in operator.make_buffers(side)]
+        for forward in (True, False):
+            sends = outward is forward
+            move = functools.partial(operator.send if sends else operator.receive, values, forward)
+            lane = operator.lane(Part.F if forward else Part.B)
+            times = time_in_a_row(runner.executor.streams, Kind.PIPELINE, move, repeats, lane)
+            name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
+            seconds.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
+            if sends:
+                sent[name] = sum(value.nbytes for value in values)
+    return seconds, sent
+
 
 TRAIN = 6  # repeats in a row; the first warms up
 SHORTEST = 0.02  # of the longest collective: shorter computations are not paired, their times would be noise
@@ -43,13 +151,7 @@ SHORTEST = 0.02  # of the longest collective: shorter computations are not paire
 
 @dataclass(frozen=True)
 class TimedOperator:
-    """An operator of the first unit of its name on this rank.
-
-    Attributes:
-        name: its name in a profile.
-        unit: the number of the unit.
-        op: the operator.
-    """
+    """An operator of the first unit of its name on this rank, with its name in a profile and the number of the unit."""
 
     name: Name
     unit: int
@@ -57,13 +159,7 @@ class TimedOperator:
 
 
 class Bench:
-    """The operators of a runner, ready to run again and again with the values of a micro-batch.
-
-    Args:
-        runner: the runner.
-        batch: the micro-batch.
-        length: the number of repeats in a row; the first warms up.
-    """
+    """The operators of a runner, ready to run `length` times in a row with the values of a micro-batch."""
 
     def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
         self.length = length
@@ -328,10 +424,8 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
 def _measure_pairs(
     bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
 ) -> dict[tuple[Name, Name], Pair]:
-    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind.
-
-    Pairs of the same kind show that two computations, or two collectives of a link, do not gain by running at once.
-    """
+    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind, to
+    show that two computations, or two collectives of a link, do not gain by running at once."""
     moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
     computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]

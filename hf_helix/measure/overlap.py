@@ -208,10 +208,8 @@ def time_in_turn(
     keep_gradients: Sequence[object] = (),
     progress: Progress | None = None,
 ) -> list[list[float]]:
-    """Returns the seconds of every work on the slowest rank, round by round, the same on every rank. Collective.
-
-    Works are timed in turn, so that a disturbance of the machine slows all of them.
-    """
+    """Returns the seconds of every work on the slowest rank, round by round, in turn, so that a disturbance slows all
+    works. Collective."""
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
         if progress is not None:
@@ -220,14 +218,11 @@ def time_in_turn(
             if work not in keep_gradients:
                 forget_gradients(first)
             of_work.append(_timed(work, first))
-    return [_maxima(of_work[1:]) for of_work in times]
+    return [[max(column) for column in zip(*all_gather_object(of_work[1:]), strict=True)] for of_work in times]
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
-    """Returns the moves of the collectives of a window, axis by axis. Collective; no gradients are left.
-
-    The window runs, since routers decide how many tokens go to each rank.
-    """
+    """Returns the moves of the collectives of a window, which runs, axis by axis. Collective; no gradients are left."""
     axes = runner.mesh.axes
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):
@@ -321,11 +316,6 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
     return time.perf_counter() - start
 
 
-def _maxima(mine: list[float]) -> list[float]:
-    """The time of the slowest rank, repeat by repeat. Collective."""
-    return [max(column) for column in zip(*all_gather_object(mine), strict=True)]
-
-
 def forget_gradients(runner: Runner) -> None:
     """Leaves the parameters without gradients, as between two optimizer steps."""
     for parameter in (*runner.stage.placements, *runner.stage.stepped):
@@ -335,8 +325,7 @@ def forget_gradients(runner: Runner) -> None:
 # -- bytes and links --------------------------------------------------------------------------------------------------
 
 
-AVERAGES = 8
-"""Bytes of AdamW's two averages of an element, in float32."""
+AVERAGES = 8  # bytes of AdamW's two averages of an element, in float32
 
 
 def bytes_summed(runner: Runner) -> int:
@@ -358,8 +347,7 @@ def _sent(bucket: Bucket, runner: Runner) -> int:
 
 
 def bytes_spared(flat: FlatParameter) -> int:
-    """Returns the bytes that this rank saves between windows by sharding a flat parameter: weights, and AdamW's states
-    where the weights are trained."""
+    """Returns the bytes of weights and AdamW's states that this rank saves by sharding a flat parameter."""
     weight = flat.shard.element_size()
     states = AVERAGES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[float], object]
-"""Called with the finished share of some work, from 0 to 1."""
-
+Progress = Callable[[float], object]  # called with the finished share of some work, from 0 to 1
 StageProgress = Callable[[str, float], object]
 """Called with the name of the current stage and its finished share, from 0 to 1."""
 
@@ -32,12 +30,7 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
 
 @contextmanager
 def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
-    """Yields a callback that shows the progress of one or more stages.
-
-    Args:
-        is_shown: False on silent ranks; usually `rank() == 0`.
-        prefix: the start of every bar and line.
-    """
+    """Yields a callback that shows the progress of one or more stages; False on silent ranks, usually `rank() == 0`."""
     if not is_shown:
         yield lambda stage, share: None
     elif sys.stderr.isatty():

@@ -28,9 +28,7 @@ from hf_helix.runtime.trace import Span
 ISSUING, ISSUING_SLOWEST = 3e-4, 1e-3
 CLOCK = 2.5e9  # cycles of a GPU in a second; a GPU with a slower clock is held longer
 
-FEWEST, MOST = 5, 200
-"""Repeats of a timed work."""
-
+FEWEST, MOST = 5, 200  # repeats of a timed work
 Work = Callable[[], object]
 
 
@@ -79,10 +77,7 @@ def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: 
 
 
 def time_gradient_stream(streams: Streams, work: Work, repeats: int, issuing: float) -> list[float]:
-    """Returns the seconds for which every repeat of a work keeps the stream of gradients busy, without the first.
-
-    `issuing` are the seconds of the host for a repeat.
-    """
+    """Returns the seconds for which every repeat of a work keeps the stream of gradients busy, without the first."""
 
     def issue() -> None:
         for _ in range(repeats):
@@ -101,10 +96,8 @@ def traced(
     values: Mapping[Key, Tensor],
     issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
-    """Returns the spans of a program. A GPU is held at every barrier until the host is at the next barrier.
-
-    The timed instructions follow a barrier. `issuing` are the seconds of the host for an operator.
-    """
+    """Returns the spans of a program, whose timed instructions follow a barrier: there a GPU is held until the host is
+    at the next barrier. `issuing` are the seconds of the host for an operator."""
     counts = _operators_after_barriers(program)
 
     def hold_next() -> None:
@@ -146,15 +139,8 @@ def meet(runner: Runner) -> None:
 
 
 class Stopwatch:
-    """A stopwatch for computations, the same on every rank.
-
-    On a CPU ranks share memory and cores, so all ranks run the same work at the same time.
-
-    Args:
-        streams: the streams of a device.
-        device: the device.
-        budget: seconds for the repeats of a work.
-    """
+    """A stopwatch for computations, the same on every rank, with `budget` seconds for the repeats of a work. On a CPU
+    ranks share memory and cores, so all ranks run the same work at the same time."""
 
     def __init__(self, streams: Streams, device: torch.device, budget: float) -> None:
         self.device = device

@@ -73,9 +73,7 @@ HEAD_SIZE, WIDE_HEAD_SIZE = 16, 32
 HIDDEN = HEADS * HEAD_SIZE
 ROTARY_SIZE = 8
 
-SOFT_CAP = 5.0
-"""Larger soft caps are lowered to this one: they would change nothing in a small model."""
-
+SOFT_CAP = 5.0  # larger soft caps are lowered to this one: they would change nothing in a small model
 SIZES = {
     VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm encoder_hash_byte_group_vocab",
     HIDDEN: "hidden_size attention_hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width "
@@ -181,13 +179,10 @@ def _sections(sections: list[int], total: int) -> list[int]:
 
 FEWEST, MOST = 2, 4
 
-COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
-"""Values that count all layers."""
-
+COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")  # values that count all layers
+# how many layers at the start, or at the end, are of another kind
 FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index", "num_hash_layers")
 LAST = ("num_kv_shared_layers",)
-"""Values that say how many layers at the start, or at the end, are of another kind."""
-
 PLACES = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
 """Values that list the layers of a kind."""
 
@@ -205,8 +200,7 @@ PERIODS = {
 }
 """Values that say that every n-th layer is of another kind, with the field that says which is the first of them."""
 
-Features = list[Any]
-"""What a field says of each layer."""
+Features = list[Any]  # what a field says of each layer
 
 
 def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int = FEWEST) -> Values:
@@ -276,19 +270,11 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 EXPERTS, EXPERTS_IN_GROUPS = 4, 8
 GROUP_COUNTS = ("n_group", "num_expert_group")
 
-MULTIPLIER = 0.75
-"""What a multiplier is where its default is 1, which would hide that it was forgotten."""
+MULTIPLIER = 0.75  # what a multiplier is where its default is 1, which would hide that it was forgotten
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns the small configuration of a Transformers class, from the defaults of its config class.
-
-    Args:
-        class_name: a causal-LM class, such as `Gemma2ForCausalLM`.
-
-    Raises:
-        ValueError: Transformers has no such class.
-    """
+    """Returns the small configuration of a causal-LM class, from the defaults of its config class, else ValueError."""
     kind = getattr(getattr(transformers, class_name, None), "config_class", None)
     if kind is None:
         raise ValueError(

@@ -1,7 +1,6 @@
 """Reports for people, as text and as pictures.
 
-bars          the timeline model: an operator on a stream, from a trace or from a prediction
-timeline      the streams of a window
+timeline      the timeline model: bars of operators on streams; the streams of a window
 strands       two layers under several plans, on the same time axis
 pipeline      the ranks of a schedule
 heatmap       overlap efficiencies of pairs, and the time of a micro-batch by kind

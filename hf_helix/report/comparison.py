@@ -17,8 +17,7 @@ from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of predicted links, in parts of the speed of the measured link."""
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of the speed of the measured link
 
 
 def format_comparison(comparison: Comparison) -> str:
@@ -106,11 +105,7 @@ def text_of(comparison: Comparison, width: int = 100) -> str:
 
 
 def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Writes the plan, the profile, and the picture as SVG and PNG; returns the files.
-
-    Raises:
-        ImportError: matplotlib is missing; the others are there then.
-    """
+    """Writes the plan, the profile, and the picture as SVG and PNG (needs matplotlib); returns the files."""
     paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
     comparison.plans[comparison.chosen].save(paths[0])
     save_profile(comparison.profile, Path(folder, "profile.json"))

@@ -34,12 +34,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Floating-point operations of forward and backward of one token.
-
-    Attributes:
-        linear: those in linears.
-        attention_per_length: those in attention, for each token of the sequence.
-    """
+    """Floating-point operations of a token: in linears, and in attention for each token of the sequence."""
 
     linear: float
     attention_per_length: float
@@ -54,11 +49,8 @@ class TokenFlops:
 
 
 def token_flops(model: Any) -> TokenFlops:
-    """Returns the work of a token in a decoder model, before the model is cut.
-
-    It is 6 per weight that a token meets, 4 per frozen one, and 12 per head dimension and position attended to. In a
-    mixture of experts a token meets `num_experts_per_tok` of them.
-    """
+    """Returns the work of a token in a decoder model, before the model is cut: 6 per weight that a token meets, 4 per
+    frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
     unused = tables.union(*(module.parameters() for module in kept))

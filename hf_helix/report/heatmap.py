@@ -149,10 +149,8 @@ def kind_of(op: Operator) -> str:
 
 
 def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone.
-
-    `num_layers` repeating units are counted; None for the units of the profile's layout.
-    """
+    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone, for `num_layers`
+    repeating units; None for the units of the profile's layout."""
     units, graphs = profile.layout.units, profile.layout.graphs
     layers = sum(graphs[unit].forward.repeats for unit in units)
     by_kind: dict[str, list[float]] = {}

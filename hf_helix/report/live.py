@@ -29,34 +29,19 @@ def short_entries(figures: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass
 class _Since:
-    """The counts since the last log.
+    """The counts since the last log."""
 
-    Attributes:
-        started: the start of the first window, by `time.perf_counter`; 0 before.
-        tokens: tokens of all windows, over the data-parallel ranks.
-        length: tokens of the longest sequence.
-        trace: the trace of the traced window.
-        traced_tokens: tokens of the traced window, over the data-parallel ranks.
-        traced_seconds: seconds of the traced window.
-    """
-
-    started: float = 0.0
-    tokens: int = 0
+    started: float = 0.0  # the start of the first window, by `time.perf_counter`; 0 before
+    tokens: int = 0  # tokens of all windows, over the data-parallel ranks
     length: int = 0
     trace: Trace | None = None
-    traced_tokens: int = 0
+    traced_tokens: int = 0  # tokens of the traced window, over the data-parallel ranks
     traced_seconds: float = 0.0
 
 
 class LiveScore:
-    """The windows between two logs.
-
-    Args:
-        flops: the floating-point operations of a token; None where they cannot be counted.
-        ranks: the number of processes that share the work.
-        batches: the number of data-parallel ranks, each with windows of its own.
-        peak: the dense peak of a device in TFLOP/s; None where it is unknown.
-    """
+    """The windows between two logs. FLOPs of a token, and the dense peak of a device in TFLOP/s, are None where
+    unknown; `ranks` processes share the work, on `batches` data-parallel ranks, each with windows of its own."""
 
     def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:
         self._flops = flops
@@ -71,10 +56,8 @@ class LiveScore:
         return self._since.trace is None
 
     def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
-        """Returns the result of `train`, which trains a window, and counts the window.
-
-        `tokens` are the tokens of the window on this rank, `length` those of its longest sequence.
-        """
+        """Returns the result of `train`, which trains a window, and counts the window: its tokens on this rank, and
+        those of its longest sequence."""
         since = self._since
         since.started = since.started or time.perf_counter()
         result = train()
@@ -88,10 +71,7 @@ class LiveScore:
         since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
 
     def entries(self, alone: Overlap | None) -> dict[str, float]:
-        """Returns the figures since the last log, and begins anew.
-
-        `alone` has computation and communication alone, measured earlier; None without a measurement.
-        """
+        """Returns the figures since the last log, and begins anew; `alone` is an earlier measurement, if any."""
         since, self._since = self._since, _Since()
         if not since.tokens:
             return {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_helix.planning.window.window import STREAMS
-from hf_helix.report.bars import parse_label, part_of, sums_gradients
+from hf_helix.report.timeline import parse_label, part_of, sums_gradients
 from hf_helix.runtime.trace import Span
 
 TRACKS = [kind.value for kind in STREAMS]

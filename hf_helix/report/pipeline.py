@@ -94,14 +94,7 @@ def _cell(simulated: Simulated, slot: Slot, size: int) -> str:
 
 
 def draw_pipeline(simulated: Simulated, path: str | Path, title: str = "", unit: str = "") -> None:
-    """Saves a figure: a row for every rank, to scale, with micro-batch numbers where there is room.
-
-    `unit` is the unit of the costs, for the axis.
-
-    Raises:
-        ValueError: another suffix.
-        ImportError: matplotlib is missing.
-    """
+    """Saves a figure: a row for every rank, to scale, with micro-batch numbers where there is room."""
     rows = len(simulated.schedule)
     height = HEAD + rows * ROW + FOOT
     with figure_file(path, WIDTH, height) as figure:

@@ -21,9 +21,21 @@ from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.plan.search import chains
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.report.bars import Bar, bars_of_timeline, busy_fraction, extent, streams_of
 from hf_helix.report.figures import FAINT, INK, draw_legend, figure_file
-from hf_helix.report.timeline import ROW, colours_of, draw_rows, letters, text_axis, text_legend, tick_step
+from hf_helix.report.timeline import (
+    ROW,
+    Bar,
+    bars_of_timeline,
+    busy_fraction,
+    colours_of,
+    draw_rows,
+    extent,
+    letters,
+    streams_of,
+    text_axis,
+    text_legend,
+    tick_step,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,12 +53,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Strip:
-    """The layers under one plan.
-
-    Attributes:
-        title: the title of the plan.
-        bars: the operators, from second 0 on.
-    """
+    """The layers under one plan: its title, and the operators from second 0 on."""
 
     title: str
     bars: Sequence[Bar]

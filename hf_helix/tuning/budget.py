@@ -31,21 +31,13 @@ PAIR_OPERATORS = 10  # operators that run for a repeat of a pair: its forwards, 
 
 @dataclass(frozen=True)
 class Tier:
-    """The thoroughness of a tuning.
-
-    Attributes:
-        name: its name in the cache.
-        rules: the rules whose plans are made.
-        timed: the number of plans that are timed in real windows besides the baseline, the most promising first.
-        repeats: the number of times of each that count.
-        search_share: the length of a search, as a share of the longest.
-    """
+    """The thoroughness of a tuning."""
 
     name: str
     rules: tuple[str, ...]
-    timed: int
-    repeats: int
-    search_share: float
+    timed: int  # the number of plans that are timed in real windows besides the baseline, the most promising first
+    repeats: int  # the number of times of each that count
+    search_share: float  # the length of a search, as a share of the longest
 
 
 QUICK = Tier("quick", (BASELINE, "greedy", "search"), timed=1, repeats=1, search_share=0.1)
@@ -55,12 +47,7 @@ TIERS = (QUICK, SHORT, FULL)
 
 
 def affordable(budget: float, cost: Callable[[Tier], float], done: str = "") -> Tier | None:
-    """Returns the most thorough tier within a budget that is more thorough than the tier already done; None if none is.
-
-    Args:
-        budget: the seconds that tuning may take.
-        cost: returns an estimate of the seconds of a tier.
-    """
+    """Returns the most thorough tier within a budget of seconds, more thorough than the tier done; else None."""
     names = [tier.name for tier in TIERS]
     better = TIERS[names.index(done) + 1 :] if done in names else TIERS
     return next((tier for tier in reversed(better) if cost(tier) <= budget), None)
@@ -110,9 +97,6 @@ class StepTimer:
 
     The time of the first step does not count, since it includes compilation and allocation.
 
-    Args:
-        clock: returns seconds.
-
     Attributes:
         steps_done: the number of steps before the current step.
         step_time: the mean seconds of a step since the previous reading; 0 before the first reading.
@@ -128,10 +112,8 @@ class StepTimer:
         self._since = (0, 0.0)
 
     def begin_step(self, synchronize: Callable[[], object]) -> bool:
-        """Returns whether `step_time` is new, on every rank after the same steps. Called when a step begins.
-
-        `synchronize` waits for the device; it is called before the clock is read.
-        """
+        """Returns whether `step_time` is new, on every rank after the same steps. Called when a step begins;
+        `synchronize` waits for the device before the clock is read."""
         self.steps_done += 1
         is_new = self.steps_done == self._next
         if is_new or self.steps_done == 1:

@@ -72,10 +72,7 @@ def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) ->
 
 
 def export(folder: Path, result: TuningResult, plan_text: str) -> None:
-    """Writes a result for people: `tuning.txt`, with `plan.json` and `profile.json` for `hf-helix show`.
-
-    The folder is made if it is absent; `plan_text` is the chosen plan, as JSON.
-    """
+    """Writes a result for people: `tuning.txt`, with `plan.json` and `profile.json` for `hf-helix show`."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_files(folder, result, plan_text)
     write_file(folder / "tuning.txt", f"{result}\n")
@@ -186,11 +183,8 @@ def file_digest(path: str | None) -> str:
 
 
 def shared_options(config: HelixConfig) -> str:
-    """Returns the options that all ranks must have in common, an option on each line.
-
-    The plan is left out: plans are compared once they are made. Files may have other paths on another host, so their
-    contents are compared.
-    """
+    """Returns the options that all ranks must have in common, an option on each line; the contents of files, whose
+    paths may differ between hosts, and no plan, since plans are compared once they are made."""
     values = dataclasses.asdict(config)
     del values["plan"]
     values["profile"] = file_digest(config.profile)

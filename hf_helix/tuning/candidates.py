@@ -76,11 +76,7 @@ def make_plans(
     progress: StageProgress | None = None,
     searching: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule: rank 0 makes it, and every rank receives it. Collective.
-
-    Raises:
-        ValueError, RuntimeError: on every rank, if rank 0 could not make a plan; see `decide_on_rank_0`.
-    """
+    """Returns the plan of each rule, or raises the error: rank 0 makes plans, every rank receives them. Collective."""
 
     def make() -> dict[str, str]:
         texts = {}
@@ -109,16 +105,8 @@ def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> f
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several plans on the same window.
-
-    Attributes:
-        chosen: the rule of the plan in use.
-        overlaps: by rule, the measurement of a window under its plan.
-        plans: the plans by rule.
-        profile: the operator times that the plans were made with.
-        schedule: the schedule of the window.
-        bare: by rule, the seconds of a window without the emulated link; empty where there is none.
-    """
+    """Several plans on the same window, by rule, with the operator times that the plans were made with. `chosen` is the
+    rule in use; `bare` are the seconds of a window without the emulated link, empty where there is none."""
 
     chosen: str
     overlaps: Mapping[str, Overlap]
@@ -140,14 +128,8 @@ def compare(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Times a window under the plan of every rule and under the runner's own, in turn. Collective.
-
-    On an emulated link, plans are timed without the link, too.
-
-    Args:
-        window: the micro-batches.
-        profile: the operator times; None to measure them.
-    """
+    """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
+    link, too. Operators are measured where no profile is given. Collective."""
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
     chosen = runner.plan.rule
@@ -166,15 +148,8 @@ def compare(
 
 
 def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
-    """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation. Collective.
-
-    The rate has three digits, so that the printed rate is the emulated rate.
-
-    Args:
-        window: the micro-batches.
-
-    Raises:
-        ValueError: on every rank, if nothing goes over the link.
+    """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation, in three
+    digits, so that the printed rate is the emulated rate. Collective. Raises ValueError if nothing goes over the link.
     """
     link = runner.mesh.link
     assert link is not None

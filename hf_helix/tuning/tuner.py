@@ -52,11 +52,8 @@ CLOSE = 1.05  # times that differ by less than this may have changed places
 MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
 """The rules of plans that wait for a measurement."""
 
-UNMEASURED = "greedy"
-"""The rule until then."""
-
-TUNED_MICROBATCHES = 4
-"""The timed micro-batches for each rank of the pipeline: enough to see the steady state."""
+UNMEASURED = "greedy"  # the rule until then
+TUNED_MICROBATCHES = 4  # the timed micro-batches for each rank of the pipeline: enough to see the steady state
 
 
 def tune(
@@ -141,14 +138,8 @@ def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _TimedWindow:
-    """The window that plans are timed with.
-
-    Attributes:
-        microbatches: the timed micro-batches, the first of a window.
-        num_microbatches: the number of micro-batches of the full window of an optimizer step.
-        about: the case of its profile.
-        cache_key: the key of its result in the cache.
-    """
+    """The micro-batches that plans are timed with, the first of a window of `num_microbatches`; the case of its
+    profile, and the key of its result in the cache."""
 
     microbatches: Sequence[MicroBatch]
     num_microbatches: int
@@ -164,13 +155,9 @@ class _TimedWindow:
 class Tuner:
     """The choice of the plan of a run.
 
-    Args:
-        config: the options of the run.
-        model: the name of the model's class, for plan files.
+    Attributes:
         fingerprint: the case of measurements, see `hf_helix.tuning.cache`.
         num_microbatches: the number of micro-batches of a window, as the run is configured.
-
-    Attributes:
         result: the result of this run or of an earlier run; None as long as there is none.
         scheduler: makes the schedules of windows, with the measured times of a given profile.
     """
@@ -189,11 +176,8 @@ class Tuner:
         self._has_declined = False
 
     def first_plan(self, layout: Layout) -> Plan:
-        """Returns the plan of the first step. Collective.
-
-        Raises:
-            ValueError: a plan or profile file is damaged or for something else.
-        """
+        """Returns the plan of the first step. Collective. Raises ValueError for a plan or profile file that does not
+        fit."""
         name = self.config.plan
         is_file = name not in MEASURED and name not in RULES
         # Files may have other paths on another host, so the plan itself is compared once it is read.
@@ -256,7 +240,10 @@ class Tuner:
             return runner
         expected = self._steps.steps_done if steps_left is None else steps_left
         seconds_left = None if steps_left is None else steps_left * self._steps.step_time
-        tier = decide_on_rank_0(lambda: self._affordable(runner, timed, expected))
+        cost = functools.partial(self._cost, runner, timed, self._steps.step_time * timed.share)
+        done = self.result.tier if self.result else ""
+        # by the clock of rank 0
+        tier = decide_on_rank_0(lambda: affordable(self._steps.budget(expected, self.config.tuning_share), cost, done))
         if tier is not None:
             return self._measure(runner, tier, timed, seconds_left)
         if seconds_left is not None:
@@ -275,12 +262,6 @@ class Tuner:
             "compile": str(self.config.compile),
         }
         return _TimedWindow(timed, len(window), about, cache_key)
-
-    def _affordable(self, runner: Runner, timed: _TimedWindow, steps_left: int) -> Tier | None:
-        """The tier that the rest of the run is worth, beyond the tier already done; by the clock of this rank."""
-        budget = self._steps.budget(steps_left, self.config.tuning_share)
-        cost = functools.partial(self._cost, runner, timed, self._steps.step_time * timed.share)
-        return affordable(budget, cost, self.result.tier if self.result else "")
 
     def _cost(self, runner: Runner, timed: _TimedWindow, window_seconds: float, tier: Tier) -> float:
         """An estimate of the seconds of a tuning whose timed window takes `window_seconds`."""
@@ -304,7 +285,10 @@ class Tuner:
         """The runner of the fastest plan; says beforehand how long tuning takes, of the seconds left. Collective."""
         with self._steps.paused():
             (seconds,) = time_steps({"": runner}, timed.microbatches, 1)[""]
-            self._say_before(self._cost(runner, timed, seconds, tier), run_seconds)
+            of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
+            kept = "; cached afterwards" if self.config.cache else ""
+            taken = about_time(self._cost(runner, timed, seconds, tier))
+            say(f"measuring and searching plans, about {taken}{of}{kept}")
             with progress_bar(rank() == 0) as progress:
                 chosen, result = tune(
                     runner,
@@ -343,12 +327,6 @@ class Tuner:
         """The result with its verdict and report."""
         verdict = format_verdict(result, contention_of(runner.mesh))
         return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
-
-    def _say_before(self, seconds: float, run_seconds: float | None) -> None:
-        """Says the duration of a tuning."""
-        of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
-        kept = "; cached afterwards" if self.config.cache else ""
-        say(f"measuring and searching plans, about {about_time(seconds)}{of}{kept}")
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
         """Says once that `auto` measures nothing, with the reason."""

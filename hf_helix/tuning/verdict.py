@@ -20,31 +20,16 @@ from hf_helix.tuning.budget import BASELINE, FULL
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The measurement and the choice of `tune`.
+    """The measurement and the choice of `tune`."""
 
-    Attributes:
-        chosen: the candidate in use: the rule of its plan and, where there was a choice, its schedule.
-        overlaps: by candidate, the measurement of a window.
-        predicted: by candidate, the predicted seconds of the same window.
-        bound: seconds of the window that no plan can beat, by the measured operator times.
-        profile: the operator times that the plans were made with.
-        measured: the date of the measurement, as text.
-        gradient_bytes: bytes of the full gradients, which data parallelism would reduce in every step.
-        ranks: the number of ranks that share the layers, the experts or the sequences of a pipeline rank.
-        schedule: the name of the schedule in use.
-        tier: the name of the tier, see `hf_helix.tuning.budget`.
-        verdict: the choice and its reason, in a sentence.
-        report: all figures, in a paragraph.
-    """
-
-    chosen: str
+    chosen: str  # the candidate in use: the rule of its plan and, where there was a choice, its schedule
     overlaps: Mapping[str, Overlap]
     predicted: Mapping[str, float] = field(default_factory=dict)
-    bound: float = 0.0
+    bound: float = 0.0  # seconds of the window that no plan can beat, by the measured operator times
     profile: Profile | None = None
     measured: str = ""
-    gradient_bytes: int = 0
-    ranks: int = 1
+    gradient_bytes: int = 0  # bytes of the full gradients, which data parallelism would reduce in every step
+    ranks: int = 1  # the number of ranks that share the layers, the experts or the sequences of a pipeline rank
     schedule: str = AUTO
     tier: str = FULL.name
     verdict: str = ""
@@ -73,10 +58,7 @@ SMALL = 1.05  # smaller gains are explained
 
 
 def format_verdict(result: TuningResult, contention: str = "") -> str:
-    """Returns the choice and its gain, in a sentence; without a gain, the reason.
-
-    `contention` names the ranks that share cores with communication, see `contention_of`.
-    """
+    """Returns the choice and its gain, in a sentence; without a gain, the reason. See `contention_of`."""
     chosen, baseline = result.overlaps[result.chosen], result.baseline
     plan = f"plan {_named(result.chosen)}"
     where = f" on an emulated link of {chosen.link}" if chosen.link else ""
@@ -133,7 +115,15 @@ def _reason(overlap: Overlap, contention: str) -> str:
 def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     """Returns the choice and its reasons, in a paragraph; `share_of_step` of a step's micro-batches were timed."""
     chosen, baseline = result.overlaps[result.chosen], result.baseline
-    others = ", ".join(_timed(rule, result) for rule in result.overlaps)
+    predicted = {rule: f" (predicted {in_ms(seconds)})" for rule, seconds in result.predicted.items()}
+    times = (f"{rule} {in_ms(each.step)}{predicted.get(rule, '')}" for rule, each in result.overlaps.items())
+    waits = alone = ""
+    if chosen.bubble_fraction:
+        waits = f" (of which a rank of the pipeline waits {chosen.bubble_fraction:.0%} for others)"
+    if chosen.communication:
+        alone = f", its communication alone {in_ms(chosen.communication)}"
+        if chosen.bound <= chosen.step:  # noise may make the step shorter than its bound
+            alone += f", and no plan can beat {in_ms(chosen.bound)}"
     gain = ""
     if baseline is not None and result.chosen != baseline:
         gain = f", {result.overlaps[baseline].step / chosen.step:.2f} times as fast as {baseline}"
@@ -141,8 +131,7 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     when += f" on an emulated link of {chosen.link}" if chosen.link else ""
     sentences = [
         f"Plan {result.chosen} is kept{gain}{when}.",
-        f"A window takes: {others}; its computation alone {in_ms(chosen.computation)}{_bubbles(chosen)}"
-        f"{_alone(chosen)}.",
+        f"A window takes: {', '.join(times)}; its computation alone {in_ms(chosen.computation)}{waits}{alone}.",
         _hidden(chosen),
         *_why_small(result),
         *_alternative(result, share_of_step),
@@ -150,42 +139,17 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     return " ".join(sentences)
 
 
-def _bubbles(overlap: Overlap) -> str:
-    if not overlap.bubble_fraction:
-        return ""
-    return f" (of which a rank of the pipeline waits {overlap.bubble_fraction:.0%} for others)"
-
-
-def _alone(overlap: Overlap) -> str:
-    return f", its communication alone {in_ms(overlap.communication)}{_bound(overlap)}" if overlap.communication else ""
-
-
 def _hidden(overlap: Overlap) -> str:
     if not overlap.communication:
         return "There are no collectives to hide."
     if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
         return f"Communication is sums of gradients only: {_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
+    by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in overlap.overlapped_by_kind.items())
     return (
-        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(overlap)}, "
+        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation"
+        f"{f' ({by_kind})' if len(overlap.overlapped_by_kind) > 1 else ''}, "
         f"{_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
     )
-
-
-def _bound(overlap: Overlap) -> str:
-    """The bound; empty where noise has made the step shorter than its bound."""
-    return f", and no plan can beat {in_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
-
-
-def _timed(rule: str, result: TuningResult) -> str:
-    predicted = result.predicted.get(rule)
-    prediction = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
-    return f"{rule} {in_ms(result.overlaps[rule].step)}{prediction}"
-
-
-def _by_kind(overlap: Overlap) -> str:
-    if len(overlap.overlapped_by_kind) < 2:
-        return ""
-    return f" ({', '.join(f'{kind} {share:.0%}' for kind, share in overlap.overlapped_by_kind.items())})"
 
 
 def _why_small(result: TuningResult) -> list[str]:

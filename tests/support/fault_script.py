@@ -26,8 +26,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
-from hf_helix.checkpoint import folders as atomic
-from hf_helix.checkpoint import folders as saving
+from hf_helix.checkpoint import files
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.executor import Executor
 
@@ -94,12 +93,12 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
     "in a gather of weights": lambda rows: before(FlatParameter, "_fill", kill, 2),
-    "in saving the model": lambda rows: before(saving, "write_slice", kill),
+    "in saving the model": lambda rows: before(files, "write_slice", kill),
     "in saving adapters": lambda rows: before(PeftModel, "save_pretrained", kill),
     "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),
-    "before its place": lambda rows: before(atomic, "publish", kill),
+    "before its place": lambda rows: before(files, "publish", kill),
     "in the data": lambda rows: setattr(rows, "reads", 1),
-    "no room for the model": lambda rows: before(saving, "write_slice", full),
+    "no room for the model": lambda rows: before(files, "write_slice", full),
     "no room for adapters": lambda rows: before(PeftModel, "save_pretrained", full),
     "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),
 }

@@ -15,7 +15,7 @@ from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name
-from hf_helix.report.bars import Bar
+from hf_helix.report.timeline import Bar
 
 SVG = "{http://www.w3.org/2000/svg}"
 MS = {"F.norm": 1.0, "F.gather": 4.0, "F.up": 6.0, "F.attention": 2.0, "F.send": 3.0}

@@ -15,39 +15,32 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.doctor.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
-from hf_helix.doctor.amounts.kernels import Kernel, Transfer
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
-from hf_helix.doctor.amounts.meter import FusedKernels, Meter, Metered
+from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.param_shard import EXPERTS
+from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.zero import readers_of
 
-Adders = tuple[tuple[int, str], ...]
-"""Operators of backward that add to a gradient, as (unit, name)."""
+Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
 
 
 @dataclass(frozen=True)
 class OperatorAmounts:
-    """The work and the memory of one call of an operator.
-
-    Attributes:
-        kernels: its kernels.
-        transfers: its transfers.
-        delta: change of live bytes, including releases by its readers.
-        peak: largest increase of live bytes while the operator runs.
-        weights: the part of `delta` in gathered weights or copies of gathered weights.
-    """
+    """The work and the memory of one call of an operator."""
 
     kernels: Sequence[Kernel] = ()
     transfers: Sequence[Transfer] = ()
-    delta: int = 0
-    peak: int = 0
-    weights: int = 0
+    delta: int = 0  # change of live bytes, including releases by its readers
+    peak: int = 0  # largest increase of live bytes while the operator runs
+    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)
@@ -55,20 +48,13 @@ class Weights:
     """The numbers of elements in the parameters of a unit on a rank.
 
     Shared parameters count in the first unit only: tied weights of a head count in the embedding.
-
-    Attributes:
-        trained: trained elements, replicated on all data-parallel ranks.
-        experts: trained elements of experts, with fewer replicas.
-        frozen: frozen elements, replicated on all data-parallel ranks.
-        frozen_experts: frozen elements of experts.
-        frozen_itemsize: bytes of a frozen element, in the type of the loaded model.
     """
 
-    trained: int = 0
-    experts: int = 0
-    frozen: int = 0
-    frozen_experts: int = 0
-    frozen_itemsize: int = 4
+    trained: int = 0  # trained elements, replicated on all data-parallel ranks
+    experts: int = 0  # trained elements of experts, with fewer replicas
+    frozen: int = 0  # frozen elements, replicated on all data-parallel ranks
+    frozen_experts: int = 0  # frozen elements of experts
+    frozen_itemsize: int = 4  # bytes of a frozen element, in the type of the loaded model
 
     @property
     def all_trained(self) -> int:
@@ -83,40 +69,42 @@ class Weights:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a parameter on a rank.
+    """The gradient of a parameter on a rank."""
 
-    Attributes:
-        adders: the operators of backward that add to the gradient, as (name of the unit, name of the operator).
-        elements: number of elements.
-        is_experts: whether the parameter is of experts, with fewer replicas.
-        flat: the name of the parameter's flat buffer under ZeRO; empty without a buffer.
-    """
-
+    # the operators of backward that add to the gradient, as (name of the unit, name of the operator)
     adders: tuple[tuple[str, str], ...]
     elements: int
-    is_experts: bool
-    flat: str
+    is_experts: bool  # whether the parameter is of experts, with fewer replicas
+    flat: str  # the name of the parameter's flat buffer under ZeRO; empty without a buffer
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard."""
+
+    units: tuple[str, ...]  # names of the units that read the buffer
+    name: str  # unique within these units
+    elements: int
+    element_bytes: int  # bytes of an element in the gathered type
+    is_experts: bool  # whether the weights are of experts, with fewer replicas
+    is_cast: bool = False  # whether trained and gathered types differ
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffer, without padding."""
+        return self.elements * self.element_bytes
 
 
 @dataclass(frozen=True)
 class Model:
-    """The properties of a model that decide its layouts.
-
-    Attributes:
-        name: its class.
-        units: the names of its units in forward order: the embedding, the layers, the head.
-        head_cost: the work of head and loss relative to a layer.
-        tied: whether embedding and head share weights, and so need the same rank of a pipeline.
-        flops_per_token: floating-point operations of forward and backward of a token without attention.
-        attention_flops: floating-point operations of attention per pair of tokens.
-    """
+    """The properties of a model that decide its layouts."""
 
     name: str
-    units: Sequence[str]
-    head_cost: float
-    tied: bool
+    units: Sequence[str]  # the names of its units in forward order: the embedding, the layers, the head
+    head_cost: float  # the work of head and loss relative to a layer
+    tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
     flops_per_token: float
-    attention_flops: float
+    attention_flops: float  # floating-point operations of attention per pair of tokens
 
     @property
     def layers(self) -> int:
@@ -126,39 +114,24 @@ class Model:
 
 @dataclass(frozen=True)
 class Amounts:
-    """The work and the memory of a rank for a micro-batch.
-
-    Attributes:
-        model: the full model.
-        layout: the counted units, one of each name.
-        operators: amounts by operator, in the order of one strand.
-        weights: parameters by name of the unit.
-        handed_on: bytes of the values handed from a unit to the next.
-        copies: bytes of cast weights held during a window, by name of the unit.
-        gradients: by name of the unit that completes the gradients, in order of completion.
-        lifetimes: lifetimes of memory left by operators.
-        kept: the flat buffers of ZeRO-1; empty with sharded weights.
-        spread: number of ranks by axis over which weights are sharded; empty with full weights on every rank.
-    """
+    """The work and the memory of a rank for a micro-batch."""
 
     model: Model
-    layout: Layout
-    operators: Mapping[Name, OperatorAmounts]
+    layout: Layout  # the counted units, one of each name
+    operators: Mapping[Name, OperatorAmounts]  # amounts by operator, in the order of one strand
     weights: Mapping[str, Weights]
-    handed_on: int
-    copies: Mapping[str, int]
+    handed_on: int  # bytes of the values handed from a unit to the next
+    copies: Mapping[str, int]  # bytes of cast weights held during a window, by name of the unit
+    # by name of the unit that completes the gradients, in order of completion
     gradients: Mapping[str, Sequence[Gradient]]
     lifetimes: Lifetimes
-    kept: Sequence[KeptWeights] = ()
+    kept: Sequence[KeptWeights] = ()  # the flat buffers of ZeRO-1; empty with sharded weights
+    # number of ranks by axis over which weights are sharded; empty with full weights on every rank
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
         """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
-        change.
-
-        Args:
-            spread: number of ranks by axis, for the axes of `self.spread`.
-        """
+        change."""
         if spread == self.spread:
             return self
         operators = dict(self.operators)
@@ -169,12 +142,7 @@ class Amounts:
         return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-        """Yields the gradients of a pipeline rank in order of completion, each with its adders.
-
-        Args:
-            layout: the units of all ranks of a pipeline.
-            rank: the pipeline rank.
-        """
+        """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
         units = list(layout.units)
         for unit in reversed(layout.units_of(rank)):
             for made in self.gradients.get(units[unit], ()):
@@ -195,11 +163,7 @@ class _Done(Event):
 
 
 class SimulatedStreams(Streams):
-    """Streams that run everything when issued, and note transfers by label.
-
-    Args:
-        log: the list of transfers of the mesh.
-    """
+    """Streams that run everything when issued, and note transfers by label; `log` is the mesh's list of transfers."""
 
     slots_ahead = 0
 
@@ -234,13 +198,7 @@ class SimulatedStreams(Streams):
 def count_amounts(
     runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
 ) -> Amounts:
-    """Returns the amounts of a runner for a micro-batch.
-
-    Args:
-        batch: a micro-batch on the meta device.
-        handed_on: bytes of the values handed from a unit to the next.
-        spread: number of ranks by axis over which weights are sharded.
-    """
+    """Returns the amounts of a runner for a micro-batch; `handed_on` are the bytes of the values between units."""
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)
     first, second, watch = _counted(runner, batch, streams)
@@ -257,17 +215,21 @@ def count_amounts(
     ran = [names[label] for label in second.counted]  # in execution order, which decides memory
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
-    operators = {
-        name: _operator(second.counted[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
-        for name in ran
-    }
+    operators = {}
+    for name in ran:
+        metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
+        operators[name] = OperatorAmounts(metered.kernels, sent, metered.delta, metered.peak, gathered.get(name, 0))
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(stage.model.values())
-    if not spread:
-        units = with_kept_flats(units, runner.precision.autocast_dtype)
+    if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
+        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
+        units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
+    readers = readers_of((unit.name, unit) for unit in units)
+    flats = {flat for unit in units for flat in unit.flat_parameters.values()}
+    flat_names = {parameter: flat.name for flat in flats for parameter in flat.placements}
     return Amounts(
         model,
         layout,
@@ -275,9 +237,9 @@ def count_amounts(
         _weights(runner),
         handed_on,
         copies,
-        _gradients(runner, flat_names(units)),
+        _gradients(runner, flat_names),
         lifetimes,
-        kept_weights(units),
+        [_kept(flat, names) for flat, names in readers.items()],
         dict(spread or {}),
     )
 
@@ -306,10 +268,6 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
         executor.run(runner.program(1), [batch], runner.sources(), training=True)
         watch.end()
     return watch
-
-
-def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> OperatorAmounts:
-    return OperatorAmounts(tuple(metered.kernels), tuple(sent), metered.delta, metered.peak, weights)
 
 
 def _weights(runner: Runner) -> dict[str, Weights]:
@@ -344,3 +302,11 @@ def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, l
         is_experts = made.placement.over == EXPERTS
         gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
     return gradients
+
+
+def _kept(flat: Zero1FlatParameter, units: Sequence[str]) -> KeptWeights:
+    parameter, placement = next(iter(flat.placements.items()))
+    elements = sum(each.numel() for each in flat.placements)
+    dtype = flat.cast_to or parameter.dtype
+    is_experts, is_cast = placement.over == EXPERTS, dtype != parameter.dtype
+    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, is_experts, is_cast)

@@ -26,38 +26,26 @@ from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
-Place = tuple[int, str]
-"""An operator: the index of its unit, and its entry in a plan."""
+Place = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory left by an operator.
-
-    Attributes:
-        bytes: its size.
-        values: the values of the operator's unit in this memory.
-        last: the entry of the unit after which the memory was freed; empty if freed in another unit.
-        is_weight: whether the memory holds gathered weights or copies of gathered weights.
-    """
+    """Memory left by an operator."""
 
     bytes: int
-    values: tuple[str, ...]
-    last: str
-    is_weight: bool
+    values: tuple[str, ...]  # the values of the operator's unit in this memory
+    last: str  # the entry of the unit after which the memory was freed; empty if freed in another unit
+    is_weight: bool  # whether the memory holds gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The memory left by operators.
-
-    Attributes:
-        left: storages by operator.
-        entering: for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after
-            which the input was freed.
-    """
+    """The memory left by operators."""
 
     left: Mapping[Name, Sequence[Storage]]
+    # for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after which the
+    # input was freed
     entering: Mapping[tuple[str, bool, int], str]
 
     def weights(self) -> dict[Name, int]:
@@ -72,11 +60,7 @@ class Lifetimes:
 
 
 class LifetimeTrace(Trace):
-    """Tells a meter the next operator, and notes the values in each allocation.
-
-    Attributes:
-        values: the values in each allocation.
-    """
+    """Tells a meter the next operator, and notes the values in each allocation."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()

@@ -80,11 +80,8 @@ def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
 
 def _described(value: Any) -> object:
-    """Returns the properties of an argument on which shapes of results depend.
-
-    Raises:
-        TypeError: a tensor outside the meta device, whose values may matter; NaN, which no cache finds again.
-    """
+    """Returns the properties of an argument on which shapes of results depend. Raises TypeError for a tensor outside
+    the meta device, whose values may matter, and for NaN, never found again in a cache."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_helix.doctor.amounts.kernels import Transfer
+from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
@@ -24,14 +24,7 @@ META = torch.device("meta")
 
 
 class SimulatedTransport(Transport):
-    """Logs transfers, and sends nothing.
-
-    Args:
-        axis: the name of the axis.
-        size: number of ranks of the axis.
-        sums_in_place: whether a reduce-scatter of the backend adds up in fp32 at least, like NCCL's.
-        log: the log of transfers.
-    """
+    """Logs transfers, and sends nothing; `sums_in_place`: a reduce-scatter adds up in fp32 at least, like NCCL's."""
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
         self.axis = axis

@@ -20,7 +20,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel
 from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models.graph import norms
 from hf_helix.operators import vocab_parallel
@@ -28,35 +27,47 @@ from hf_helix.operators.linears import accumulate
 
 aten = torch.ops.aten
 
+MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, or several equal kernels."""
+
+    sort: str  # `MATMUL`, `ATTENTION`, or `OTHER` (bound by memory)
+    flops: float  # floating-point operations; a multiplication and an addition count as two
+    bytes: int  # bytes read and written
+    # of a matrix product, (number of products, rows, columns, depth); of attention, (queries, keys, size of a head)
+    sizes: tuple[int, ...] = ()
+    exponentials: float = 0.0  # number of values of an exponential or a similar function
+    causal: bool = False  # whether attention leaves out the keys after a query
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One use of a transport."""
+
+    axis: str  # "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies"
+    method: str  # a method of the transport; "send" between stages, "all_reduce" of gradients
+    bytes: int  # the larger of the bytes sent and received by a rank
+
 
 @dataclass(eq=False)
 class Allocated:
-    """An allocation.
-
-    Attributes:
-        bytes: its size.
-        maker: the label of the allocation; None without a label.
-        last: the label of the release; None for live memory.
-    """
+    """An allocation."""
 
     bytes: int
-    maker: str | None
-    last: str | None = None
+    maker: str | None  # the label of the allocation; None without a label
+    last: str | None = None  # the label of the release; None for live memory
 
 
 @dataclass
 class Metered:
-    """The counts of one label, over all its calls.
-
-    Attributes:
-        kernels: kernels in order of their calls.
-        delta: change of live bytes.
-        peak: largest increase of live bytes during a call.
-    """
+    """The counts of one label, over all its calls."""
 
     kernels: list[Kernel] = field(default_factory=list)
-    delta: int = 0
-    peak: int = 0
+    delta: int = 0  # change of live bytes
+    peak: int = 0  # largest increase of live bytes during a call
 
 
 class Meter(TorchDispatchMode):
@@ -66,10 +77,6 @@ class Meter(TorchDispatchMode):
         existing: tensors whose storages do not count as live memory.
         before: an earlier meter, whose live memory does not count either.
         counts: whether kernels and peaks are counted, besides live bytes.
-
-    Attributes:
-        counted: counts by label.
-        allocated: all allocations, in order.
     """
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
@@ -135,11 +142,7 @@ class Meter(TorchDispatchMode):
 def kernel_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Kernel | None:
-    """Returns the kernel of an operator of torch; None for operators without a kernel, such as views.
-
-    Args:
-        function: an overload, such as `aten.mm.default`.
-    """
+    """Returns the kernel of an overload of torch, such as `aten.mm.default`; None without a kernel, as for views."""
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:
         return None
@@ -165,15 +168,8 @@ def kernel_of(
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
-    """Returns the kernel of fused attention: scores are not stored, and backward computes the scores again.
-
-    Args:
-        q: queries [batch, heads, queries, size].
-        k: keys [batch, kv heads, keys, size].
-        v: values [batch, kv heads, keys, size of values].
-        causal: whether half of the products are left out.
-        backward: whether the kernel is the backward pass, with five products for the two of forward.
-    """
+    """Returns the kernel of fused attention on [batch, heads, tokens, size]: scores are not stored, backward computes
+    them again, with five products for the two of forward, and a causal mask leaves out half of the products."""
     batch, heads, queries, size = q.shape
     keys, of_values = k.shape[2], v.shape[3]
     causal = causal and queries == keys
@@ -250,8 +246,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_token(like: Tensor, size: int) -> Tensor:
-    """Returns a value [batch, heads, tokens, size] with the heads of a token contiguous, as in results of fused
-    kernels: merging the heads copies nothing."""
+    """Returns an empty [batch, heads, tokens, size] with the heads of a token contiguous, as fused kernels return."""
     batch, heads, tokens, _ = like.shape
     return like.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
@@ -272,11 +267,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device.
-
-    Args:
-        meter: counts the kernels.
-    """
+    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()

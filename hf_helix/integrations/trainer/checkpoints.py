@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint import folders as atomic
+from hf_helix.checkpoint import files as atomic
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts

@@ -21,7 +21,7 @@ from support.cluster import JobFailed
 from support.derived_models import HOME
 from support.resume_jobs import make, run
 
-from hf_helix.checkpoint import folders, manifest
+from hf_helix.checkpoint import files, manifest
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.operators.param_shard import Placement
@@ -632,7 +632,7 @@ def test_killed_while_it_takes_its_place(
 
     if replaces:
         (checkpoint(tmp_path / "checkpoint-3", "old") / "mark").touch()
-    new = checkpoint(tmp_path / folders.STAGING / "checkpoint-3", "new")
+    new = checkpoint(tmp_path / files.STAGING / "checkpoint-3", "new")
     calls = iter(range(100))
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -649,12 +649,12 @@ def test_killed_while_it_takes_its_place(
         mark = dying((new / "mark").touch)
         was_killed = False
         try:
-            folders.publish(new, tmp_path, mark)
+            files.publish(new, tmp_path, mark)
         except Killed:
             was_killed = True
     assert was_killed == (number < 3 + replaces)
-    folders.recover(tmp_path, complete)
-    assert not (tmp_path / folders.STAGING).exists()
+    files.recover(tmp_path, complete)
+    assert not (tmp_path / files.STAGING).exists()
     if number == 0 and not replaces:
         assert list(tmp_path.iterdir()) == []
     else:

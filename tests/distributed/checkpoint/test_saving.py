@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import files as safetensors_file
-from hf_helix.checkpoint.files import FileLayout, write_slice
-from hf_helix.checkpoint.folders import staged
+from hf_helix.checkpoint.files import FileLayout, staged, write_slice
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters

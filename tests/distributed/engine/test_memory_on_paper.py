@@ -11,8 +11,7 @@ from support.at_once import collectives_at_once, collectives_kept
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.held import held_until_waited
-from hf_helix.doctor.peaks import peak_of_program
+from hf_helix.doctor.peaks import held_until_waited, peak_of_program
 from hf_helix.doctor.simulated import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes

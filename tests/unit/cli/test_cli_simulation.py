@@ -14,7 +14,6 @@ from hf_helix.cli.doctor import parse_count
 from hf_helix.cli.main import main
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
-from hf_helix.doctor import processes
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
 
@@ -30,7 +29,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor searches in this process: others would count once more what one of them has counted."""
-    monkeypatch.setattr(processes, "usable_cores", lambda: 1)
+    monkeypatch.setattr("hf_helix.cli.doctor.usable_cores", lambda: 1)
 
 
 def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:

@@ -11,7 +11,7 @@ import torch
 from support.simulated import LLAMA, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.amounts.kernels import ATTENTION, MATMUL
+from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL
 from hf_helix.doctor.memory import Sharing
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind

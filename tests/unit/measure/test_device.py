@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_helix.doctor.amounts.kernels import MATMUL, OTHER, Kernel, Transfer
-from hf_helix.doctor.amounts.meter import attention_kernel
+from hf_helix.doctor.amounts.meter import MATMUL, OTHER, Kernel, Transfer, attention_kernel
 from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
-from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve, link_entry
+from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
-from hf_helix.measure.links import METHODS, TimedCollective, fit
+from hf_helix.measure.links import METHODS, TimedCollective, link_entry
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 
 
@@ -65,7 +64,7 @@ def test_collectives_take_what_was_measured(ranks: int):
         messages = 1 if method == "shift" else ranks - 1
         sizes = [messages * size for size in (8, 100_000, 800_000, 4_000_000, 64_000_000)]
         timed += [TimedCollective(method, sent, messages, seconds(sent, messages)) for sent in sizes]
-    cluster = cluster_of({}, link_entry(fit(timed)), ranks)
+    cluster = cluster_of({}, link_entry(timed), ranks)
     for each in timed:
         result = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, (1, ranks)), cluster)
         assert result == pytest.approx(each.seconds, rel=0.02), each

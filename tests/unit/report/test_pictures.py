@@ -18,10 +18,16 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
 from hf_helix.planning.window.layout import GradientReduction
-from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
 from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
-from hf_helix.report.timeline import draw_timeline, text_timeline
-from hf_helix.runtime.trace import Span, Trace
+from hf_helix.report.timeline import (
+    bars_of_timeline,
+    between,
+    busy_fraction,
+    draw_timeline,
+    parse_label,
+    part_of,
+    text_timeline,
+)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -75,19 +81,6 @@ def test_barriers_are_no_bars() -> None:
     assert [b.label for b in result] == [b.label for b in bars_of_timeline(timeline, program)]
     with pytest.raises(ValueError, match="not of one window"):
         bars_of_timeline(timeline, stopped)
-
-
-def test_bars_of_a_trace() -> None:
-    spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("intra_node", "B2.layers.3.mlp.gather", 7.5, 9.0)]
-    spans.append(Span("gradients", "gradients.average", 8.0, 9.5))
-    result = bars_of_trace(Trace(spans=spans))
-    assert result == [
-        Bar("compute", "F", 0, "F0.embedding.lookup", 0.0, 1.0, False),
-        Bar("intra_node", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
-        Bar("gradients", "B", 2, "B2.gradients.average", 1.0, 2.5, True),
-    ]
-    assert [b.letter for b in result] == ["F", "b", "s"]
-    assert bars_of_trace(Trace()) == []
 
 
 def test_sums_of_gradients_have_a_row_of_their_own() -> None:
