@@ -166,11 +166,11 @@ def has_head_beside(base: Any) -> bool:
     owner = _owner(kind, "forward")
     if owner is None or _root(owner.__module__) in OWN:
         return False
-    stock: Any = next((each for each in kind.__mro__ if _root(each.__module__) == "transformers"), None)
-    if stock is None or getattr(transformers, stock.__name__, None) is not stock:
+    above: list[Any] = [each for each in kind.__mro__ if getattr(transformers, each.__name__, None) is each]
+    if not above:
         return False
     with torch.device("meta"):
-        plain = {name for name, _ in stock(copy.deepcopy(base.config)).named_parameters()}
+        plain = {name for name, _ in above[0](copy.deepcopy(base.config)).named_parameters()}
     return not plain.issuperset(name for name, _ in base.named_parameters())
 
 

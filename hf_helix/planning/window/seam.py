@@ -64,9 +64,9 @@ def build_segments(
     def instructions(schedule: Schedule, of: Layout) -> list[Instruction]:
         return plan.issue(schedule, of, slots_ahead, None if plan.BY_TIMES else rank).program(rank)
 
-    begin = instructions(_moved(forward, count), within)
+    begin = instructions(moved_by(forward, count), within)
     both = instructions(schedule_of_both(forward, placement), within)
-    end = instructions(_mirrored(forward), layout.without_gathers)
+    end = instructions(mirrored(forward), layout.without_gathers)
     parts = [_shifted(begin, -count), both, _shifted(end, count)]
     freed = free_values([each for part in parts for each in part], (output,))
     first, second = len(begin), len(begin) + len(both)
@@ -77,17 +77,17 @@ def build_segments(
 
 def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
     """Returns the schedule of a forward pass overlapped with a backward pass, see `Segments`."""
-    later, mirrored = _moved(forward, num_microbatches_of(forward)), _mirrored(forward)
+    later, back_again = moved_by(forward, num_microbatches_of(forward)), mirrored(forward)
     if placement != FOLD:
-        return [[*back, *ahead] for ahead, back in zip(later, mirrored, strict=True)]
+        return [[*back, *ahead] for ahead, back in zip(later, back_again, strict=True)]
     empty = Slot()
     return [
         [Slot(ahead.forward, back.backward) for ahead, back in zip_longest(*slots, fillvalue=empty)]
-        for slots in zip(later, mirrored, strict=True)
+        for slots in zip(later, back_again, strict=True)
     ]
 
 
-def _moved(forward: Schedule, later: int) -> Schedule:
+def moved_by(forward: Schedule, later: int) -> Schedule:
     """Returns a forward schedule with larger numbers of micro-batches."""
 
     def moved(action: Action) -> Slot:
@@ -96,19 +96,19 @@ def _moved(forward: Schedule, later: int) -> Schedule:
     return [[moved(slot.forward) for slot in slots if slot.forward] for slots in forward]
 
 
-def _mirrored(forward: Schedule) -> Schedule:
+def mirrored(forward: Schedule) -> Schedule:
     """Returns the backward schedule of a forward schedule: the stages in reverse, on the same ranks if folded."""
     last = max(action.stage for slots in forward for slot in slots for action in slot.actions)
     ranks: dict[int, int] = {}
     for rank, slots in enumerate(forward):
         ranks.update({action.stage: rank for slot in slots for action in slot.actions})
-    mirrored: Schedule = [[] for _ in forward]
+    result: Schedule = [[] for _ in forward]
     for slots in forward:
         for slot in slots:
             assert slot.forward is not None
             stage = last - slot.forward.stage
-            mirrored[ranks[stage]].append(Slot(backward=Action(stage, "B", slot.forward.microbatch)))
-    return mirrored
+            result[ranks[stage]].append(Slot(backward=Action(stage, "B", slot.forward.microbatch)))
+    return result
 
 
 def _shifted(instructions: Sequence[Instruction], later: int) -> list[Instruction]:

@@ -8,7 +8,7 @@ from hf_helix.planning.schedule.actions import Slot, num_microbatches_of
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.schedule.validate import validate
-from hf_helix.planning.window.seam import _mirrored, _moved, schedule_of_both
+from hf_helix.planning.window.seam import mirrored, moved_by, schedule_of_both
 
 
 @pytest.mark.parametrize("name", ["auto", "1f1b"])
@@ -22,7 +22,9 @@ def test_the_segments_of_three_calls_are_a_schedule(name: str, num_ranks: int, p
     both = schedule_of_both(forward, placement)
 
     def later(schedule: list[list[Slot]], count: int) -> list[list[Slot]]:
-        parts = [(_moved([[Slot(s.forward)] if s.forward else [] for s in slots], count), slots) for slots in schedule]
+        parts = [
+            (moved_by([[Slot(s.forward)] if s.forward else [] for s in slots], count), slots) for slots in schedule
+        ]
         moved = []
         for shifted, slots in parts:
             row = []
@@ -34,7 +36,7 @@ def test_the_segments_of_three_calls_are_a_schedule(name: str, num_ranks: int, p
             moved.append(row)
         return moved
 
-    segments = [forward, both, later(both, pieces), later(_mirrored(forward), 2 * pieces)]
+    segments = [forward, both, later(both, pieces), later(mirrored(forward), 2 * pieces)]
     whole = [[slot for segment in segments for slot in segment[rank]] for rank in range(num_ranks)]
     assert num_microbatches_of(whole) == 3 * pieces
     validate(whole, 3 * pieces, stage_ranks(placement, num_ranks))
