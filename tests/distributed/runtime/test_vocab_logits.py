@@ -221,20 +221,22 @@ def _fused(dtype: torch.dtype, axis: Axis, outputs: tuple[str, ...] = FIGURES, *
 def _hooked(dtype: torch.dtype, axis: Axis, pipe: Any) -> list[tuple[Tensor, Tensor]]:
     """The same through TRL's name of its fused head, for a head over tensor-parallel ranks or on one pipeline rank."""
     values, rank = _values(dtype), dist.get_rank()
-    above: Any = SimpleNamespace(mesh=SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe), owner=1)
-    above.placement, above.is_cut = SimpleNamespace(length=VOCABULARY), axis.size > 1
-    above.is_here = pipe.group is None or rank == above.owner
+    placed: Any = SimpleNamespace(is_above=True, mesh=SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe), owner=1)
+    placed.placement, placed.is_cut = SimpleNamespace(length=VOCABULARY), axis.size > 1
+    placed.is_here = pipe.group is None or rank == placed.owner
     first, end = cut_bounds(VOCABULARY, axis.size, axis.rank)
-    rows = slice(first, end if above.is_here else first)
+    rows = slice(first, end if placed.is_here else first)
     hidden, weight, bias = (nn.Parameter(each) for each in (values.hidden[0], values.weight[rows], values.bias[rows]))
-    weight._division = SimpleNamespace(above=above)  # type: ignore[attr-defined]
+    weight._division = SimpleNamespace(placed=placed)  # type: ignore[attr-defined]
     targets = values.labels[0].clamp(min=0)
     found = trl_utils._ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 5.0, 32, None, 1.0, FIGURES)
     (found[0] - found[1]).sum().backward()
     plain = [each.detach().requires_grad_() for each in (values.hidden[0], values.weight, values.bias)]
     expected = ChunkedLogProbFunction.apply(*plain, targets, 5.0, 32, None, 1.0, FIGURES)
     (expected[0] - expected[1]).sum().backward()
-    gradients = [(hidden.grad, plain[0].grad * above.is_here), (weight.grad, plain[1].grad[rows])][: 1 + above.is_here]
+    gradients = [(hidden.grad, plain[0].grad * placed.is_here), (weight.grad, plain[1].grad[rows])][
+        : 1 + placed.is_here
+    ]
     return [(ours.float(), whole.float()) for ours, whole in [*zip(found, expected, strict=True), *gradients]]
 
 
