@@ -35,11 +35,16 @@ def is_elementwise(name: str) -> bool:
         plain = name.strip("_")
         return plain in _OPERATORS or (plain[:1] in ("r", "i") and plain[1:] in _OPERATORS)
     name = name.removesuffix("_")
+    return name in _UNTAGGED or is_tagged_elementwise(name)
+
+
+@functools.cache
+def is_tagged_elementwise(name: str) -> bool:
+    """Returns whether torch tags an operator as element-wise, without random numbers."""
     operator: Any = getattr(torch.ops.aten, name, None)
     overloads = operator.overloads() if hasattr(operator, "overloads") else ()
     tags = {tag for each in overloads for tag in getattr(operator, each).tags}
-    is_tagged = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return name in _UNTAGGED or is_tagged
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.operators.torch_functions import is_tagged_elementwise
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
@@ -635,12 +636,7 @@ _AUGMENTED = {f"__i{name}__" for name in ["and", "or", "xor", "lshift", "rshift"
 def _is_elementwise(name: str) -> bool:
     """Whether every element of the result depends only on the same element of the operands, and on no random number."""
     name = name if name.startswith("__") else name.removesuffix("_")
-    if name in _ELEMENTWISE:
-        return True
-    operator: Any = getattr(torch.ops.aten, name, None)
-    overloads = operator.overloads() if hasattr(operator, "overloads") else ()
-    tags = {tag for each in overloads for tag in getattr(operator, each).tags}
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return name in _ELEMENTWISE or is_tagged_elementwise(name)
 
 
 def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: DividedTensor) -> bool:

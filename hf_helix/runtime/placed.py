@@ -21,7 +21,7 @@ from torch.nn import functional
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
-from hf_helix.operators.vocab_slices import summed_gradient
+from hf_helix.operators.vocab_slices import changed_gradient, summed_gradient
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -62,13 +62,13 @@ class Placed:
             bias: likewise; None without.
         """
         if not self.is_here:
-            result: Tensor = _Received.apply(value, self)
+            part = self.placement.shape(self.shape, self.mesh.tp.size, self.mesh.tp.rank) if self.is_cut else self.shape
+            result = self.received(value, (*value.shape[:-1], part[0]), _type_of_products(value))
         else:
             value = summed_gradient(value, self.mesh.tp) if self.is_cut else value
-            scale = 1 / self.mesh.cp.size
-            bias = None if bias is None else _scaled(bias, scale)
-            result = functional.linear(value, _scaled(weight, scale), bias)
-            self._share(result.detach())
+            bias = None if bias is None else self.recorded(bias)
+            result = functional.linear(value, self.recorded(weight), bias)
+            self.share(result.detach())
         return divided_logits(result, self.mesh.tp, self.placement.length) if self.is_cut else result
 
     @torch.no_grad()
@@ -81,36 +81,60 @@ class Placed:
         """
         shape = (*value.shape[:-1], self.shape[features])
         if not self.is_here:
-            return self._share(None, shape, value)
+            return self.share(value.new_empty(shape, dtype=_type_of_products(value)))
         matrix = weight.t() if features else weight
         if not self.is_cut:
-            return self._share(functional.linear(value, matrix, bias))
+            return self.share(functional.linear(value, matrix, bias))
         if self.placement.dim == features:
-            return self._share(self._joined(functional.linear(value, matrix, bias), shape))
+            return self.share(self._joined(functional.linear(value, matrix, bias), shape))
         tp = self.mesh.tp
         parts = [value[..., first:last] for first, last in self.placement.bounds(tp.size, tp.rank)]
         total = functional.linear(torch.cat(parts, -1), matrix)
         dist.all_reduce(total, group=tp.group)
-        return self._share(total if bias is None else total + bias)
+        return self.share(total if bias is None else total + bias)
 
     @torch.no_grad()
     def full_lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Returns the rows of a full table [..., features] for ids [...], without gradients."""
         shape = (*ids.shape, self.shape[1])
         if not self.is_here:
-            return self._share(weight.new_empty(shape))  # autocast leaves lookups in the type of the table
+            return self.share(weight.new_empty(shape))  # autocast leaves lookups in the type of the table
         if not self.is_cut or self.placement.dim != 0:
-            return self._share(functional.embedding(ids, self._gathered(weight)))
+            return self.share(functional.embedding(ids, self._gathered(weight)))
         tp = self.mesh.tp
         ((first, _),) = self.placement.bounds(tp.size, tp.rank)
         found = lookup(ids, weight, first, self.shape[0], None)
         dist.all_reduce(found, group=tp.group)
-        return self._share(found)
+        return self.share(found)
 
     def full(self, held: Tensor) -> Tensor:
         """Returns the full parameter from the part that this rank holds, under autograd."""
-        full: Tensor = _Full.apply(_scaled(held, 1 / self.mesh.cp.size), self)
+        full: Tensor = _Full.apply(self.recorded(held), self)
         return full
+
+    def recorded(self, held: Tensor) -> Tensor:
+        """Returns a plain tensor in the memory of a parameter, whose gradient is the share of this context-parallel
+        rank."""
+        return changed_gradient(held, lambda gradient: gradient / self.mesh.cp.size)
+
+    def received(self, value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns what the owner computes from a value and shares, under autograd; called on other ranks.
+
+        Args:
+            value: equal on every rank of a batch.
+            shape: of the result.
+            dtype: of the result.
+        """
+        result: Tensor = _Received.apply(value, self, shape, dtype)
+        return result
+
+    def share(self, value: Tensor) -> Tensor:
+        """Returns the owner's value on every rank of the pipeline; other ranks give an empty one of its shape."""
+        pipe = self.mesh.pipe
+        if pipe.group is not None:
+            value = value.contiguous()
+            dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
+        return value
 
     def _gathered(self, held: Tensor) -> Tensor:
         """Returns the full parameter on the ranks of the cut."""
@@ -131,52 +155,25 @@ class Placed:
         dist.all_reduce(full, group=tp.group)
         return full
 
-    def _share(self, value: Tensor | None, shape: Sequence[int] = (), like: Tensor | None = None) -> Tensor:
-        """Returns the owner's value on every rank of the pipeline; other ranks give its shape, and a value of its
-        type where autocast is off."""
-        pipe = self.mesh.pipe
-        if value is None:
-            assert like is not None
-            kind = like.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
-            value = like.new_empty(shape, dtype=dtype)
-        if pipe.group is not None:
-            value = value.contiguous()
-            dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
-        return value
 
-
-def _scaled(held: Tensor, scale: float) -> Tensor:
-    """Returns a plain tensor in the memory of a parameter, whose gradient is scaled."""
-    scaled: Tensor = _ScaledGradient.apply(held, scale)
-    return scaled
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, held: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return held.view_as(held)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * ctx.scale, None
+def _type_of_products(value: Tensor) -> torch.dtype:
+    """The type of a product with a value, also under autocast."""
+    kind = value.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
 
 
 class _Received(torch.autograd.Function):
-    """The result of a linear on another pipeline rank. The gradient of its input is zero: the owner's counts."""
+    """The result of another pipeline rank. The gradient of what it was computed from is zero: the owner's counts."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, placed: Placed) -> Tensor:
+    def forward(ctx: Any, value: Tensor, placed: Placed, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         ctx.like = value.new_zeros(()), value.shape
-        mesh, length = placed.mesh, placed.shape[0]
-        part = placed.placement.shape(placed.shape, mesh.tp.size, mesh.tp.rank)[0] if placed.is_cut else length
-        return placed._share(None, (*value.shape[:-1], part), value)
+        return placed.share(value.new_empty(shape, dtype=dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         zero, shape = ctx.like
-        return zero.expand(shape), None
+        return zero.expand(shape), None, None, None
 
 
 class _Full(torch.autograd.Function):
@@ -186,11 +183,7 @@ class _Full(torch.autograd.Function):
     def forward(ctx: Any, held: Tensor, placed: Placed) -> Tensor:
         ctx.placed, ctx.held_shape = placed, held.shape
         full = placed._gathered(held) if placed.is_here else held.new_empty(placed.shape)
-        pipe = placed.mesh.pipe
-        if pipe.group is not None:
-            full = full.contiguous().clone()
-            dist.broadcast(full, pipe.ranks[placed.owner], group=pipe.group)
-        return full
+        return full if placed.mesh.pipe.group is None else placed.share(full.contiguous().clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -282,15 +282,14 @@ class _Copy:
         batches = self.windows[dp_rank % len(self.windows)][kind]
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
+        logits: Tensor | None = None
         if ends_at_decoder(self.model):
-            logits: Tensor | None
             losses, logits = self._train_output(runner, batches)
-            gradients = self._full_gradients(runner)
-            self.model.zero_grad()
         else:
             losses = runner.train_window(make_window([{**batch, LOSS_ALONE: True} for batch in batches]))
-            gradients = self._full_gradients(runner)
-            self.model.zero_grad()
+        gradients = self._full_gradients(runner)
+        self.model.zero_grad()
+        if logits is None:
             family = family_of(self.model)
             _, logits = evaluate_batch(runner, family, self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None

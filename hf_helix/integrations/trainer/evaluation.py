@@ -7,7 +7,6 @@ Must hold: a run whose stock Trainer would return further outputs is refused bef
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
-from hf_helix.integrations.trainer.online import gathering_once
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.operators.vocab_logits import VocabLogits
@@ -121,7 +119,7 @@ class EvaluationHooks(TrainerAttributes):
         meet("a batch is evaluated")
         assert self.helix.seam is not None
         self.helix.seam.step = self.state.global_step
-        with gathering_once(self.helix_config.ranks_per_batch) if self._counts_once else contextlib.nullcontext():
+        with self._gathering():
             return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 
     @property

@@ -11,11 +11,9 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
-from hf_helix.operators.vocab_slices import changed_gradient
 
 _MODULE, _FUNCTION = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _FIGURES = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -50,11 +48,11 @@ class _FusedHead:
         wanted = ("log_probs", *(name for name in _FIGURES if name in options[4]))
         with torch._C.DisableTorchFunctionSubclass():
             if not placed.is_here:
-                return _unpacked(_Received.apply(hidden, placed, len(wanted)), wanted)
-            parameters = [None if each is None else _share(each, placed.mesh.cp.size) for each in (weight, bias)]
+                return _unpacked(placed.received(hidden, (len(wanted), len(hidden)), torch.float32), wanted)
+            parameters = [None if each is None else placed.recorded(each) for each in (weight, bias)]
             results = self._run(placed, (hidden, *parameters, targets), options)
             if placed.mesh.pipe.group is not None:
-                _broadcast(torch.stack([each.detach().float() for each in results if each is not None]), placed)
+                placed.share(torch.stack([each.detach().float() for each in results if each is not None]))
         return results
 
     def _run(self, placed: Any, tensors: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -63,31 +61,6 @@ class _FusedHead:
         temperature, rows, softcap, scale, wanted = options
         head, (hidden, weight, bias, targets) = HeadOptions(temperature, softcap, scale, tuple(wanted), rows), tensors
         return vocab_log_probs(hidden, weight, bias, targets, placed.mesh.tp, placed.placement.length, head)
-
-
-def _share(held: Tensor, ranks: int) -> Tensor:
-    """Returns a plain tensor in a parameter's memory; of context-parallel ranks, whose gradients are summed, each gives
-    its share."""
-    return changed_gradient(held, lambda gradient: gradient / ranks)
-
-
-def _broadcast(values: Tensor, placed: Any) -> Tensor:
-    dist.broadcast(values, placed.mesh.pipe.ranks[placed.owner], group=placed.mesh.pipe.group)
-    return values
-
-
-class _Received(torch.autograd.Function):
-    """The figures that another pipeline rank computed. The hidden states' gradient is zero: the owner's counts."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, placed: Any, count: int) -> Tensor:
-        ctx.like = hidden.new_zeros(()), hidden.shape
-        return _broadcast(hidden.new_empty((count, len(hidden)), dtype=torch.float32), placed)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        zero, shape = ctx.like
-        return zero.expand(shape), None, None
 
 
 def _unpacked(values: Tensor, wanted: tuple[str, ...]) -> tuple[Any, ...]:

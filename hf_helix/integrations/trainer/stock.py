@@ -8,6 +8,7 @@ Must hold: `StockTrainer` describes `transformers.Trainer`; other classes have s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class TrainerAttributes:
     loss_scale: Callable[[Any], LossScale]
     _stock: StockTrainer
     _own_loss: bool
-    _counts_once: bool
+    _gathering: Callable[[], AbstractContextManager[None]]
     _health: Health
 
 

@@ -11,6 +11,8 @@ The other parts of the mixin: `training_step` (windows out of the stock loop's s
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.fused_head import cut_fused_head
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
-from hf_helix.integrations.trainer.online import count_batches_once, is_online, settle_generation
+from hf_helix.integrations.trainer.online import count_batches_once, gathering_once, is_online, settle_generation
 from hf_helix.integrations.trainer.own_loss import has_own_loss
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
@@ -109,9 +111,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._plugin = self._checked_layout(call, helix_config)
         self.helix_config = self._plugin.config
         self._connect_ranks(arguments, call.get("model"))
-        self._counts_once = is_online(arguments) and self.helix_config.ranks_per_batch > 1
-        if self._counts_once:
-            settle_generation(call, self.helix_config.ranks_per_batch)
+        ranks_per_batch = self.helix_config.ranks_per_batch
+        counts_once = is_online(arguments) and ranks_per_batch > 1
+        self._gathering = functools.partial(gathering_once, ranks_per_batch) if counts_once else contextlib.nullcontext
+        if counts_once:
+            settle_generation(call, ranks_per_batch)
         model = self._whole_model(call)
         self._own_loss = has_own_loss(type(self), call, model)
         if model is not None:
@@ -123,8 +127,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._cut(self.model, self.args)
             run_in_mixed_precision(self.model, self.accelerator)
             cut_fused_head()
-            if self._counts_once:
-                count_batches_once(self, self.helix_config.ranks_per_batch)
+            if counts_once:
+                count_batches_once(self, ranks_per_batch)
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
         check_trainer(self, arguments)

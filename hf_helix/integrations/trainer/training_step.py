@@ -12,7 +12,6 @@ of a single micro-batch; every returned loss was computed; a step in `train()` c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
-from hf_helix.integrations.trainer.online import gathering_once
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
@@ -195,7 +193,7 @@ class WindowHooks(TrainerAttributes):
         assert seam is not None
         seam.step = step
         try:
-            with gathering_once(self.helix_config.ranks_per_batch) if self._counts_once else contextlib.nullcontext():
+            with self._gathering():
                 loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         except BaseException:
             seam.drop()

@@ -35,13 +35,11 @@ class Segments:
         forward: a forward pass alone.
         both: a forward pass overlapped with the backward pass of an earlier call.
         backward: a backward pass alone, with the gradient reductions.
-        num_pieces: n.
     """
 
     forward: Sequence[Instruction]
     both: Sequence[Instruction]
     backward: Sequence[Instruction]
-    num_pieces: int
 
 
 def build_segments(
@@ -70,9 +68,7 @@ def build_segments(
     parts = [_shifted(begin, -count), both, _shifted(end, count)]
     freed = free_values([each for part in parts for each in part], (output,))
     first, second = len(begin), len(begin) + len(both)
-    return Segments(
-        _shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count), num_pieces=count
-    )
+    return Segments(_shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count))
 
 
 def schedule_of_both(forward: Schedule, placement: str) -> Schedule:

@@ -20,9 +20,10 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 from hf_helix.integrations.trainer.fused_head import cut_fused_head
 from hf_helix.operators import vocab_logits
 from hf_helix.operators.communication.transport import Axis, GlooTransport
-from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
 from hf_helix.operators.vocab_logits import VocabLogits, divided_logits, summed_gradient
+from hf_helix.runtime.placed import Placed
 
 VOCABULARY, HIDDEN, ROWS, LENGTH = 131, 16, 2, 7
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -221,9 +222,9 @@ def _fused(dtype: torch.dtype, axis: Axis, outputs: tuple[str, ...] = FIGURES, *
 def _hooked(dtype: torch.dtype, axis: Axis, pipe: Any) -> list[tuple[Tensor, Tensor]]:
     """The same through TRL's name of its fused head, for a head over tensor-parallel ranks or on one pipeline rank."""
     values, rank = _values(dtype), dist.get_rank()
-    placed: Any = SimpleNamespace(is_above=True, mesh=SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe), owner=1)
-    placed.placement, placed.is_cut = SimpleNamespace(length=VOCABULARY), axis.size > 1
-    placed.is_here = pipe.group is None or rank == placed.owner
+    pipe.rank, owner = (0, 0) if pipe.group is None else (rank, 1)
+    mesh: Any = SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe, axis_of=lambda placement: axis)
+    placed = Placed(mesh, Placement(0, VOCABULARY), owner, tuple(values.weight.shape), is_above=True)
     first, end = cut_bounds(VOCABULARY, axis.size, axis.rank)
     rows = slice(first, end if placed.is_here else first)
     hidden, weight, bias = (nn.Parameter(each) for each in (values.hidden[0], values.weight[rows], values.bias[rows]))
