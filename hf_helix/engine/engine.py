@@ -141,6 +141,7 @@ class Engine(Diagnostics):
             agree_on_window([batch], self.mesh.batch_group)
             self.check_value_bounds(batch)
 
+        self._divided.share_losses()
         seam = Seam(self.runner, self._maker, check, self._check_trainable, self.plain)
         seam.put_into(self.family.decoder(self.base))
         return seam

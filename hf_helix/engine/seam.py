@@ -2,16 +2,16 @@
 
 In:   the arguments of a call of the decoder: ids, masks, positions.
 Out:  the decoder's output, an ordinary tensor [batch, sequence, hidden], equal on every rank of a batch.
-Must hold: `.backward()` of anything computed from the output only stores the gradient of the output. The backward pass
-runs overlapped with the next call's forward pass, or in `finish`, which completes the gradients. Code above the decoder
-is the caller's and runs unchanged on every rank.
+Must hold: in a training step, `.backward()` of anything computed from the output only stores the output's gradient. The
+backward pass runs overlapped with the next call's forward pass, or in `finish`, which completes the gradients. Calls
+elsewhere leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.direct_use import replace_method
-from hf_helix.runtime.divided import calling, is_calling
+from hf_helix.runtime.divided import calling, is_calling, is_recording, recording
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -111,21 +111,39 @@ class Seam:
         return DecoderOutput(last_hidden_state=self.output(batch))
 
     def output(self, batch: Mapping[str, Any]) -> Tensor:
-        """Returns the decoder's output for a batch [batch, sequence, hidden]; under autograd where gradients are on.
-        Collective."""
+        """Returns the decoder's output for a batch [batch, sequence, hidden]; in a training step under autograd where
+        gradients are on. Collective."""
         length = batch["input_ids"].shape[1]
-        if not torch.is_grad_enabled():
-            pieces = self._pieces(split_rows(batch, self.runner))
-            return self._joined(self.called.evaluate(pieces), length)
+        if not (torch.is_grad_enabled() and is_recording()):
+            output = self._joined(self.called.evaluate(self._pieces(split_rows(batch, self.runner))), length)
+            alone: Tensor = _OutsideOfSteps.apply(self._anchor(), output)
+            return alone
         if self._window is None:
             self._open()
         batches = split_rows(batch, self.runner) if self.runner.mesh.pipe.size > 1 else [batch]
         call, outputs = self.called.forward(self._pieces(batches))
         rows = [len(each["input_ids"]) for each in batches]
-        anchor = torch.zeros((), device=self.runner.mesh.device, requires_grad=True)
-        output = self._joined(outputs, length)
-        hidden: Tensor = _Output.apply(anchor, self, call, rows, output)
+        hidden: Tensor = _Output.apply(self._anchor(), self, call, rows, self._joined(outputs, length))
         return hidden
+
+    def _anchor(self) -> Tensor:
+        """An input of an autograd function, so that autograd calls its `backward`."""
+        return torch.zeros((), device=self.runner.mesh.device, requires_grad=True)
+
+    @contextlib.contextmanager
+    def training(self, step: int) -> Iterator[None]:
+        """Returns the context of a training step, within which losses have backward passes. An error ends the window.
+
+        Args:
+            step: the number of the optimizer step.
+        """
+        self.step = step
+        try:
+            with recording():
+                yield
+        except BaseException:
+            self.drop()
+            raise
 
     def finish(self) -> None:
         """Ends a window: runs the backward passes that wait and reduces the gradients. Collective."""
@@ -177,7 +195,7 @@ def _stray(given: Mapping[str, Any]) -> list[str]:
 
 
 class _Output(torch.autograd.Function):
-    """The output of a call of the decoder. The anchor makes autograd call `backward`."""
+    """The output of a call of the decoder."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, seam: Seam, call: DecoderCall, rows: Sequence[int], output: Tensor) -> Tensor:
@@ -188,3 +206,18 @@ class _Output(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.seam.take_gradient(ctx.call, ctx.rows, gradients[0])
         return None, None, None, None, None
+
+
+class _OutsideOfSteps(torch.autograd.Function):
+    """The output of a call outside of a training step, which keeps nothing for a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            ".backward() of a loss outside of a training step, where the cut model keeps no activations: compute the "
+            "loss in compute_loss, or run trainer.training_step(model, inputs), which leaves gradients"
+        )

@@ -74,7 +74,8 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
             else:
                 problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        num_own = getattr(parameter, "num_hooks_of_helix", 0)
+        if len(parameter._backward_hooks or ()) > num_own or getattr(parameter, "_post_accumulate_grad_hooks", None):
             problems.append(
                 f"model.{name} has a hook on its gradient: remove it (handle.remove()); gradients are those of parts "
                 "of a weight, and complete only when training_step returns"

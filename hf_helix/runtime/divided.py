@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.torch_functions import is_tagged_elementwise
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
@@ -126,11 +127,11 @@ class DividedTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_recording = torch.is_grad_enabled()
-        if (result := _call_code(func, args, kwargs or {}, is_recording)) is not NotImplemented:
+        has_gradients = torch.is_grad_enabled()
+        if (result := _call_code(func, args, kwargs or {}, has_gradients)) is not NotImplemented:
             return result
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            return _call(func, args, kwargs or {}, is_recording)
+            return _call(func, args, kwargs or {}, has_gradients)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -228,18 +229,20 @@ class DividedParameters:
         placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
         locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
         self._parameters: list[Any] = []
+        self._whole: dict[nn.Parameter, Placed] = {}
         for name, parameter in model.named_parameters():
             local, placement = locals_of.get(name), placements[parameter]
             is_cut = placement.dim is not None and mesh.axis_of(placement).size > 1
-            is_above = parameter in above
-            if not (is_cut or parameter in shards or mesh.pipe.size > 1 or (is_above and mesh.cp.size > 1)):
-                continue
             shape, trained = full[name]
+            refusal = _SHARDED if parameter in shards else _OF_EXPERTS if placement.over == EXPERTS and is_cut else ""
+            placed = Placed(mesh, placement, owners[parameter], tuple(shape), parameter in above, refusal)
+            if not (is_cut or parameter in shards or mesh.pipe.size > 1):
+                self._whole[parameter] = placed
+                continue
             if local is not None and parameter in shards:
                 counts = local.is_first_replica
             else:
                 counts = mesh.holds_first_replica(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
-            placed = Placed(mesh, placement, owners[parameter], tuple(shape), is_above)
             division = Division(name, shape, mesh.device, local, local is not None and counts, placed)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
@@ -255,10 +258,26 @@ class DividedParameters:
         for parameter in self._parameters:
             parameter.__class__ = DividedParameter if full and parameter._division is not None else nn.Parameter
 
+    def share_losses(self) -> None:
+        """Lets losses read parameters that ranks hold in full, and whose gradients are summed over ranks."""
+        for parameter, placed in self._whole.items():
+            if placed.num_summed > 1 and parameter.requires_grad:
+                parameter.register_hook(functools.partial(_share_of_loss, count=placed.num_summed))
+                parameter.num_hooks_of_helix = 1  # type: ignore[attr-defined]  # see `check_forwards`
+
     def note_gradients(self) -> None:
         """Says that a window has left gradients, also on other pipeline ranks."""
         for parameter in self._absent:
             parameter._has_gradient = parameter._trained
+
+
+_SHARDED = "data-parallel ranks hold shards of it (shard_optimizer, shard_parameters)"
+_OF_EXPERTS = "ranks with other tokens hold other experts"
+
+
+def _share_of_loss(gradient: Tensor, count: int) -> Tensor:
+    """Returns this rank's share of the gradient that a loss gives a parameter; a window's gradients are shares."""
+    return gradient if _depth else gradient / count
 
 
 _live: weakref.WeakSet[DividedParameters] = weakref.WeakSet()
@@ -300,6 +319,7 @@ _OPERANDS = {
     torch.addmm: ("input", "mat1", "mat2"),
 }
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
+_num_recording = 0
 _calls: list[dict[int, Tensor]] = []  # of each entered `calling`, the full parameters read so far, by id
 
 
@@ -315,34 +335,60 @@ def calling() -> Iterator[None]:
         _calls.pop()
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Returns the context in which a loss is computed and its backward pass runs: functions of trained parameters are
+    recorded, and give gradients."""
+    global _num_recording
+    _num_recording += 1
+    try:
+        yield
+    finally:
+        _num_recording -= 1
+
+
+def is_recording() -> bool:
+    """Returns whether `recording` is entered."""
+    return _num_recording > 0
+
+
 def is_calling() -> bool:
     """Returns whether `calling` is entered."""
     return bool(_calls)
 
 
-def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
-    """Returns the result of a function of a model's code or of a loss; `NotImplemented` for other uses of parameters.
-    A loss gives gradients to parameters above the decoder; weights of the decoder are constants to it."""
-    if func in _OPERANDS and (is_recording or _calls):
-        found = _with_part(func, args, kwargs, is_recording)
+def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
+    """Returns the result of a function of a model's code or a loss; `NotImplemented` for other uses of parameters."""
+    if func in _OPERANDS and (has_gradients or _calls):
+        found = _with_part(func, args, kwargs)
         if found is not NotImplemented:
             return found
     if getattr(func, "__name__", "") in _ATTRIBUTES:
         return NotImplemented
-    tensors = list(_tensors((args, kwargs)))
     if _calls:
         return _apply(func, args, kwargs, _gathered_once)
-    if not is_recording:
-        return NotImplemented
-    trained = [each for each in tensors if isinstance(each, DividedTensor) and _root(each).requires_grad]
-    is_above = bool(trained) and all(each._division.placed.is_above for each in trained)
-    if not is_above or all(each.grad_fn is None for each in tensors if not isinstance(each, DividedTensor)):
+    if not has_gradients or not is_recording():
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
-        return _apply(func, args, kwargs, _recorded)
+        return _apply(func, args, kwargs, _recorded) if _gives_gradients(func, args, kwargs) else NotImplemented
 
 
-def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+def _gives_gradients(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function gives gradients to divided parameters, which a trial on the meta device tells."""
+    name = getattr(func, "__name__", "")
+    if not any(map(_is_trained, _tensors((args, kwargs)))):
+        return False
+    if _is_in_place(name) or name in _REFUSED or kwargs.get("out") is not None:
+        return False
+    outline = lambda each: _outline(each).detach().to("meta").requires_grad_(_is_trained(each))  # noqa: E731
+    try:
+        result = _apply(func, args, kwargs, outline)
+    except (RuntimeError, TypeError):
+        return True  # it needs values
+    return any(each.requires_grad for each in _tensors(result))
+
+
+def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Returns the result of a linear or a lookup, computed over the parts that ranks hold."""
     given = {**dict(zip(_OPERANDS[func], args, strict=False)), **kwargs}
     value, weight, bias = given["input"], given.get("weight"), given.get("bias")
@@ -375,10 +421,19 @@ def _root(value: Any) -> Any:
     return value._parameter if value._path else value
 
 
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, DividedTensor) and bool(_root(value).requires_grad)
+
+
 def _recorded(value: Tensor) -> Tensor:
     """The full tensor, under autograd."""
     if not isinstance(value, DividedTensor):
         return value
+    if _is_trained(value) and (refusal := value._division.placed.refusal):
+        raise RuntimeError(
+            f"the loss reads the trained parameter {value._division.name}, but {refusal}: read it in the loss as "
+            "parameter.detach(), or freeze it"
+        )
     return _along(value._division.placed.full(_root(value)), value._path)
 
 
@@ -419,7 +474,7 @@ _REFUSED = {
 }
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__
@@ -444,9 +499,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_record
         args[0].requires_grad = kwargs.get("requires_grad", (*args[1:], True)[0])
         return args[0]
     if name.startswith(_FOREACH):
-        return _foreach(func, name, args, kwargs, is_recording)
+        return _foreach(func, name, args, kwargs, has_gradients)
     if _is_in_place(name) or kwargs.get("out") is not None:
-        return _write(func, name, args, kwargs, is_recording)
+        return _write(func, name, args, kwargs, has_gradients)
     return _read(func, name, args, kwargs)
 
 
@@ -516,7 +571,7 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return _apply(func, args, kwargs, _full)
 
 
-def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Runs a function that writes to its first argument, or to `out`."""
     written = kwargs.get("out", next(_tensors((args, kwargs))))
     if args and isinstance(args[0], (list, tuple)):
@@ -524,7 +579,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if not isinstance(written, DividedTensor):
         _apply(func, args, kwargs, _full)
         return written
-    records = is_recording and not isinstance(func, FunctionType)  # functions of nn.init record nothing
+    records = has_gradients and not isinstance(func, FunctionType)  # functions of nn.init record nothing
     if records and isinstance(written, DividedParameter) and written.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
@@ -554,7 +609,7 @@ def _set_items(value: DividedTensor, index: Any, new: Any) -> None:
     held.copy_(torch.where(division.cut(is_set, held), division.cut(full, held), held))
 
 
-def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_recording: bool) -> Any:
+def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Runs a function over lists of tensors, tensor by tensor."""
     lists = {key for key, given in [*enumerate(args), *kwargs.items()] if isinstance(given, (list, tuple))}
     values = [*args, *kwargs.values()][0] if 0 in lists or not args else args[1]
@@ -574,7 +629,7 @@ def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
         is_divided = any(isinstance(each, DividedTensor) for each in _tensors((given, keywords)))
         run = _call if is_divided else lambda function, values, named, _: function(*values, **named)
         single.__name__ = name.removeprefix(_FOREACH)
-        results.append(run(single, given, keywords, is_recording))
+        results.append(run(single, given, keywords, has_gradients))
     return values if name.endswith("_") else results
 
 

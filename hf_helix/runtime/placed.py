@@ -4,7 +4,7 @@ In:   a parameter with its cut and its pipeline rank, and the arguments of a fun
 Out:  the result of the function with the full parameter, equal on every rank of a batch. Under autograd, of parameters
       above the decoder, the logits of a head stay divided over the vocabulary.
 Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter.
-A gradient on a rank is that of the full loss; with context parallelism, whose ranks' gradients are summed, its share.
+A gradient on a rank is that of the full loss; where the gradients of several ranks are summed, this rank's share of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Placed:
         placement: the cut of the parameter.
         owner: the pipeline rank with the parameter.
         shape: of the full parameter.
-        is_above: whether the parameter is above the decoder, so that a loss may read it.
+        is_above: whether the parameter is above the decoder.
+        refusal: the reason why a loss cannot read the parameter; empty if a loss can.
     """
 
     mesh: Mesh
@@ -42,6 +43,7 @@ class Placed:
     owner: int
     shape: tuple[int, ...]
     is_above: bool
+    refusal: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -52,6 +54,11 @@ class Placed:
     def is_cut(self) -> bool:
         """Whether several ranks hold parts of the parameter."""
         return self.placement.dim is not None and self.mesh.axis_of(self.placement).size > 1
+
+    @property
+    def num_summed(self) -> int:
+        """The number of ranks with the same batch whose gradients of the parameter are summed."""
+        return self.mesh.cp.size * (self.mesh.tp.size if self.placement.sums_gradient else 1)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `functional.linear` under autograd; weight and bias as this rank holds them.
@@ -113,9 +120,8 @@ class Placed:
         return full
 
     def recorded(self, held: Tensor) -> Tensor:
-        """Returns a plain tensor in the memory of a parameter, whose gradient is the share of this context-parallel
-        rank."""
-        return changed_gradient(held, lambda gradient: gradient / self.mesh.cp.size)
+        """Returns a plain tensor in the memory of a parameter, whose gradient is this rank's share."""
+        return changed_gradient(held, lambda gradient: gradient / self.num_summed)
 
     def received(self, value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns what the owner computes from a value and shares, under autograd; called on other ranks.

@@ -303,8 +303,9 @@ class _Copy:
         seam = Seam(runner, WindowMaker(self.model, self.mesh))
         losses, outputs = [], []
         for batch in batches:
-            loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
-            loss.backward()
+            with seam.training(step=0):
+                loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
+                loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())
         seam.finish()

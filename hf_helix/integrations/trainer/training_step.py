@@ -191,13 +191,8 @@ class WindowHooks(TrainerAttributes):
         window, and one outside of `train()`, completes the gradients."""
         seam, window, step = self.helix.seam, self._window, self.state.global_step
         assert seam is not None
-        seam.step = step
-        try:
-            with self._gathering():
-                loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
-        except BaseException:
-            seam.drop()
-            raise
+        with seam.training(step), self._gathering():
+            loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         self._health.note_losses(loss.detach().reshape(1), step + 1)
         if window is not None:
             window.num_returned += 1

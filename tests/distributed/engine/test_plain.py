@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -171,7 +172,9 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     engine = Engine(cut, config, HelixPlugin(config).build_mesh(torch.device("cpu")), options, Instead("", ""))
     ids = torch.arange(1, 17).view(2, 8)
     errors = {}
-    losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in (whole, cut)] if own_loss else []
+    with engine.seam.training(step=0) if engine.seam else contextlib.nullcontext():
+        models = (whole, cut) if own_loss else ()
+        losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in models]
     with torch.no_grad():
         caches = [model(input_ids=ids[:, :6], use_cache=True).past_key_values for model in (whole, cut)]
         calls: dict[str, list[dict[str, Any]]] = {
@@ -192,6 +195,9 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
         engine.finish_window()
         for (name, parameter), trained in zip(whole.named_parameters(), cut.parameters(), strict=True):
             errors[name] = (full_of(trained.grad) - parameter.grad).abs().max().item()
+        outside = cut(input_ids=ids).logits.float().mean()
+        with pytest.raises(RuntimeError, match="outside of a training step"):
+            outside.backward()
     with torch.no_grad():
         for parameter in cut.parameters():
             parameter.mul_(0.5)

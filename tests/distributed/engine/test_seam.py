@@ -49,9 +49,11 @@ def train(
             mask[1, -5:] = 0
             batch["attention_mask"] = mask
         rule = loss_of if calls == 1 else twice
-        pair = [rule(each, batch) for each in (whole, model)]
-        for loss in pair:
-            loss.backward()
+        assert engine.seam is not None
+        with engine.seam.training(step=0):
+            pair = [rule(each, batch) for each in (whole, model)]
+            for loss in pair:
+                loss.backward()
         losses.append([loss.item() for loss in pair])
     engine.finish_window()
     named = zip(model.named_parameters(), whole.parameters(), strict=True)
@@ -60,7 +62,6 @@ def train(
         for (name, mine), theirs in named
         if theirs.requires_grad
     }
-    assert engine.seam is not None
     return {"losses": losses, "errors": errors, "fused": engine.seam.called.num_fused}
 
 
