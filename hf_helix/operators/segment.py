@@ -66,6 +66,8 @@ class Segment(Computation):
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
         explicit: replaces the function where it applies.
         backward_reads: whether backward reads the values of parameters; False for a lookup in a table.
+        frees_inputs: whether inputs that autograd does not save are freed with their last reader, such as queries
+            before a rope. Takes the host some microseconds for each input.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Segment(Computation):
         num_plain: int = 0,
         explicit: Explicit | None = None,
         backward_reads: bool = True,
+        frees_inputs: bool = False,
     ) -> None:
         self.num_plain = num_plain
         self.function = function
@@ -85,6 +88,7 @@ class Segment(Computation):
         self._parameters = tuple(parameters)
         self._draws = draws
         self._backward_reads = backward_reads
+        self._frees_inputs = frees_inputs
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -108,7 +112,11 @@ class Segment(Computation):
             return self._run(call, inputs, side)
         leaves = tuple([value.detach().requires_grad_() for value in inputs])
         with torch.enable_grad():
-            outputs = self._run(call, leaves, side)
+            given = tuple([leaf.view_as(leaf) for leaf in leaves]) if self._frees_inputs else leaves
+            outputs = self._run(call, given, side)
+        if self._frees_inputs:
+            for leaf in leaves:
+                leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape is all that its gradient needs
         if leaves or self._trained():
             # Only the edges are saved: an output without use in backward is freed with its last reader.
             differentiable = outputs[: len(outputs) - self.num_plain]

@@ -326,6 +326,7 @@ def declare_attention(
             draws=lambda: module.training and attention.dropout > 0,
             compiles=False,
             relative_cost=ATTENTION,
+            frees_inputs=True,
         )
 
     kernel, sinks = _shared_form(attention, b.cp.size, b.sharing.device)
@@ -338,7 +339,8 @@ def declare_attention(
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
     outputs = (f"{name}.q", f"{name}.kv")
-    q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
+    read: Any = {"side": side, "uses": uses, "cut": cut}
+    q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, **read, on_shard=True, frees_inputs=True)
     dtype, scale = next(module.parameters()).dtype, attention.options["scaling"]
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
 

@@ -278,6 +278,7 @@ class Builder(Draft):
         compiles: bool = True,
         explicit: Explicit | None = None,
         relative_cost: float = LIGHT,
+        frees_inputs: bool = False,
     ) -> str:
         """Adds a submodule, or any function of one output, under autograd. Selective recompute runs it again.
 
@@ -296,10 +297,12 @@ class Builder(Draft):
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
+            frees_inputs: see `Segment`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
-        segment = Segment(runs, parameters, side, draws, explicit=explicit if runs is function else None)
+        kept = explicit if runs is function else None
+        segment = Segment(runs, parameters, side, draws, explicit=kept, frees_inputs=frees_inputs)
         return self._compute(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)
 
     def segment_outputs(
@@ -314,6 +317,7 @@ class Builder(Draft):
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
+        frees_inputs: bool = False,
     ) -> tuple[str, ...]:
         """Adds a function of several outputs under autograd; see `segment` for the other arguments.
 
@@ -322,9 +326,8 @@ class Builder(Draft):
             non_differentiable: the names of further outputs without gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
-        segment = Segment(
-            function if draws else self.compiled(function), parameters, side, draws, len(non_differentiable)
-        )
+        runs = function if draws else self.compiled(function)
+        segment = Segment(runs, parameters, side, draws, len(non_differentiable), frees_inputs=frees_inputs)
         return self.declare(
             Operator(
                 name=name,
