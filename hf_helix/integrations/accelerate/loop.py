@@ -31,10 +31,12 @@ from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader
+from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.direct_use import Instead
+from hf_helix.models.graph.context import LossTweaks
 from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -45,6 +47,9 @@ from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
 
 logger = get_logger(__name__)
+
+Loss = Callable[[Any, Any], Tensor]
+"""A loss of one's own: of a model and a batch, a scalar."""
 
 USE_INSTEAD = Instead(
     "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
@@ -73,6 +78,7 @@ def prepare(
     mesh: Mesh,
     seed: int | None,
     weights: str | Path | None,
+    loss: Loss | None = None,
 ) -> list[Any]:
     """Prepares the objects of a script, see `HelixPlugin.prepare`. Collective."""
     models = [given for given in objects if isinstance(given, nn.Module)]
@@ -86,7 +92,7 @@ def prepare(
             check_optimizer(given, models[0] if models else None, config)
         if isinstance(given, DataLoader):
             check_loader(given, accelerator, mesh.dp_size)
-    model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
+    model = _cut(accelerator, models[0], config, mesh, seed, weights, loss) if models else None
     for given in objects:
         if model is not None and isinstance(given, torch.optim.Optimizer):
             model.engine.step_shards(given)
@@ -108,7 +114,13 @@ def prepare(
 
 
 def _cut(
-    accelerator: Any, model: Any, config: HelixConfig, mesh: Mesh, seed: int | None, weights: str | Path | None
+    accelerator: Any,
+    model: Any,
+    config: HelixConfig,
+    mesh: Mesh,
+    seed: int | None,
+    weights: str | Path | None,
+    loss: Loss | None,
 ) -> HelixModel:
     for notice in check_environment(config.pp_size):
         logger.warning(notice)
@@ -127,6 +139,7 @@ def _cut(
             seed=chosen[0],
             num_microbatches=steps,
             autocast_dtype=torch.bfloat16 if mixed == "bf16" else None,
+            loss_tweaks=LossTweaks(own=loss is not None),
             weights=weights,
         ),
         USE_INSTEAD,
@@ -136,7 +149,9 @@ def _cut(
     engine.reshard_parameters()
     watch_steps(engine)
     model._is_accelerate_prepared = True  # nothing is left to wrap
-    cut = HelixModel(engine, accelerator)
+    if loss is not None:
+        run_in_mixed_precision(model, accelerator)
+    cut = HelixModel(engine, accelerator, loss)
     for name, instead in REFUSED.items():
         setattr(accelerator, name, _refuse(f"accelerator.{name}", instead))
     accelerator.clip_grad_norm_ = cut._clip
@@ -152,9 +167,10 @@ class HelixModel:
         engine: the plan in use and measurements: `engine.plan`, `engine.measure_overlap()`, ...
     """
 
-    def __init__(self, engine: Engine, accelerator: Any) -> None:
+    def __init__(self, engine: Engine, accelerator: Any, loss: Loss | None = None) -> None:
         self.engine = engine
         self.module: Any = engine.model
+        self._loss = loss
         self._accelerator = accelerator
         self._step = 0
 
@@ -171,7 +187,8 @@ class HelixModel:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
 
         Returns:
-            The mean loss of all tokens with a label, over all ranks; the gradient is the gradient of this mean.
+            The mean loss of all tokens with a label, over all ranks; of a loss of one's own the mean over micro-batches
+            and data-parallel ranks. The gradient is the gradient of this mean.
 
         Raises:
             ValueError: no batch, a batch without labels, or ranks with different windows.
@@ -184,28 +201,55 @@ class HelixModel:
             )
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
-            batches = [self._checked(batch) for batch in batches]
-            items = sum(count_targets(batch) for batch in batches)
-            assert isinstance(items, Tensor)
-            if mesh.dp_group is not None:
-                dist.all_reduce(items, group=mesh.dp_group)
-            scale = LossScale(mesh.dp_size / items, 1 / len(batches))
-            tuning = self.engine.tune(batches, scale, self._step)
-            if tuning is not None:
-                say(f"{tuning.verdict} (details: print(model.engine.tuning))")
-            loss = torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
+            loss = self._train(batches) if self._loss is None else self._train_own(self._loss, batches)
             if mesh.dp_group is not None:
                 dist.all_reduce(loss, group=mesh.dp_group)
                 loss = loss / mesh.dp_size
         self._step += 1
         return loss
 
+    def _train(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Trains a window with the built-in loss."""
+        mesh = self.engine.mesh
+        batches = [self._checked(batch) for batch in batches]
+        items = sum(count_targets(batch) for batch in batches)
+        assert isinstance(items, Tensor)
+        if mesh.dp_group is not None:
+            dist.all_reduce(items, group=mesh.dp_group)
+        scale = LossScale(mesh.dp_size / items, 1 / len(batches))
+        tuning = self.engine.tune(batches, scale, self._step)
+        if tuning is not None:
+            say(f"{tuning.verdict} (details: print(model.engine.tuning))")
+        return torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
+
+    def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
+        """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""
+        assert self.engine.seam is not None
+        self.module.train()
+        losses = []
+        for batch in batches:
+            with self.engine.seam.training(self._step):
+                loss = loss_of(self.module, send_to_device(batch, self.engine.mesh.device)) / len(batches)
+                loss.backward()
+            losses.append(loss.detach())
+        self.engine.finish_window()
+        return torch.stack(losses).sum()
+
     def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
-        """Returns the mean loss of a batch and, on request, its logits, as `model(**batch)` of the unsplit model.
+        """Returns the mean loss of a batch and, on request, its logits, as `model(**batch)` of the unsplit model. A
+        loss of one's own comes without logits.
 
         Data-parallel ranks have different batches and losses: `accelerator.gather_for_metrics` collects the losses.
         """
         with watched():
+            if self._loss is not None:
+                if logits:
+                    raise ValueError(
+                        "evaluate(logits=True) with a loss of one's own: call model(**batch).logits instead"
+                    )
+                self.module.eval()
+                with torch.no_grad():
+                    return CausalLMOutput(loss=self._loss(self.module, send_to_device(batch, self.engine.mesh.device)))
             batch = self._checked(batch)
             loss, whole = self.engine.evaluate(
                 batch, LossScale(1 / count_targets(batch)), self._step, keep_logits=logits
@@ -227,6 +271,8 @@ class HelixModel:
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loss is not None:
+            return self.module(*args, **kwargs)
         raise RuntimeError(
             f"a model that HelixPlugin.prepare has cut cannot be called directly; use {USE_INSTEAD.calling}"
         )

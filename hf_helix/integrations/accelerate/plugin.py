@@ -9,6 +9,7 @@ nothing itself. Accelerate has no registry for plugins; a subclass of `Paralleli
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
@@ -149,7 +151,12 @@ class HelixPlugin(ParallelismConfig):
         return self.build_device_mesh(device_type)
 
     def prepare(
-        self, accelerator: Any, *objects: Any, seed: int | None = None, weights: str | Path | None = None
+        self,
+        accelerator: Any,
+        *objects: Any,
+        seed: int | None = None,
+        weights: str | Path | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Any:
         """Prepares objects as `accelerator.prepare` does, with the model cut over the ranks. Collective.
 
@@ -160,6 +167,8 @@ class HelixPlugin(ParallelismConfig):
                 data loaders.
             seed: of the randomness of the training (dropout, routers); None for torch's own seed (`set_seed`).
             weights: a checkpoint folder for a model on the meta device; None for random weights.
+            loss: a loss of one's own, `loss(model, batch)`, which calls the model; a scalar. None for the next-token
+                loss of the model.
 
         Returns:
             The objects in the order given: for the model, a `hf_helix.integrations.accelerate.loop.HelixModel`.
@@ -169,7 +178,7 @@ class HelixPlugin(ParallelismConfig):
         """
         check_accelerator(accelerator, self, self.config.pp_size)
         mesh = self.build_mesh(accelerator.device)
-        prepared = prepare(accelerator, objects, self.config, mesh, seed, weights)
+        prepared = prepare(accelerator, objects, self.config, mesh, seed, weights, loss)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     @overrides("ParallelismConfig", "logs would show Accelerate's fields instead", caller=None)
