@@ -303,7 +303,7 @@ class _Copy:
         seam = Seam(runner, WindowMaker(self.model, self.mesh))
         losses, outputs = [], []
         for batch in batches:
-            loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
+            loss, output = loss_of_output(seam.outputs(inputs_of(batch))[0], batch)
             loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())
