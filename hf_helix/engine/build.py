@@ -142,11 +142,12 @@ def declare(
     """
     base = base_of(model)
     family = family_of(base)
-    units, called = _declare_units(model, config, mesh, modes, loss_tweaks or LossTweaks(), places, autocast_dtype)
+    loss_tweaks = loss_tweaks or LossTweaks()
+    units, called = _declare_units(model, config, mesh, modes, loss_tweaks, places, autocast_dtype)
     stage = place_units(
         units,
         mesh.pipe,
-        family.empty(base, mesh.tp.size),
+        family.empty(base, mesh.tp.size, loss_tweaks.own),
         Scheduler(config.schedule, config.pp_size).placement,
         family.head_cost(base),
         config.layers_per_stage,

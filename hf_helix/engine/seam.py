@@ -1,10 +1,11 @@
 """The seam: a cut decoder that the model's own code calls, as a node of autograd with a lazy backward pass.
 
 In:   the arguments of a call of the decoder: ids, masks, positions.
-Out:  the decoder's output, an ordinary tensor [batch, sequence, hidden], equal on every rank of a batch.
-Must hold: in a training step, `.backward()` of anything computed from the output only stores the output's gradient. The
-backward pass runs overlapped with the next call's forward pass, or in `finish`, which completes the gradients. Calls
-elsewhere leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
+Out:  the decoder's output and, for a call that asks, all hidden states and the logits of its routers: ordinary tensors,
+      equal on every rank of a batch.
+Must hold: in a training step, `.backward()` of anything computed from them only stores their gradients. The backward
+pass runs overlapped with the next call's forward pass, or in `finish`, which completes the gradients. Calls elsewhere
+leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.direct_use import replace_method
+from hf_helix.models.graph.balance import routers_of
+from hf_helix.operators.communication.collectives import prepare_all_gather
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.divided import calling, is_calling, is_recording, recording
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
@@ -35,6 +40,9 @@ _READ = ("input_ids", "attention_mask", "position_ids")
 
 _WITHOUT_EFFECT = ("use_cache", "return_dict", "cache_position", "num_items_in_batch", "labels", "shift_labels")
 """Arguments without effect on the output of the decoder."""
+
+_HIDDEN, _ROUTERS, _ATTENTIONS = "output_hidden_states", "output_router_logits", "output_attentions"
+"""Arguments that ask for further outputs; the model's configuration may ask by the same names."""
 
 
 @dataclass
@@ -81,11 +89,16 @@ class Seam:
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self._window: contextlib.ExitStack | None = None
         self._num_calls = 0
+        self._num_routers = 0
+        self._is_last_normed = True
 
     def put_into(self, decoder: nn.Module) -> None:
         """Replaces the `forward` of a decoder, the submodule of the cut model that runs the layers."""
         parameters = inspect.signature(decoder.forward)
         rest = next((each.name for each in parameters.parameters.values() if each.kind is each.VAR_KEYWORD), "")
+        config = getattr(decoder, "config", None)
+        self._num_routers = len(routers_of(decoder))
+        self._is_last_normed = getattr(config, "tie_last_hidden_states", True) is not False
 
         def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_calling():
@@ -93,7 +106,9 @@ class Seam:
             named = dict(parameters.bind(*args, **kwargs).arguments)
             named |= named.pop(rest, {})
             given = {name: value for name, value in named.items() if value is not None}
-            if torch.is_grad_enabled() or not (_stray(given) or given.get("use_cache")):
+            for name in (_HIDDEN, _ROUTERS, _ATTENTIONS):
+                given.setdefault(name, getattr(config, name, False))
+            if torch.is_grad_enabled() or not (self._stray(given) or given.get("use_cache")):
                 return self._forward(given)
             with self._running():
                 return stock(*args, **kwargs)
@@ -101,34 +116,61 @@ class Seam:
         replace_method(decoder, "forward", forward)
 
     def _forward(self, given: Mapping[str, Any]) -> DecoderOutput:
-        if stray := _stray(given):
+        if stray := self._stray(given):
             raise ValueError(
-                f"the model is called with gradients and {', '.join(stray)}: a call takes {', '.join(_READ)}; leave it "
-                "out, or call the model under torch.no_grad()"
+                f"the model is called with gradients and {', '.join(stray)}: a call takes {', '.join(_READ)}, "
+                f"{_HIDDEN} and, of routers that are followed, {_ROUTERS}; leave it out (attentions are never stored), "
+                "or call the model under torch.no_grad()"
             )
         batch = {name: given[name] for name in _READ if name in given}
         self._check(batch)
-        return DecoderOutput(last_hidden_state=self.output(batch))
+        hidden = self.called.hidden if given[_HIDDEN] else []
+        hidden = hidden[:-1] if self._is_last_normed else hidden
+        routers = self.called.routers if given[_ROUTERS] else []
+        output, *others = self.outputs(batch, (*hidden, *routers))
+        states, logits = tuple(others[: len(hidden)]), tuple(others[len(hidden) :])
+        return DecoderOutput(
+            last_hidden_state=output,
+            hidden_states=(*states, *((output,) if self._is_last_normed else ())) if given[_HIDDEN] else None,
+            router_logits=logits if given[_ROUTERS] else None,
+        )
 
-    def output(self, batch: Mapping[str, Any]) -> Tensor:
-        """Returns the decoder's output for a batch [batch, sequence, hidden]; in a training step under autograd where
-        gradients are on. Collective."""
-        length = batch["input_ids"].shape[1]
-        if not (torch.is_grad_enabled() and is_recording()):
-            output = self._joined(self.called.evaluate(self._pieces(split_rows(batch, self.runner))), length)
-            alone: Tensor = _OutsideOfSteps.apply(self._anchor(), output)
-            return alone
-        if self._window is None:
+    def _stray(self, given: Mapping[str, Any]) -> list[str]:
+        """Returns the arguments of a call that the cut decoder does not read."""
+        routers = self.called.routers
+        followed = [_ROUTERS] if routers and len(routers) == self._num_routers else []
+        known, asks = (*_READ, *_WITHOUT_EFFECT), (_HIDDEN, *followed)
+        missing = [] if "input_ids" in given else ["no input_ids"]
+        return missing + [
+            f"{name}={value}" if isinstance(value, int) else name
+            for name, value in given.items()
+            if name not in known and value is not False and not (name in asks and value is True)
+        ]
+
+    def outputs(self, batch: Mapping[str, Any], asked: tuple[Key, ...] = ()) -> list[Tensor]:
+        """Returns the decoder's output for a batch [batch, sequence, hidden], and values that a call asks for; in a
+        training step under autograd where gradients are on. Collective.
+
+        Args:
+            batch: tensors with a row for each sequence.
+            asked: values of `CalledDecoder`: of `hidden` [batch, sequence, hidden], of `routers` [batch * sequence,
+                experts].
+        """
+        length, trains = batch["input_ids"].shape[1], torch.is_grad_enabled() and is_recording()
+        if trains and self._window is None:
             self._open()
-        batches = split_rows(batch, self.runner) if self.runner.mesh.pipe.size > 1 else [batch]
-        call, outputs = self.called.forward(self._pieces(batches))
+        is_split = not trains or self.runner.mesh.pipe.size > 1
+        batches = split_rows(batch, self.runner) if is_split else [batch]
         rows = [len(each["input_ids"]) for each in batches]
-        hidden: Tensor = _Output.apply(self._anchor(), self, call, rows, self._joined(outputs, length))
-        return hidden
-
-    def _anchor(self) -> Tensor:
-        """An input of an autograd function, so that autograd calls its `backward`."""
-        return torch.zeros((), device=self.runner.mesh.device, requires_grad=True)
+        pieces, keys = self._pieces(batches), (self.called.output, *asked)
+        anchor = torch.zeros((), device=self.runner.mesh.device, requires_grad=True)  # makes autograd call `backward`
+        if not trains:
+            values = self.called.evaluate(pieces, asked)
+            whole = [self._whole(key, values.get(key), rows, length) for key in keys]
+            return list(_OutsideOfSteps.apply(anchor, *whole))
+        call, values = self.called.forward(pieces, asked)
+        joined = [self._whole(key, values.get(key), rows, length) for key in keys]
+        return list(_Outputs.apply(anchor, self, call, rows, keys, *joined))
 
     @contextlib.contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -170,50 +212,76 @@ class Seam:
         first, self._num_calls = self._num_calls, self._num_calls + len(batches)
         return [self._maker.microbatch(batch, scale, (self.step, first + place)) for place, batch in enumerate(batches)]
 
-    def _joined(self, outputs: Sequence[Tensor], length: int) -> Tensor:
-        """Returns the output of a call on every rank, from the outputs of its pieces [sequence, rows, hidden]."""
-        joined = self._cut.join(torch.cat(list(outputs), 1)) if outputs else None
-        return self.runner.share(joined)[:length].transpose(0, 1).contiguous()
+    def _whole(self, key: Key, pieces: Sequence[Tensor] | None, rows: Sequence[int], length: int) -> Tensor:
+        """Returns a value of a call on every rank, see `outputs`.
 
-    def take_gradient(self, call: DecoderCall, rows: Sequence[int], gradient: Tensor) -> None:
-        """Stores the gradient of the output of a call.
+        Args:
+            key: the value.
+            pieces: the tensors of the call's pieces, on the rank with the unit; elsewhere None.
+            rows: the number of rows of each piece.
+            length: of the sequence.
+        """
+        is_flat, value = key in self.called.routers, None
+        if pieces is not None:
+            parts = zip(pieces, rows, strict=True)
+            value = torch.cat([piece.unflatten(0, (-1, count)) if is_flat else piece for piece, count in parts], 1)
+            for axis in self._axes_of(key):
+                value, transfer = prepare_all_gather(axis, value)
+                transfer()
+            value = self._cut.join(value)
+        whole = self.runner.share(value, key[0])[:length].transpose(0, 1)
+        return whole.flatten(0, 1) if is_flat else whole.contiguous()
+
+    def _axes_of(self, key: Key) -> list[Axis]:
+        """Returns the axes that a value of a unit is cut over."""
+        mesh = self.runner.mesh
+        return [axis for axis in (mesh.tp, mesh.cp) if axis.size > 1 and key != self.called.output]
+
+    def take_gradient(self, call: DecoderCall, rows: Sequence[int], key: Key, gradient: Tensor) -> None:
+        """Stores the gradient of a value of a call, on the rank with its unit.
 
         Args:
             call: the call.
             rows: the number of rows of each of its pieces.
-            gradient: [batch, sequence, hidden].
+            key: the value.
+            gradient: of the value as the call returned it.
         """
-        value = self._cut.parted(gradient.transpose(0, 1))
-        self.called.backward(call, [each.contiguous() for each in value.split(rows, 1)])
+        is_flat, given = key in self.called.routers, {}
+        if self.called.is_here(key):
+            value = gradient.unflatten(0, (sum(rows), -1)) if is_flat else gradient
+            value = self._cut.parted(value.transpose(0, 1))
+            for axis in reversed(self._axes_of(key)):
+                value = value.chunk(axis.size)[axis.rank]
+            given[key] = [each.flatten(0, 1) if is_flat else each.contiguous() for each in value.split(rows, 1)]
+        self.called.backward(call, given)
 
 
-def _stray(given: Mapping[str, Any]) -> list[str]:
-    """Returns the arguments of a call that the cut decoder does not read."""
-    missing = [] if "input_ids" in given else ["no input_ids"]
-    known = (*_READ, *_WITHOUT_EFFECT)
-    return missing + [name for name, value in given.items() if name not in known and value is not False]
-
-
-class _Output(torch.autograd.Function):
-    """The output of a call of the decoder."""
+class _Outputs(torch.autograd.Function):
+    """The values of a call of the decoder, its output first."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, seam: Seam, call: DecoderCall, rows: Sequence[int], output: Tensor) -> Tensor:
-        ctx.seam, ctx.call, ctx.rows = seam, call, rows
-        return output.view_as(output)
+    def forward(ctx: Any, anchor: Tensor, seam: Seam, call: DecoderCall, *rest: Any) -> tuple[Tensor, ...]:
+        rows, keys, *values = rest
+        ctx.seam, ctx.call, ctx.rows, ctx.keys, ctx.first = seam, call, rows, keys, values[0]
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.seam.take_gradient(ctx.call, ctx.rows, gradients[0])
-        return None, None, None, None, None
+        first, *others = gradients
+        first = torch.zeros_like(ctx.first) if first is None else first
+        for key, gradient in zip(ctx.keys, (first, *others), strict=True):
+            if gradient is not None:
+                ctx.seam.take_gradient(ctx.call, ctx.rows, key, gradient)
+        return (None,) * (5 + len(gradients))
 
 
 class _OutsideOfSteps(torch.autograd.Function):
-    """The output of a call outside of a training step, which keeps nothing for a backward pass."""
+    """The values of a call outside of a training step, which keeps nothing for a backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: Tensor) -> Tensor:
-        return output.view_as(output)
+    def forward(ctx: Any, anchor: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -127,8 +127,9 @@ class DerivedFamily(Family):
         places: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
-            self._balance = balance_of(model)
-            self._ends_at_decoder = not self._has_head or (loss_tweaks is not None and loss_tweaks.own)
+            own = loss_tweaks is not None and loss_tweaks.own
+            self._balance = None if own else balance_of(model)
+            self._ends_at_decoder = not self._has_head or own
             return super().units(model, sharing, loss_tweaks, places)
 
     def layer_key(self, model: Any, place: int) -> str:

@@ -89,7 +89,7 @@ class Family(ABC):
 
     def balance_start(self, b: Builder, model: Any) -> tuple[str, ...]:
         """Adds the values that the embedding passes to the layers after `x`: sums of the load-balancing loss."""
-        balance = self.balance(model)
+        balance = None if b.loss_tweaks.own else self.balance(model)
         return () if balance is None else (balance.start(b),)
 
     def output(self, b: Builder, model: Any, below: Collection[nn.Parameter] | None) -> Unit:
@@ -188,16 +188,11 @@ class Family(ABC):
         for index, layer in enumerate(self.layers(model)):
             if places is not None and index not in places:
                 continue
-            b = Builder("layer", f"layers.{index}", sharing, repeats=True)
+            b = Builder("layer", f"layers.{index}", sharing, repeats=True, loss_tweaks=loss_tweaks)
             units.append(self.layer(b, layer))
         b = Builder("head", "head", sharing, loss_tweaks=loss_tweaks)
         if not b.loss_tweaks.own:
             units.append(self.head(b, model))
-        elif self.balance(model) is not None:
-            raise ValueError(
-                "output_router_logits=True adds a loss of the routers, which is built into the model's own loss alone; "
-                "set model.config.output_router_logits = False (in TRL router_aux_loss_coef=0.0)"
-            )
         else:
             below = {parameter for unit in units for parameter in unit.placements}
             units.append(self.output(b, model, below if places is None else None))
@@ -219,13 +214,14 @@ class Family(ABC):
         """Returns the rows of the table of positions; None where every position has an embedding."""
         return None
 
-    def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
-        """Returns a function of the side inputs that allocates a layer's output [sequence shard, batch, hidden].
+    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+        """Returns a function of the side inputs that allocates a layer's outputs: [sequence shard, batch, hidden], and
+        the sums of a load-balancing loss unless the loss is the caller's own.
 
         Called after the units are declared and before the model is cut.
         """
         weight = model.get_input_embeddings().weight
-        hidden, dtype, balance = weight.shape[1], weight.dtype, self.balance(model)
+        hidden, dtype, balance = weight.shape[1], weight.dtype, None if own else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]

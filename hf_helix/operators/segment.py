@@ -131,8 +131,12 @@ class Segment(Computation):
         call.saved = None
         return run(*gradients)
 
-    def _run_backward(self, leaves: Tensors, edges: tuple[GradientEdge, ...], *gradients: Tensor) -> Tensors:
-        run_backward(edges, gradients, (*leaves, *self._trained()))
+    def _run_backward(self, leaves: Tensors, edges: tuple[GradientEdge, ...], *gradients: Tensor | None) -> Tensors:
+        # The caller of a decoder may have given no gradient of a value that it can read.
+        known = [(edge, each) for edge, each in zip(edges, gradients, strict=True) if each is not None]
+        run_backward(
+            tuple([edge for edge, _ in known]), tuple([each for _, each in known]), (*leaves, *self._trained())
+        )
         return tuple([_gradient_of(leaf) for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -168,7 +169,7 @@ class Executor:
         self,
         program: Sequence[Instruction],
         microbatches: Sequence[MicroBatch],
-        sources: Mapping[Key, Tensor],
+        sources: Mapping[Key, Tensor | None],
         training: bool,
         reduce_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
@@ -179,7 +180,8 @@ class Executor:
         Args:
             program: the instructions; the list must not change after its first run.
             microbatches: the micro-batches that the instructions number.
-            sources: the first values of every micro-batch, for example the gradient of its loss.
+            sources: the first values of every micro-batch, for example the gradient of its loss; None for a gradient
+                that may be given before its reader runs, see `Strand.given`.
             training: whether there will be a backward pass.
             reduce_gradients: called at every gradient reduction, with its index in the layout; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
@@ -220,7 +222,7 @@ class Executor:
         self,
         bound: Bound,
         microbatches: Sequence[MicroBatch],
-        sources: Mapping[Key, Tensor],
+        sources: Mapping[Key, Tensor | None],
         training: bool,
         reduce_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
@@ -244,6 +246,8 @@ class Executor:
             strand = strands.get(microbatch)
             if strand is None:
                 strand = strands[microbatch] = self.strand(microbatches[microbatch], sources, training)
+            if strand.given:
+                self._add_given(step, strand)
             if step.communicates:
                 self._communicate(step, step.op, strand)
             else:
@@ -263,7 +267,7 @@ class Executor:
             self._wait(self._gathered.popitem()[1])
         return kept
 
-    def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
+    def strand(self, batch: MicroBatch, sources: Mapping[Key, Any], training: bool) -> Strand:
         """Returns the strand of a micro-batch before its first operator.
 
         Args:
@@ -273,11 +277,12 @@ class Executor:
         """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
-    def take(self, strand: Strand, key: Key) -> Tensor:
-        """Returns a value that no program frees, once the compute stream may read it, and forgets it."""
+    def take(self, strand: Strand, key: Key, is_read: bool = False) -> Tensor:
+        """Returns a value that no program frees, once the compute stream may read it, and forgets it unless it is still
+        read."""
         if key in strand.events:
             self._wait(strand.events.pop(key))
-        return strand.values.pop(key)
+        return strand.values[key] if is_read else strand.values.pop(key)
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
         """Returns the label of an operator in a trace, such as `B2.layers.3.mlp.down.W`.
@@ -297,6 +302,16 @@ class Executor:
         if self.streams.trace is not None:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = self.streams.issue(flat.reduce_axis.kind, flat.refresh(), (), label)
+
+    def _add_given(self, step: BoundInstruction, strand: Strand) -> None:
+        """Adds gradients from outside to those that an operator is the first to read."""
+        for key in step.reads:
+            given = strand.given.pop(key, None)
+            if given is not None:
+                if key in strand.events:
+                    self._wait(strand.events.pop(key))
+                known = strand.values.get(key)
+                strand.values[key] = given if known is None else known + given
 
     def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace

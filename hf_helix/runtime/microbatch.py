@@ -49,6 +49,7 @@ class Strand:
         ahead: values from operators that are issued ahead.
         calls: the state that operators save.
         shared: the state that operators share.
+        given: gradients from outside, which are added to those of the program where an operator first reads them.
     """
 
     key: tuple[int, int]
@@ -61,6 +62,7 @@ class Strand:
     ahead: set[Key] = field(default_factory=set)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
     shared: dict[object, Any] = field(default_factory=dict)
+    given: dict[Key, Tensor] = field(default_factory=dict)
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
         """Returns the state of an operator of a unit for this micro-batch.

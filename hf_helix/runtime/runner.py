@@ -191,14 +191,20 @@ class Runner:
             dist.all_reduce(result, group=group)
         return result
 
-    def share(self, value: Tensor | None) -> Tensor:
-        """Returns a value of the rank with the last unit on every rank of the pipeline; None on the other ranks."""
+    def share(self, value: Tensor | None, unit: int | None = None) -> Tensor:
+        """Returns a value of the rank with a unit on every rank of the pipeline.
+
+        Args:
+            value: None on the other ranks.
+            unit: the index of the unit; None for the last.
+        """
         pipe = self.mesh.pipe
         if pipe.group is None:
             assert value is not None
             return value
+        owner = pipe.ranks[self._last if unit is None else self.layout.rank_of(unit)]
         about: Any = None if value is None else (tuple(value.shape), value.dtype)
-        shape, dtype = broadcast_object(about, pipe.ranks[self._last], pipe.ranks)
+        shape, dtype = broadcast_object(about, owner, pipe.ranks)
         shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if value is None else value.contiguous()
-        dist.broadcast(shared, pipe.ranks[self._last], group=pipe.group)
+        dist.broadcast(shared, owner, group=pipe.group)
         return shared

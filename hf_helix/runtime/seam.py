@@ -1,7 +1,9 @@
 """The cut decoder, called by code above it: forward passes, and backward passes that wait for the next call.
 
-In:   a runner whose last unit ends at the decoder's output; the micro-batches of a call; the gradient of its output.
-Out:  the output of a call on every rank; after `finish`, complete gradients in `parameter.grad`.
+In:   a runner whose last unit ends at the decoder's output; the micro-batches of a call; the gradients of what the call
+      returned.
+Out:  the output of a call, and values of the graphs that it asks for; after `finish`, complete gradients in
+      `parameter.grad`.
 Must hold: a backward pass runs overlapped with the forward pass of the next call, by the plan, or in `finish`. Every
 rank of a batch makes the same calls and gives gradients in the same order.
 """
@@ -9,7 +11,7 @@ rank of a batch makes the same calls and gives gradients in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +32,12 @@ class DecoderCall:
     Attributes:
         pieces: its micro-batches.
         strands: their state between the forward and the backward pass.
-        gradients: of the output, a tensor for each piece; None before the caller's backward pass.
+        gradients: of values that the call returned, a tensor for each piece; None before the caller's backward pass.
     """
 
     pieces: Sequence[MicroBatch]
     strands: Sequence[Strand]
-    gradients: Sequence[Tensor] | None = None
+    gradients: dict[Key, Sequence[Tensor]] | None = None
 
 
 class CalledDecoder:
@@ -46,27 +48,41 @@ class CalledDecoder:
 
     Attributes:
         num_fused: the number of forward passes that ran overlapped with a backward pass.
+        output: the decoder's output, whole [sequence, rows, hidden].
+        hidden: the output of the embedding and of every layer, of this rank's tokens [tokens, rows, hidden].
+        routers: the logits of every router, of this rank's tokens [tokens * rows, experts].
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.num_fused = 0
-        head = runner.stage.head
-        (output,) = runner.layout.graphs[runner.layout.units[head]].forward.outputs
-        self._output: Key = (head, output)
-        self._gradient: Key = (head, f"d.{output}")
-        self._segments: dict[int, Segments] = {}
-        self._forward_only: dict[int, Program] = {}
+        layout, head = runner.layout, runner.stage.head
+        graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
+        *self.hidden, self.output = [(unit, graph.outputs[0]) for unit, graph in graphs.items()]
+        self.routers: list[Key] = [(unit, value) for unit, graph in graphs.items() for value in graph.shown]
+        self._absent = {self._gradient_of(key): None for key in self.routers if self.is_here(key)}
+        self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
+        self._forward_only: dict[tuple[int, tuple[Key, ...]], Program] = {}
         self._waiting: deque[DecoderCall] = deque()
 
+    def is_here(self, key: Key) -> bool:
+        """Returns whether a value is one of this rank's units."""
+        return self.runner.layout.rank_of(key[0]) == self.runner.stage.rank
+
     @plain_parameters()
-    def forward(self, pieces: Sequence[MicroBatch]) -> tuple[DecoderCall, list[Tensor]]:
+    def forward(
+        self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()
+    ) -> tuple[DecoderCall, dict[Key, list[Tensor]]]:
         """Runs the forward pass of a call, overlapped with the backward pass that has waited longest, if any.
 
+        Args:
+            pieces: the micro-batches of the call.
+            asked: the values to return beside the output, of `hidden` and `routers`.
+
         Returns:
-            The call, and on the rank with the last unit the output of every piece [sequence, rows, hidden].
+            The call, and of every value on the rank with its unit the tensors of the pieces.
         """
-        count, segments = len(pieces), self._segments_for(len(pieces))
+        count, segments = len(pieces), self._segments_for(len(pieces), asked)
         earlier = self._next(count)
         strands = dict(enumerate(earlier.strands)) if earlier else {}
         if not strands:
@@ -74,30 +90,34 @@ class CalledDecoder:
         program = segments.both if earlier else segments.forward
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
-        self.runner.executor.run(program, batches, {}, training=True, strands=strands)
-        held = [strands[count + place] for place in range(count)]
-        call = DecoderCall(pieces, held)
-        if self._output not in held[0].values:
-            return call, []
-        return call, [self.runner.executor.take(strand, self._output) for strand in held]
+        executor = self.runner.executor
+        executor.run(program, batches, self._absent, training=True, strands=strands)
+        held, read = [strands[count + place] for place in range(count)], segments.read_backward
+        here = [key for key in (self.output, *asked) if self.is_here(key)]
+        values = {key: [executor.take(strand, key, key in read) for strand in held] for key in here}
+        return DecoderCall(pieces, held), values
 
     @plain_parameters()
-    def evaluate(self, pieces: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs a forward pass that no backward pass follows; returns the outputs as `forward` does."""
-        count, runner = len(pieces), self.runner
-        if count not in self._forward_only:
-            self._forward_only[count] = runner.build_program(runner.forward_schedule(count), (self._output,))
+    def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
+        """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
+        case, runner = (len(pieces), asked), self.runner
+        if case not in self._forward_only:
+            schedule = runner.forward_schedule(len(pieces))
+            self._forward_only[case] = runner.build_program(schedule, (self.output, *asked))
         runner.stage.mark_weights_stale()
-        kept = runner.executor.run(self._forward_only[count], pieces, {}, training=False)
-        return [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
+        kept = runner.executor.run(self._forward_only[case], pieces, {}, training=False)
+        here = [key for key in (self.output, *asked) if self.is_here(key)]
+        return {key: [values[key] for _, values in sorted(kept.items())] for key in here}
 
-    def backward(self, call: DecoderCall, gradients: Sequence[Tensor]) -> None:
-        """Takes the gradient of a call's output, a tensor for each piece; the backward pass runs later."""
-        if call.gradients is not None:
-            gradients = [one + other for one, other in zip(call.gradients, gradients, strict=True)]
-        else:
+    def backward(self, call: DecoderCall, gradients: Mapping[Key, Sequence[Tensor]]) -> None:
+        """Takes gradients of values of this rank that a call returned, a tensor for each piece. The backward pass runs
+        later."""
+        if call.gradients is None:
+            call.gradients = {}
             self._waiting.append(call)
-        call.gradients = gradients
+        for key, given in gradients.items():
+            known = call.gradients.get(key)
+            call.gradients[key] = [a + b for a, b in zip(known, given, strict=True)] if known else given
 
     @plain_parameters()
     def finish(self) -> None:
@@ -132,20 +152,26 @@ class CalledDecoder:
         return None
 
     def _started(self, call: DecoderCall) -> DecoderCall:
-        """Returns a call with the gradients of its output among its values."""
+        """Returns a call whose strands have its gradients."""
         assert call.gradients is not None
-        for strand, gradient in zip(call.strands, call.gradients, strict=False):
-            strand.values[self._gradient] = gradient
+        for key, pieces in call.gradients.items():
+            for strand, gradient in zip(call.strands, pieces, strict=True):
+                strand.given[self._gradient_of(key)] = gradient
         call.gradients = None
         return call
 
-    def _segments_for(self, count: int) -> Segments:
-        if count not in self._segments:
+    def _gradient_of(self, key: Key) -> Key:
+        unit, value = key
+        return self.runner.layout.key(unit, f"d.{value}", forward=False)
+
+    def _segments_for(self, count: int, asked: tuple[Key, ...] = ()) -> Segments:
+        if (count, asked) not in self._segments:
             runner = self.runner
             forward = runner.forward_schedule(count)
             ahead = runner.executor.streams.slots_ahead
             placement = runner.scheduler.placement
-            self._segments[count] = build_segments(
-                runner.plan, forward, runner.layout, runner.stage.rank, self._output, placement, ahead
+            outputs = (self.output, *asked)
+            self._segments[count, asked] = build_segments(
+                runner.plan, forward, runner.layout, runner.stage.rank, outputs, placement, ahead
             )
-        return self._segments[count]
+        return self._segments[count, asked]

@@ -304,7 +304,7 @@ class _Copy:
         losses, outputs = [], []
         for batch in batches:
             with seam.training(step=0):
-                loss, output = loss_of_output(seam.output(inputs_of(batch)), batch)
+                loss, output = loss_of_output(seam.outputs(inputs_of(batch))[0], batch)
                 loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())

@@ -135,18 +135,28 @@ def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterRecord:
-    """A layer's record of its router: figures for the logs and, for a balanced loss, the two sums.
+    """A layer's record of its router: figures for the logs; for a balanced loss the two sums, for a loss of the
+    caller's own the logits.
 
     Attributes:
         meter: adds up the figures.
         choices: the number of a token's most probable experts that count as load; None where the loss is not balanced.
+        shows: whether the logits are a value of the graph, see `Graph.shown`.
     """
 
     meter: RouterMeter
-    choices: int | None
+    choices: int | None = None
+    shows: bool = False
+
+    def names(self, b: Builder, name: str) -> list[str]:
+        """Returns the names of what `keep` returns, which begin with a name."""
+        if self.shows:
+            b.shown.append(f"{name}.logits")
+            return b.shown[-1:]
+        return [] if self.choices is None else [f"{name}.balance"]
 
     def keep(self, logits: Tensor | None, chosen: Tensor, side: Mapping[str, Any], is_training: bool) -> Tensors:
-        """Returns the two sums [1, 2, experts]; nothing where the loss is not balanced.
+        """Returns the two sums [1, 2, experts], or the logits; nothing where none of them is read.
 
         Args:
             logits: of the router for this rank's tokens [n * batch, experts]; None where the logits are not known.
@@ -157,7 +167,9 @@ class RouterRecord:
         counted = self.meter.mine(side)
         if is_training and torch.is_grad_enabled():  # once: recompute in backward runs it with gradients
             self.meter.note(logits, chosen, counted)
-        return () if self.choices is None or logits is None else (part_of(logits, counted, self.choices),)
+        if logits is None or self.shows:
+            return () if logits is None else (logits,)
+        return () if self.choices is None else (part_of(logits, counted, self.choices),)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Draft:
         meters: counters of the unit's routers.
         called: the submodules called by operators as they are.
         logits: the value read by the loss; None in units without a loss.
+        shown: the values that a caller of the decoder may read, see `Graph`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Draft:
         self.meters: list[RouterMeter] = []
         self.called: list[nn.Module] = []
         self.logits: str | None = None
+        self.shown: list[str] = []
         self._declared: list[Operator] = []
         self._tensor_operators: dict[str, TensorOperator] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
@@ -163,7 +165,8 @@ class Draft:
 
     def build(self, *outputs: str) -> Unit:
         """Returns the declared unit with these outputs."""
-        graphs = GraphPair.of(Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats))
+        declared, inputs = tuple(self._declared), tuple(self._inputs)
+        graphs = GraphPair.of(Graph(self.name, declared, inputs, outputs, self.repeats, shown=tuple(self.shown)))
         sums = {
             op.forward_name: SumOfGradients()
             for op in graphs.backward.operators

@@ -152,13 +152,13 @@ class Experts(ValueNames):
         segment, inputs = self.plan.segment(outputs)
         names = [self.value(value, SHARD) for value in inputs]
         function, side = self._function(segment, outputs, inputs)
-        is_summed = logits is not None and self.choices is not None
-        record = RouterRecord(self._meter(chosen), self.choices if is_summed else None)
+        of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.own)
+        record = RouterRecord(self._meter(chosen), *of_logits)
         name = self._name(weights)
         value, *parts, choice = self.b.segment_outputs(
             name,
             Routing(function, record, self.module),
-            [f"{name}.weights", *([f"{name}.balance"] if is_summed else [])],
+            [f"{name}.weights", *record.names(self.b, name)],
             *names,
             side=(*side, COUNTED),
             **self._used_by(segment),

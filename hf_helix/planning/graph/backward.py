@@ -77,7 +77,9 @@ def backward_parts(graph: Graph) -> BackwardParts:
         if not op.differentiable:
             continue
         with_gradient = [value for value in op.writes if value not in plain]
-        gradients = tuple(f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs)
+        gradients = tuple(
+            f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs + graph.shown
+        )
         writes, adds = _gradient_names(op, readers, plain)
         in_parts = op.splits_dgrad_wgrad and op.wgrad_fraction > 0
         main = replace(
@@ -124,7 +126,10 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
-        saved_values=tuple(value for value in _readers(graph) if value in read),
+        saved_values=(
+            *(value for value in _readers(graph) if value in read),
+            *(f"d.{value}" for value in graph.shown),
+        ),
     )
 
 
@@ -287,9 +292,9 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
             raise ValueError(f"graph {graph.name!r}: operator {op.name!r} cannot have {stray} as plain values or sizes")
     for value, ops in readers.items():
         problem = None
-        if ops and value in graph.outputs:
+        if ops and value in graph.outputs + graph.shown:
             problem = "leaves the unit and is read in it"
-        elif not ops and value not in graph.outputs and value not in kept:
+        elif not ops and value not in graph.outputs + graph.shown and value not in kept:
             problem = "is written and never read"
         elif any(op.reads.count(value) > 1 for op in ops):
             problem = "is read twice by one operator"

@@ -137,7 +137,9 @@ class Graph:
         inputs: values that enter the unit.
         outputs: values that leave the unit.
         repeats: whether units of this kind follow each other: the outputs of one are the inputs of the next.
-        saved_values: of a backward graph, the values of the forward pass among its inputs.
+        saved_values: of a backward graph, the inputs that no other unit gives: values of the forward pass, and
+            gradients of `shown` values.
+        shown: values that a caller of the decoder may read, and give gradients for, beside `outputs`.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Graph:
     outputs: tuple[str, ...]
     repeats: bool = False
     saved_values: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -158,7 +161,7 @@ class Graph:
             if missing:
                 raise ValueError(f"graph {self.name!r}: operator {operator.name!r} reads {missing}, not yet written")
             self._declare(f"operator {operator.name!r} writes", operator.writes, known)
-        missing = [value for value in self.outputs if value not in known]
+        missing = [value for value in self.outputs + self.shown if value not in known]
         if missing:
             raise ValueError(f"graph {self.name!r}: outputs {missing} are never written")
         if self.repeats and len(self.inputs) != len(self.outputs):
@@ -184,7 +187,8 @@ class Graph:
     def describe(self) -> str:
         """Returns a line for each operator; equal text means equal graphs."""
         repeats = " (repeats)" if self.repeats else ""
-        lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
+        shown = f" shows {' '.join(self.shown)}" if self.shown else ""
+        lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}{shown}"]
         for op in self.operators:
             writes = " ".join(
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.accumulates) if name

@@ -14,8 +14,9 @@ the same position in the mirrored order; so every forward schedule gives a sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 
 from hf_helix.planning.plan.plan import Plan
@@ -41,9 +42,20 @@ class Segments:
     both: Sequence[Instruction]
     backward: Sequence[Instruction]
 
+    @cached_property
+    def read_backward(self) -> Collection[Key]:
+        """The values that a backward pass reads."""
+        return {key for each in self.backward for key in each.needs}
+
 
 def build_segments(
-    plan: Plan, forward: Schedule, layout: Layout, rank: int, output: Key, placement: str, slots_ahead: int = 1
+    plan: Plan,
+    forward: Schedule,
+    layout: Layout,
+    rank: int,
+    outputs: Collection[Key],
+    placement: str,
+    slots_ahead: int = 1,
 ) -> Segments:
     """Returns the segments of a rank.
 
@@ -52,7 +64,7 @@ def build_segments(
         forward: the forward slots of one call, of every rank.
         layout: the units of all ranks.
         rank: of the pipeline.
-        output: the decoder's output; never freed by the programs.
+        outputs: the values that the caller reads; never freed by the programs.
         placement: of the virtual stages. Where stages are not folded, the passes of `both` follow each other.
         slots_ahead: see `Plan.issue`.
     """
@@ -66,7 +78,7 @@ def build_segments(
     both = instructions(schedule_of_both(forward, placement), within)
     end = instructions(mirrored(forward), layout.without_gathers)
     parts = [_shifted(begin, -count), both, _shifted(end, count)]
-    freed = free_values([each for part in parts for each in part], (output,))
+    freed = free_values([each for part in parts for each in part], outputs)
     first, second = len(begin), len(begin) + len(both)
     return Segments(_shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count))
 

@@ -31,10 +31,38 @@ def twice(model: Any, batch: dict[str, Any]) -> Any:
     return functional.kl_div(first.log_softmax(-1), second.log_softmax(-1), log_target=True, reduction="batchmean")
 
 
-def train(
-    helix: dict[str, Any], tied: bool = False, padded: bool = False, calls: int = 1, lora: Any = None
-) -> dict[str, Any]:
-    whole = tiny(num_hidden_layers=5, tie_word_embeddings=tied, lora=lora).train()
+def distilled(model: Any, batch: dict[str, Any]) -> Any:
+    """Of every hidden state, the embedding and the last one included, and not of the logits."""
+    states = model(**batch, output_hidden_states=True, logits_to_keep=1).hidden_states
+    assert len(states) == 6
+    return sum(
+        (place + 1) * functional.cosine_similarity(a, b, -1).mean() for place, (a, b) in enumerate(pairs(states))
+    )
+
+
+def pairs(states: Any) -> Any:
+    return zip(states, [*states[1:], states[0].roll(1, 1)], strict=True)
+
+
+def routed(model: Any, batch: dict[str, Any]) -> Any:
+    """The model's own loss with that of its routers, a z-loss of their logits, and a call without either."""
+    plain = model(**batch).logits.float().logsumexp(-1).pow(2).mean()
+    outputs = model(**batch, labels=batch["input_ids"], output_router_logits=True)
+    assert outputs.aux_loss is not None
+    squares = [each.float().logsumexp(-1).pow(2).mean() for each in outputs.router_logits[::2]]
+    return outputs.loss + 1e-2 * plain + 0.1 * sum(squares)
+
+
+def states_and_routers(model: Any, batch: dict[str, Any]) -> Any:
+    outputs = model(**batch, output_router_logits=True, output_hidden_states=True)
+    return outputs.aux_loss + outputs.hidden_states[2].float().pow(2).mean()
+
+
+RULES = {"loss": loss_of, "twice": twice, "distilled": distilled, "routed": routed, "both": states_and_routers}
+
+
+def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **changes: Any) -> dict[str, Any]:
+    whole = tiny(**{"num_hidden_layers": 5, **changes}).train()
     model, config = copy.deepcopy(whole), HelixConfig(plan="greedy", cache=False, **helix)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
     options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(own=True))
@@ -48,10 +76,9 @@ def train(
             mask = torch.ones_like(ids)
             mask[1, -5:] = 0
             batch["attention_mask"] = mask
-        rule = loss_of if calls == 1 else twice
         assert engine.seam is not None
         with engine.seam.training(step=0):
-            pair = [rule(each, batch) for each in (whole, model)]
+            pair = [RULES[rule](each, batch) for each in (whole, model)]
             for loss in pair:
                 loss.backward()
         losses.append([loss.item() for loss in pair])
@@ -60,33 +87,44 @@ def train(
     errors = {
         name: float((full_of(mine.grad) - theirs.grad).norm() / theirs.grad.norm())
         for (name, mine), theirs in named
-        if theirs.requires_grad
+        if theirs.grad is not None
     }
     return {"losses": losses, "errors": errors, "fused": engine.seam.called.num_fused}
 
 
-def case(ranks: int, slow: bool = True, calls: int = 1, **options: Any) -> Any:
-    return pytest.param(ranks, options | {"calls": calls}, marks=[pytest.mark.slow] if slow else [], id=str(options))
+TIED = {"tie_word_embeddings": True}
+MIXTURE, SPARSE, PHIMOE = {"family": "mixtral"}, {"family": "qwen3_moe"}, {"family": "phimoe"}
+
+
+def case(ranks: int, slow: bool = True, **options: Any) -> Any:
+    return pytest.param(ranks, options, marks=[pytest.mark.slow] if slow else [], id=str(options))
 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        case(2, slow=False, helix={"tp_size": 2}, tied=True),
+        case(2, slow=False, helix={"tp_size": 2}, **TIED),
         case(2, slow=False, helix={"pp_size": 2}, padded=True),
-        case(2, helix={"tp_size": 2}, calls=2),
-        case(2, helix={"pp_size": 2}, calls=2),
-        case(2, helix={"pp_size": 2}, tied=True),
+        case(2, helix={"tp_size": 2}, rule="twice"),
+        case(2, helix={"pp_size": 2}, rule="twice"),
+        case(2, helix={"pp_size": 2}, **TIED),
         case(2, helix={"cp_size": 2}, padded=True),
-        case(2, helix={"cp_size": 2}, tied=True),
+        case(2, helix={"cp_size": 2}, **TIED),
         case(2, helix={"shard_optimizer": True}),
-        case(2, helix={"shard_parameters": True}, tied=True),
+        case(2, helix={"shard_parameters": True}, **TIED),
         case(2, helix={"tp_size": 2}, lora={}),
         case(4, helix={"tp_size": 2, "pp_size": 2}),
         case(4, helix={"tp_size": 2, "pp_size": 2, "schedule": "1f1b"}),
         case(4, helix={"tp_size": 2, "cp_size": 2}, padded=True),
         case(4, helix={"tp_size": 2, "shard_parameters": True}),
-        case(4, helix={"pp_size": 2, "shard_optimizer": True}, tied=True),
+        case(4, helix={"pp_size": 2, "shard_optimizer": True}, **TIED),
+        *(case(2, helix={name: 2}, rule="distilled") for name in ("tp_size", "pp_size", "cp_size")),
+        *(case(2, helix={name: 2}, rule="routed", **MIXTURE) for name in ("tp_size", "pp_size", "cp_size", "ep_size")),
+        case(2, helix={"tp_size": 2}, rule="both", padded=True, **SPARSE),
+        case(2, helix={"pp_size": 2, "recompute": "full"}, rule="both", **PHIMOE),
+        case(4, helix={"tp_size": 2, "pp_size": 2}, rule="distilled", padded=True),
+        case(4, helix={"tp_size": 2, "pp_size": 2}, rule="both", padded=True, **MIXTURE),
+        case(4, helix={"tp_size": 2, "cp_size": 2}, rule="both", padded=True, **MIXTURE),
     ],
 )
 def test_equals_the_unsplit_model(ranks: int, options: dict[str, Any], cluster_of: Any) -> None:
@@ -94,4 +132,5 @@ def test_equals_the_unsplit_model(ranks: int, options: dict[str, Any], cluster_o
         for wanted, found in result["losses"]:
             assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6)
         assert max(result["errors"].values()) < 2e-5, result["errors"]
-        assert result["fused"] == 3 * options["calls"] - (1 if options["calls"] == 1 else 2)
+        calls = {"twice": 2, "routed": 2}.get(options.get("rule", ""), 1)
+        assert result["fused"] == 3 * calls - calls

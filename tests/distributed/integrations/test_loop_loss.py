@@ -39,7 +39,7 @@ def follow(helix: dict[str, Any] | None, num_batches: int = 2) -> tuple[list[flo
             figures += [sum(losses).item(), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
             optimizer.step()
             optimizer.zero_grad()
-        figures.append(float(focal(model, windows[0])))
+        figures.append(focal(model, windows[0]).item())
         return figures, [each.detach() for each in model.parameters()]
     dp_size = helix.pop("dp_size", 1)
     plugin = HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
