@@ -8,14 +8,14 @@ logs.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hf_helix.config import HelixConfig
 from hf_helix.measure.memory import peak_bytes
@@ -141,21 +141,23 @@ class Diagnostics:
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}
         return self.figures if full else {**short_entries(self.figures), **routers}
 
-    def _count(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Trains a window and counts it for the logs."""
-        result: list[Tensor] = self._live.add(sum(batch.num_tokens for batch in window), length, train)
-        return result
+    @contextlib.contextmanager
+    def _counted(self, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
+        """Returns a context that trains a window and counts it for the logs.
 
-    def _count_traced(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Trains a window and counts it for the logs; the first one after each log is traced."""
-        if not self._live.wants_trace:
-            return self._count(window, length, train)
+        Args:
+            window: the micro-batches; complete at the end of the context.
+            traces: whether the first window after each log is traced.
+        """
+        start, is_traced = time.perf_counter(), traces and self._live.wants_trace
         streams = self.runner.executor.streams
-        start = time.perf_counter()
-        with streams.tracing() as trace:
-            losses = self._count(window, length, train)
-        self._live.add_trace(trace, sum(batch.num_tokens for batch in window), time.perf_counter() - start)
-        return losses
+        self._live.begin()
+        with streams.tracing() if is_traced else contextlib.nullcontext() as trace:
+            yield
+        tokens = sum(batch.num_tokens for batch in window)
+        self._live.add(tokens, max((batch.length for batch in window), default=0))
+        if trace is not None:
+            self._live.add_trace(trace, tokens, time.perf_counter() - start)
 
 
 # -- routers --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class Engine(Diagnostics):
             self.check_value_bounds(batch)
 
         self._divided.share_losses()
-        seam = Seam(self.runner, self._maker, check, self._check_trainable, self.plain)
+        seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
         seam.put_into(self.family.decoder(self.base))
         return seam
 
@@ -190,28 +190,46 @@ class Engine(Diagnostics):
         Returns:
             The result of a tuning that has just ended; otherwise None.
         """
+        return self._tune(functools.partial(self._checked_window, batches, scale, step), len(batches), steps_left)
+
+    @collective
+    @plain_parameters()
+    def tune_calls(self, steps_left: int | None = None) -> TuningResult | None:
+        """Does what `tune` does where a caller computes the loss, with the calls of the last window. Collective."""
+        if not self.last_window:
+            return None
+        result = self._tune(lambda: self.last_window, len(self.last_window), steps_left)
+        assert self.seam is not None
+        self.seam.use(self.runner)
+        return result
+
+    def _tune(
+        self, make_window: Callable[[], list[MicroBatch]], count: int, steps_left: int | None
+    ) -> TuningResult | None:
         before = self.tuning
-        self.settle_link(batches, scale, step)  # before any time is taken
+        self._settle_link(make_window)  # before any time is taken
         with set_aside(self.runner.stage.stepped):
-            make_window = functools.partial(self._checked_window, batches, scale, step)
-            self.runner = self.tuner.update(self.runner, make_window, len(batches), steps_left)
+            self.runner = self.tuner.update(self.runner, make_window, count, steps_left)
         return self.tuning if self.tuning is not before else None
 
     @plain_parameters()
     def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> None:
         """Says once the rate of an emulated link; with `link="even"` measures the rate first. Collective.
 
-        `tune` calls this method, too; call it before a window without `tune`.
+        `tune` does so, too; call this method before a window without `tune`.
 
         Args:
             batches, scale, step: see `tune`.
         """
+        self._settle_link(functools.partial(self._checked_window, batches, scale, step))
+
+    def _settle_link(self, make_window: Callable[[], list[MicroBatch]]) -> None:
         link = self.mesh.link
         if link is None or self._has_said_link:
             return
         if link.rate is None:
             with watched(), set_aside(self.runner.stage.stepped):
-                calibrate_link(self.runner, self._checked_window(batches, scale, step)[:TUNED_MICROBATCHES])
+                calibrate_link(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
 
@@ -238,14 +256,13 @@ class Engine(Diagnostics):
             The loss of every micro-batch, on every rank.
         """
         window = self.last_window = self._checked_window(batches, scale, step)
-        longest = max(batch["input_ids"].shape[-1] for batch in batches)
         self._divided.note_gradients()
         if self.graphs is not None:
             self.graphs.keep_gradients()
-            with set_aside(self.runner.stage.stepped):
-                return self._count(window, longest, functools.partial(self.graphs.train_window, self.runner, window))
-        with set_aside(self.runner.stage.stepped):
-            return self._count_traced(window, longest, functools.partial(self.runner.train_window, window))
+        with set_aside(self.runner.stage.stepped), self._counted(window, traces=self.graphs is None):
+            if self.graphs is not None:
+                return self.graphs.train_window(self.runner, window)
+            return self.runner.train_window(window)
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """The checked micro-batches of a window. Collective."""
@@ -266,10 +283,18 @@ class Engine(Diagnostics):
         self._check_unchanged()
         self._snapshot.check_trainable()
 
+    @contextlib.contextmanager
+    def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
+        """Returns the context of a window of calls, see `Seam`."""
+        self._check_trainable()
+        with set_aside(self.runner.stage.stepped), self._counted(window):
+            yield
+
     def finish_window(self) -> None:
         """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
         assert self.seam is not None
         self.seam.finish()
+        self.last_window = self.seam.window
         self._divided.note_gradients()
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:

@@ -57,8 +57,7 @@ class WindowMaker:
             key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
         """
         prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale)
-        ids = batch["input_ids"]
-        return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
+        return MicroBatch(prepare, key, *batch["input_ids"].shape)
 
     def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """Returns the micro-batches of a window.

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class DecoderOutput(ModelOutput):
     router_logits: Any = None
 
 
+OpenWindow = Callable[[Sequence[MicroBatch]], AbstractContextManager[object]]
+
+
 class Seam:
     """Calls of a cut decoder.
 
@@ -64,11 +67,12 @@ class Seam:
         runner: the runner of the cut model, whose last unit gives the decoder's output.
         maker: makes micro-batches.
         check: called with the batch of every call of the model, before it runs. Collective.
-        begin: called before the first call of a window that a backward pass may follow.
+        open_window: returns the context of a window, from its micro-batches, which grow until the window ends.
         running: the context in which the model's own code runs without gradients.
 
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
+        window: the micro-batches of the calls of the last window in a training step.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Seam:
         runner: Runner,
         maker: WindowMaker,
         check: Callable[[Mapping[str, Any]], object] = lambda batch: None,
-        begin: Callable[[], object] = lambda: None,
+        open_window: OpenWindow | None = None,
         running: Callable[[], AbstractContextManager[object]] = calling,
     ) -> None:
         self.step = 0
@@ -84,10 +88,12 @@ class Seam:
         self.runner = runner
         self._maker = maker
         self._check = check
-        self._begin = begin
+        self._open_window = open_window or (lambda window: set_aside(runner.stage.stepped))
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
-        self._window: contextlib.ExitStack | None = None
+        self.window: list[MicroBatch] = []
+        self._open = contextlib.ExitStack()
+        self._is_open = False
         self._num_calls = 0
         self._num_routers = 0
         self._is_last_normed = True
@@ -157,8 +163,8 @@ class Seam:
                 experts].
         """
         length, trains = batch["input_ids"].shape[1], torch.is_grad_enabled() and is_recording()
-        if trains and self._window is None:
-            self._open()
+        if trains and not self._is_open:
+            self._begin()
         is_split = not trains or self.runner.mesh.pipe.size > 1
         batches = split_rows(batch, self.runner) if is_split else [batch]
         rows = [len(each["input_ids"]) for each in batches]
@@ -169,6 +175,8 @@ class Seam:
             whole = [self._whole(key, values.get(key), rows, length) for key in keys]
             return list(_OutsideOfSteps.apply(anchor, *whole))
         call, values = self.called.forward(pieces, asked)
+        outputs: Sequence[Tensor | None] = values.get(self.called.output) or [None] * len(pieces)
+        self.window += [replace(piece, output=_outline(output)) for piece, output in zip(pieces, outputs, strict=True)]
         joined = [self._whole(key, values.get(key), rows, length) for key in keys]
         return list(_Outputs.apply(anchor, self, call, rows, keys, *joined))
 
@@ -189,23 +197,29 @@ class Seam:
 
     def finish(self) -> None:
         """Ends a window: runs the backward passes that wait and reduces the gradients. Collective."""
-        if self._window is None:
+        if not self._is_open:
             return
-        with self._window:
-            self._window, self._num_calls = None, 0
+        with self._open:
+            self._is_open, self._num_calls = False, 0
             self.called.finish()
+
+    def use(self, runner: Runner) -> None:
+        """Runs further windows by the plan of another runner of the same parameters."""
+        if runner is not self.runner:
+            num_fused = self.called.num_fused
+            self.runner, self.called = runner, CalledDecoder(runner)
+            self.called.num_fused = num_fused
 
     def drop(self) -> None:
         """Ends a window without its gradients, as after an error."""
         self.called.drop()
-        if self._window is not None:
-            self._window.close()
-            self._window, self._num_calls = None, 0
+        self._open.close()
+        self._is_open, self._num_calls = False, 0
 
-    def _open(self) -> None:
-        self._begin()
-        self._window = contextlib.ExitStack()
-        self._window.enter_context(set_aside(self.runner.stage.stepped))
+    def _begin(self) -> None:
+        self.window = []
+        self._open.enter_context(self._open_window(self.window))
+        self._is_open = True
 
     def _pieces(self, batches: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
         scale = LossScale(torch.ones((), device=self.runner.mesh.device))
@@ -254,6 +268,10 @@ class Seam:
                 value = value.chunk(axis.size)[axis.rank]
             given[key] = [each.flatten(0, 1) if is_flat else each.contiguous() for each in value.split(rows, 1)]
         self.called.backward(call, given)
+
+
+def _outline(value: Tensor | None) -> Tensor | None:
+    return None if value is None else torch.empty_like(value, device="meta")
 
 
 class _Outputs(torch.autograd.Function):

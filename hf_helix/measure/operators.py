@@ -45,7 +45,7 @@ from hf_helix.planning.timing.profile import Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
 from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.executor import BoundInstruction
+from hf_helix.runtime.executor import BoundInstruction, no_sources
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
@@ -280,7 +280,9 @@ class Bench:
 
     def _call(self, timed: TimedOperator) -> Call:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.forward_name, unit)
+        return self.runner.executor.strand(self.batch, no_sources, training=True).call(
+            timed.unit, timed.op.forward_name, unit
+        )
 
     def _before(self, repeat: int, timed: TimedOperator) -> list[Instruction]:
         """The forward operators that a backward operator needs; of recompute where it is recomputed."""
@@ -301,7 +303,7 @@ class Bench:
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
         meet(self.runner)
-        return traced(self.runner, program, [self.batch] * 2 * self.length, self.values)
+        return traced(self.runner, program, [self.batch] * 2 * self.length, lambda _: self.values)
 
     def _label(self, timed: TimedOperator) -> str:
         return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
@@ -325,7 +327,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
     program = runner.build_program(runner.scheduler(1), keep)
-    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
+    values = runner.executor.run(program, [batch], runner.sources, training=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}
 
@@ -414,7 +416,7 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
     names = {unit.label: unit.name for unit in runner.stage.model.values()}
     seconds: dict[Name, list[float]] = {}
     for is_warm in (False, True):
-        for span in traced(runner, program, window, runner.sources(), ISSUING):
+        for span in traced(runner, program, window, runner.sources, ISSUING):
             if is_warm and span.stream == Kind.COMPUTE.value:
                 seconds.setdefault(_split_label(span.label, names), []).append(span.seconds)
         forget_gradients(runner)

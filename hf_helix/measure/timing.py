@@ -8,16 +8,15 @@ kernel launches. A single collective can look faster than its link, so several c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
-from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.executor import Sources
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams, Streams
@@ -93,7 +92,7 @@ def traced(
     runner: Runner,
     program: Sequence[Instruction],
     batches: Sequence[MicroBatch],
-    values: Mapping[Key, Tensor],
+    sources: Sources,
     issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
     """Returns the spans of a program, whose timed instructions follow a barrier: there a GPU is held until the host is
@@ -104,7 +103,7 @@ def traced(
         hold(runner.executor.streams, next(counts) * issuing)
 
     def run() -> None:
-        runner.executor.run(program, batches, values, training=True, at_barrier=hold_next)
+        runner.executor.run(program, batches, sources, training=True, at_barrier=hold_next)
 
     return record(runner.executor.streams, run)
 

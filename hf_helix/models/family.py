@@ -219,6 +219,11 @@ class Family(ABC):
         the sums of a load-balancing loss unless the loss is the caller's own.
 
         Called after the units are declared and before the model is cut.
+
+        Args:
+            model: the Transformers model.
+            tp_size: the number of shards of a sequence.
+            own: whether a caller computes the loss.
         """
         weight = model.get_input_embeddings().weight
         hidden, dtype, balance = weight.shape[1], weight.dtype, None if own else self.balance(model)

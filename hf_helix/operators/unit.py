@@ -34,7 +34,7 @@ class Unit:
         called: the submodules that operators call unchanged, hooks included; of other submodules operators read the
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
-        loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        loss_shape: of the head's output: a scalar, or a loss followed by figures; None where a caller computes losses.
         above: the parameters above the decoder, which no operator reads: those of code of the caller's.
         flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
     """
@@ -46,7 +46,7 @@ class Unit:
     meters: Sequence[RouterMeter] = ()
     called: Sequence[torch.nn.Module] = ()
     logits: str | None = None
-    loss_shape: tuple[int, ...] = ()
+    loss_shape: tuple[int, ...] | None = ()
     above: Collection[torch.nn.Parameter] = ()
     flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 

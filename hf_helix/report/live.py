@@ -9,9 +9,8 @@ left out, never guessed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_helix.measure.overlap import Overlap
 from hf_helix.report.flops import TokenFlops
@@ -55,15 +54,14 @@ class LiveScore:
         """Whether the next window should be traced: the first after each log."""
         return self._since.trace is None
 
-    def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
-        """Returns the result of `train`, which trains a window, and counts the window: its tokens on this rank, and
-        those of its longest sequence."""
-        since = self._since
-        since.started = since.started or time.perf_counter()
-        result = train()
-        since.tokens += tokens * self._batches
-        since.length = max(since.length, length)
-        return result
+    def begin(self) -> None:
+        """Notes that a window begins."""
+        self._since.started = self._since.started or time.perf_counter()
+
+    def add(self, tokens: int, length: int) -> None:
+        """Counts a window that has ended: its tokens on this rank, and those of its longest sequence."""
+        self._since.tokens += tokens * self._batches
+        self._since.length = max(self._since.length, length)
 
     def add_trace(self, trace: Trace, tokens: int, seconds: float) -> None:
         """Keeps the trace of a window of `tokens` tokens on this rank."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +35,15 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
+
+Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
+"""Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
+before its reader runs, see `Strand.given`."""
+
+
+def no_sources(batch: MicroBatch) -> Mapping[Key, Tensor | None]:
+    """Returns nothing: no operator reads a value that none has written."""
+    return {}
 
 
 class BoundInstruction:
@@ -169,7 +177,7 @@ class Executor:
         self,
         program: Sequence[Instruction],
         microbatches: Sequence[MicroBatch],
-        sources: Mapping[Key, Tensor | None],
+        sources: Sources,
         training: bool,
         reduce_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
@@ -180,8 +188,7 @@ class Executor:
         Args:
             program: the instructions; the list must not change after its first run.
             microbatches: the micro-batches that the instructions number.
-            sources: the first values of every micro-batch, for example the gradient of its loss; None for a gradient
-                that may be given before its reader runs, see `Strand.given`.
+            sources: see `Sources`.
             training: whether there will be a backward pass.
             reduce_gradients: called at every gradient reduction, with its index in the layout; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
@@ -222,7 +229,7 @@ class Executor:
         self,
         bound: Bound,
         microbatches: Sequence[MicroBatch],
-        sources: Mapping[Key, Tensor | None],
+        sources: Sources,
         training: bool,
         reduce_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
@@ -267,7 +274,7 @@ class Executor:
             self._wait(self._gathered.popitem()[1])
         return kept
 
-    def strand(self, batch: MicroBatch, sources: Mapping[Key, Any], training: bool) -> Strand:
+    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
         """Returns the strand of a micro-batch before its first operator.
 
         Args:
@@ -275,11 +282,16 @@ class Executor:
             sources: the values before the first operator.
             training: whether dropout draws.
         """
-        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
+        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
 
     def take(self, strand: Strand, key: Key, is_read: bool = False) -> Tensor:
-        """Returns a value that no program frees, once the compute stream may read it, and forgets it unless it is still
-        read."""
+        """Returns a value that no program frees, once the compute stream may read it.
+
+        Args:
+            strand: the micro-batch.
+            key: the value.
+            is_read: whether an operator still reads the value; if not, it is forgotten.
+        """
         if key in strand.events:
             self._wait(strand.events.pop(key))
         return strand.values[key] if is_read else strand.values.pop(key)

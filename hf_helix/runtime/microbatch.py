@@ -27,14 +27,27 @@ class MicroBatch:
     Attributes:
         prepare: makes the tensors without gradient, by name (ids, targets, masks, positions).
         key: its position in the run, (optimizer step, index in the window); seeds derive from the key.
-        num_tokens: the number of tokens, for figures.
-        shape: of the token ids as text, such as "2 x 256"; measured times are per shape.
+        rows: the number of sequences.
+        length: their tokens, with padding.
+        output: where a caller computes the loss, a tensor on the meta device like the decoder's output; None on ranks
+            without the last unit.
     """
 
     prepare: Callable[[], Mapping[str, Any]]
     key: tuple[int, int]
-    num_tokens: int = 0
-    shape: str = ""
+    rows: int = 0
+    length: int = 0
+    output: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, for figures."""
+        return self.rows * self.length
+
+    @property
+    def shape(self) -> str:
+        """The shape of the token ids as text, such as "2 x 256"; measured times are per shape."""
+        return f"{self.rows} x {self.length}"
 
 
 @dataclass(slots=True)
@@ -57,7 +70,7 @@ class Strand:
     training: bool
     seed: int
     precision: Precision
-    values: dict[Key, Tensor] = field(default_factory=dict)
+    values: dict[Key, Any] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
     ahead: set[Key] = field(default_factory=set)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from hf_helix.planning.window.program import Program, build_program, validate_pr
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.executor import Executor, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import stage_for
@@ -78,6 +78,12 @@ class Runner:
         self._shape = self.stage.model[head].loss_shape
         self._logits: Key = (head, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
+        graphs = {unit: self.layout.graph(unit, True) for unit in stage.units if not self.layout.transfers(unit)}
+        self._absent: dict[Key, Tensor | None] = {
+            self.layout.key(unit, f"d.{value}", forward=False): None
+            for unit, graph in graphs.items()
+            for value in graph.shown
+        }
         self._fill_buckets()
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
@@ -88,6 +94,7 @@ class Runner:
     @plain_parameters()
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Runs forward and backward of a window; returns losses by micro-batch, and adds gradients to `parameter.grad`.
+        Where a caller computes the loss, a window repeats calls for measurements; there are no losses.
 
         Args:
             microbatches: the window.
@@ -96,12 +103,12 @@ class Runner:
         program = self.program(len(microbatches))
         reduction, reduce_gradients = self.reduction() if complete else (None, None)
         self.stage.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(
-            program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
-        )
+        kept = self.executor.run(program, microbatches, self.sources, training=True, reduce_gradients=reduce_gradients)
         self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
+        if self._shape is None:
+            return []
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
@@ -148,7 +155,7 @@ class Runner:
         if name not in self._programs:
             keep = (self._loss, self._logits) if keep_logits else (self._loss,)
             self._programs[name] = self.build_program(self.forward_schedule(count), keep)
-        kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
+        kept = self.executor.run(self._programs[name], microbatches, no_sources, training=False)
         of_head = [values for _, values in sorted(kept.items()) if self._loss in values]
         loss = self._everywhere([values[self._loss] for values in of_head], count).sum(0)
         if not keep_logits:
@@ -161,11 +168,20 @@ class Runner:
             [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(num_microbatches)
         ]
 
-    def sources(self) -> dict[Key, Tensor]:
-        """Returns the values that every micro-batch starts with: the gradient of its loss."""
+    def sources(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
+        """Returns the values that a micro-batch starts with: the gradient of its loss; 0 for the decoder's output where
+        a caller computes the loss."""
+        if self._shape is None:
+            output = batch.output
+            zero = None if output is None else torch.zeros_like(output, device=self.mesh.device)
+            return {**self._absent, **({} if zero is None else {self._loss_gradient: zero})}
         gradient = torch.zeros(self._shape, device=self.mesh.device)
         gradient.view(-1)[:1] = 1.0  # figures after the loss have none
         return {self._loss_gradient: gradient}
+
+    def absent_gradients(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
+        """Returns None for every gradient that a caller of the decoder may give."""
+        return self._absent
 
     def program(self, num_microbatches: int) -> Program:
         """Returns this rank's program for a window of a number of micro-batches."""
@@ -183,6 +199,7 @@ class Runner:
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """Returns the losses of all tokens on every rank, from the ranks with the head."""
         pipe = self.mesh.pipe
+        assert self._shape is not None
         result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
         if pipe.group is not None:
             dist.broadcast(result, pipe.ranks[self._last], group=pipe.group)

@@ -21,6 +21,7 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.executor import no_sources
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.runner import Runner
 
@@ -60,7 +61,6 @@ class CalledDecoder:
         graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
         *self.hidden, self.output = [(unit, graph.outputs[0]) for unit, graph in graphs.items()]
         self.routers: list[Key] = [(unit, value) for unit, graph in graphs.items() for value in graph.shown]
-        self._absent = {self._gradient_of(key): None for key in self.routers if self.is_here(key)}
         self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
         self._forward_only: dict[tuple[int, tuple[Key, ...]], Program] = {}
         self._waiting: deque[DecoderCall] = deque()
@@ -91,7 +91,7 @@ class CalledDecoder:
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
         executor = self.runner.executor
-        executor.run(program, batches, self._absent, training=True, strands=strands)
+        executor.run(program, batches, self.runner.absent_gradients, training=True, strands=strands)
         held, read = [strands[count + place] for place in range(count)], segments.read_backward
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         values = {key: [executor.take(strand, key, key in read) for strand in held] for key in here}
@@ -105,7 +105,7 @@ class CalledDecoder:
             schedule = runner.forward_schedule(len(pieces))
             self._forward_only[case] = runner.build_program(schedule, (self.output, *asked))
         runner.stage.mark_weights_stale()
-        kept = runner.executor.run(self._forward_only[case], pieces, {}, training=False)
+        kept = runner.executor.run(self._forward_only[case], pieces, no_sources, training=False)
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         return {key: [values[key] for _, values in sorted(kept.items())] for key in here}
 
@@ -138,7 +138,7 @@ class CalledDecoder:
         program = self._segments_for(len(call.pieces)).backward
         strands = dict(enumerate(self._started(call).strands))
         self.runner.executor.run(
-            program, call.pieces, {}, training=True, reduce_gradients=reduce_gradients, strands=strands
+            program, call.pieces, no_sources, training=True, reduce_gradients=reduce_gradients, strands=strands
         )
 
     def _next(self, count: int) -> DecoderCall | None:

@@ -21,7 +21,7 @@ from hf_helix.doctor.amounts.meter import Allocated, Meter
 from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
-from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.executor import Executor, Sources
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
@@ -101,7 +101,7 @@ class WatchedExecutor(Executor):
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
-    def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
+    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
         strand = super().strand(batch, sources, training)
         self._watch.follow(strand)
         return strand

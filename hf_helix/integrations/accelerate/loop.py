@@ -45,6 +45,7 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
+from hf_helix.tuning.verdict import TuningResult
 
 logger = get_logger(__name__)
 
@@ -217,14 +218,17 @@ class HelixModel:
         if mesh.dp_group is not None:
             dist.all_reduce(items, group=mesh.dp_group)
         scale = LossScale(mesh.dp_size / items, 1 / len(batches))
-        tuning = self.engine.tune(batches, scale, self._step)
+        self._say(self.engine.tune(batches, scale, self._step))
+        return torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
+
+    def _say(self, tuning: TuningResult | None) -> None:
         if tuning is not None:
             say(f"{tuning.verdict} (details: print(model.engine.tuning))")
-        return torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
 
     def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
         """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""
         assert self.engine.seam is not None
+        self._say(self.engine.tune_calls())
         self.module.train()
         losses = []
         for batch in batches:

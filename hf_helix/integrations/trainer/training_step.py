@@ -32,6 +32,7 @@ from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
+from hf_helix.tuning.verdict import TuningResult
 
 
 class FetchedWindow:
@@ -184,6 +185,8 @@ class WindowHooks(TrainerAttributes):
             self._health.raise_if_invalid([state for state, *_ in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = FetchedWindow(samples)
+        if samples:
+            self._say_tuning(self.helix.tune_calls(self._steps_left))
         return samples, num_items
 
     def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
@@ -215,10 +218,16 @@ class WindowHooks(TrainerAttributes):
 
     def _tune(self, window: FetchedWindow, num_items: Any) -> None:
         """Lets the engine measure and choose a plan when tuning is due; prints and writes the result. Collective."""
-        step = self.state.global_step
-        steps_left = self.state.max_steps - step
         ready = window.prepared(self._prepare_inputs)
-        tuning = self.helix.tune(ready, self.loss_scale(num_items), step, steps_left if steps_left > 0 else None)
+        self._say_tuning(self.helix.tune(ready, self.loss_scale(num_items), self.state.global_step, self._steps_left))
+
+    @property
+    def _steps_left(self) -> int | None:
+        left = self.state.max_steps - self.state.global_step
+        return left if left > 0 else None
+
+    def _say_tuning(self, tuning: TuningResult | None) -> None:
+        """Prints and writes the result of a tuning, if any."""
         if tuning is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
             try:

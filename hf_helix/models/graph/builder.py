@@ -180,7 +180,7 @@ class Draft:
             meters=tuple(self.meters),
             called=tuple(self.called),
             logits=self.logits,
-            loss_shape=(3,) if self.loss_tweaks.figures else (),
+            loss_shape=None if self.loss_tweaks.own else (3,) if self.loss_tweaks.figures else (),
             above=self._above,
         )
 

@@ -31,11 +31,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def train(score: LiveScore, clock: Clock, tokens: int, length: int, seconds: float) -> None:
-    def window() -> str:
-        clock.now += seconds
-        return "losses"
-
-    assert score.add(tokens, length, window) == "losses"
+    score.begin()
+    clock.now += seconds
+    score.add(tokens, length)
 
 
 def trace_of(*spans: tuple[str, float, float]) -> Trace:
