@@ -58,7 +58,8 @@ def test_measured_plans(helix: dict[str, Any], ranks: int, cluster_of: Any, tmp_
         assert found["log"] == pytest.approx(unmeasured["log"], rel=1e-5)
         assert (found["rule"], found["tuned"]) == ("dhelix", True)
         assert (unmeasured["rule"], unmeasured["tuned"]) == ("greedy", False)
-        assert "tp_size" not in helix or any(fraction is not None for fraction in found["hidden"])
-        assert found["overlap"] > 0
+        if "tp_size" in helix:  # the figures are those of collectives
+            assert any(fraction is not None for fraction in found["hidden"])
+            assert found["overlap"] > 0
         assert min(found["memory"]) > 0
         assert not found["grads"]
