@@ -140,11 +140,7 @@ TRANSFORMERS = "only models, checkpoint, engine, integrations may import transfo
         ("config.py", "if True:\n    from torch import nn", f":2: {TORCH}.nn"),
         ("planning/a.py", "from hf_helix.operators import unit", ":1: imports upward: hf_helix.operators.unit"),
         ("planning/a.py", "from ..runtime import mesh", ":1: imports upward: hf_helix.runtime.mesh"),
-        (
-            "operators/a.py",
-            "import hf_helix.runtime.mesh",
-            ":1: imports upward: hf_helix.runtime.mesh",
-        ),
+        ("operators/a.py", "import hf_helix.runtime.mesh", ":1: imports upward: hf_helix.runtime.mesh"),
         ("runtime/a.py", "from hf_helix import tuning", ":1: imports upward: hf_helix.tuning"),
         ("runtime/a.py", "from hf_helix import HelixConfig", ":1: imports upward: hf_helix.HelixConfig"),
         ("tuning/a.py", "from hf_helix.report import bars", ":1: imports upward: hf_helix.report.bars"),

@@ -55,11 +55,7 @@ def run(
     """The windows of a case, rank by rank and schedule by schedule; all orders of one give the same bits."""
     seed = seed_of(case.name)
     print(f"{case.name}: the random order has seed {seed}")  # shown where the test fails
-    given = {
-        "helix": {"plan": "sequential", **case.helix},
-        "model": dict(case.model),
-        "training": dict(training or {}),
-    }
+    given = {"helix": {"plan": "sequential", **case.helix}, "model": dict(case.model), "training": dict(training or {})}
     batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
     shape = {"schedules": case.schedules, "orders": orders, "seed": seed, "without": case.without}
     ranks = cluster_of(case.ranks).run(

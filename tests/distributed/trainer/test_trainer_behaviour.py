@@ -197,7 +197,7 @@ ON_ITS_WAY: dict[str, dict[str, Any]] = {
             "eval_steps": 1,
             "lr_scheduler_type": "reduce_lr_on_plateau",
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
-        },
+        }
     },
     "an optimizer and a schedule passed in": {"training": {"max_steps": 4}, "optimizer": "passed in"},
     "a class of optimizers and its options": {"training": {"max_steps": 4}, "optimizer": "class"},
@@ -224,10 +224,7 @@ SHARED_OUT: dict[str, dict[str, Any]] = {
     "grouped by length": ON_ITS_WAY["grouped by length"],
     "metrics of everything": ON_ITS_WAY["metrics of everything"],
     "batches split": {"training": {**EVALUATED, "accelerator_config": {"split_batches": True}}},
-    "a stream": {
-        "training": {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}},
-        "streamed": True,
-    },
+    "a stream": {"training": {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}}, "streamed": True},
     "rebalanced by length": {
         "training": {"train_sampling_strategy": "batch_rebalance", "num_train_epochs": 1, "max_steps": -1},
         "lengths": (17, 5, 11, 8, 14),

@@ -103,10 +103,7 @@ def test_the_cache_holds_files_for_people(kept: Any) -> None:
         assert case["model"] == profile.about["model"]
         assert case["plan"] in ("auto", "search")
         plan = load_plan(
-            folder / "plan.json",
-            profile.layout.graphs,
-            model="LlamaForCausalLM",
-            mesh={"tp_size": 2, "pp_size": 1},
+            folder / "plan.json", profile.layout.graphs, model="LlamaForCausalLM", mesh={"tp_size": 2, "pp_size": 1}
         )
         assert plan.rule == case["plan"] or case["plan"] == "auto"
 

@@ -80,11 +80,7 @@ def test_sums_and_collectives_of_one_link_share_it() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    ],
+    [{}, {"tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}],
     ids=str,
 )
 def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ from hf_helix.integrations.trainer.stock import TrainerCall
 
 
 @pytest.mark.parametrize(
-    ("positional", "named"),
-    [((), {"model": 1, "args": 2}), ((1,), {"args": 2}), ((1, 2), {}), ((1, 2, 3), {})],
+    ("positional", "named"), [((), {"model": 1, "args": 2}), ((1,), {"args": 2}), ((1, 2), {}), ((1, 2, 3), {})]
 )
 def test_what_is_given_is_found_and_replaced(positional: tuple[int, ...], named: dict[str, int]) -> None:
     call = TrainerCall(positional, {**named, "other": 5})

@@ -27,11 +27,7 @@ def test_by_hand() -> None:
     assert [cut_bounds(7, 3, rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
 
 
-@given(
-    blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    size=st.integers(1, 5),
-    dim=st.integers(0, 1),
-)
+@given(blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4), size=st.integers(1, 5), dim=st.integers(0, 1))
 def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) -> None:
     """What ranks hold is each block's slices, one after the other; pasted together they are the whole."""
     length = sum(blocks)
