@@ -68,14 +68,6 @@ def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[st
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, **training: Any) -> dict[str, Any]:
-    """As `sft_jobs.train`, with adapters."""
-    from support import sft_jobs  # TRL takes seconds to import
-
-    sizes = {"num_hidden_layers": 4, "vocab_size": sft_jobs.VOCABULARY, "max_position_embeddings": 512}
-    return sft_jobs.train(folder, tokenizer, helix, kind="completions", training=training, model=tiny(lora={}, **sizes))
-
-
 def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
     """Load saved adapters into a cut model."""
     HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix)).helix.load_weights(
@@ -181,12 +173,6 @@ def test_gradients_equal_the_unsplit_models(
 def test_frozen_experts_that_ranks_share(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
     model = {**MODELS["experts"], "ep_size": 2}
     parity.check(cluster_of(2), tmp_path, expected, DP, "dense", ("sequential", "greedy"), **model)
-
-
-@pytest.mark.slow
-def test_tiled_collectives(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    check("every linear", TP, cluster_of, expected, tmp_path, ["intra_batch"])
-    check("some layers", TP, cluster_of, expected, tmp_path, ["intra_batch"])
 
 
 def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
@@ -453,21 +439,6 @@ def test_a_model_in_bf16_with_adapters_in_fp32(cluster_of: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [{}, {"packing": True, "gradient_checkpointing": True}], ids=str)
-def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    from support import sft_jobs  # TRL takes seconds to import
-
-    sft_jobs.save_tokenizer(tmp_path / "tokenizer")
-    job = {"tokenizer": str(tmp_path / "tokenizer"), **training}
-    wanted = fine_tune(str(tmp_path / "theirs"), helix=None, **job)
-    for result in cluster_of(2).run(fine_tune, folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
-        assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
-    compare_adapters(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("helix", [{"tp_size": 2, "plan": "auto"}, {"pp_size": 2, "plan": "auto"}], ids=str)
 def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """What is measured knows no weight gradients of frozen linears, and trains the same bits."""
@@ -482,18 +453,6 @@ def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) 
     operators = json.loads(tuned[0]["plan"])
     assert "attn.out.W" not in json.dumps(operators)
     assert "attn.qkv.W" in json.dumps(operators)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["shard_optimizer", "shard_parameters"])
-def test_optimizer_states_of_adapters_are_sharded(option: str, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"model": {"lora": {}}, "training": {"max_steps": 5}}
-    whole, sharded = (
-        cluster_of(2).run("train", folder=str(tmp_path / str(shard)), helix={option: shard, **GREEDY}, **job)
-        for shard in (False, True)
-    )
-    np.testing.assert_allclose(sharded[0]["losses"], whole[0]["losses"], rtol=0, atol=1e-6)
-    compare_adapters(tmp_path / "True", tmp_path / "False")
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

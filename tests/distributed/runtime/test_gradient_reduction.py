@@ -90,20 +90,6 @@ def computations_to_come(trace: Trace) -> list[int]:
     return [sum(run > place for run in runs) for place in sums]
 
 
-def optimizer_bytes(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, int]:
-    """Bytes of the optimizer's states on this rank after a step, and of the parameters that the rank trains."""
-    trainer: Any = jobs.make_trainer(folder, helix, model=model_of(), **options)
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    held = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    trained = [parameter for parameter in trainer.helix.runner.stage.placements if parameter.requires_grad]
-    return {
-        "states": sum(value.nbytes for value in held if value.dim()),
-        "parameters": sum(parameter.nbytes for parameter in trained),
-        "kind": type(optimizer).__name__,  # type: ignore[dict-item]
-    }
-
-
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.pipeline_trainer_jobs:"
@@ -235,9 +221,6 @@ def test_plans_and_schedules_give_the_same_bits(
 
 # Shares of the optimizer
 
-SHARED = [(1, 1, 2), (1, 2, 2), (2, 2, 2)]
-
-
 OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_torch_fused", "rmsprop"))]
 
 
@@ -249,23 +232,6 @@ def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of:
         for helix in ({}, {"shard_optimizer": True})
     )
     np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow  # test_sharding.py counts the bytes of one
-@pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
-def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
-    """AdamW has two states a parameter; together the data-parallel ranks hold each once, none much more than half."""
-    helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy", "shard_optimizer": True}
-    job = {"folder": str(tmp_path), "training": {"max_steps": 2}}
-    ranks = cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job)
-    for place in range(tp * pp):
-        mine = ranks[place :: tp * pp]
-        assert sum(result["states"] for result in mine) == 2 * mine[0]["parameters"]
-        assert max(result["states"] for result in mine) <= 0.6 * 2 * mine[0]["parameters"]
-    helix["shard_optimizer"] = False
-    for result in cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job):
-        assert result["states"] == 2 * result["parameters"]
-        assert result["kind"] == "AdamW"
 
 
 # Who gets which data

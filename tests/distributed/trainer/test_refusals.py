@@ -42,23 +42,6 @@ def cut_twice(folder: str) -> None:
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-TRAINING = [
-    ({"fp16": True}, ["fp16=False", "scaler", "bf16=True"]),
-    ({"torch_compile": True}, ["torch_compile=False"]),
-    ({"auto_find_batch_size": True}, ["auto_find_batch_size=False"]),
-    ({"use_liger_kernel": True}, ["use_liger_kernel=False"]),
-    ({"bf16_full_eval": True}, ["bf16_full_eval=False"]),
-    ({"optim": "lomo"}, ["lomo", "adamw_torch"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), TRAINING, ids=lambda value: str(value)[:30])
-def test_training_arguments(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot honour") as caught:
-        jobs.make_trainer(str(tmp_path), {}, training=changes)
-    for word in [*words, next(iter(changes))]:
-        assert word in str(caught.value)
-
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)auto_find_batch_size.*optim"):

@@ -27,9 +27,7 @@ from transformers.distributed import DistributedConfig
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import bytes_spared, bytes_summed, transports
-from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
-from hf_helix.operators.param_shard import COPIED
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.operators.zero.zero3 import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
@@ -723,22 +721,6 @@ def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_p
         assert mine["window"] <= other["window"] + everything * 3 / 2 + 2 * largest - 0.9 * halves
 
 
-@pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
-def test_a_window_has_few_layers_whole(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """Beside what a window takes with whole parameters: forward, a few units' weights; backward, these, at most all
-    gradients in whole and in part, and once more those that are being summed. With bf16, weights are gathered in the
-    type of products, which have no copies of all weights then."""
-    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}, "training": training}
-    whole = cluster_of(2).run(peaks, helix={}, **job)
-    for mine, other in zip(cluster_of(2).run(peaks, helix=PARAMETERS, **job), whole, strict=True):
-        flats = list(zip(mine["flats"], mine["sizes"], strict=True))
-        copies = sum(2 * length for length, size in flats if size == 2)
-        assert bool(copies) == bool(training)
-        everything, largest = 4 * sum(mine["flats"]), max(length * size for length, size in flats)
-        assert mine["forward"] - other["forward"] + 0.9 * copies <= 3 * largest < everything / 4
-        assert mine["window"] - other["window"] + 0.9 * copies <= everything * 3 / 2 + 4 * largest
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 @pytest.mark.parametrize("training", [{}, BF16], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
@@ -794,23 +776,3 @@ def test_weights_are_waited_for_by_what_reads_them(cluster_of: Any, tmp_path: Pa
     for found in cluster_of(2).run(waits, folder=str(tmp_path)):
         assert len(found) == 3 * (6 + 4), "each once: forward, and layers again in backward"
         assert [each for each in found if not each[2]] == []
-
-
-def test_a_flat_splits_alike_on_all_ranks() -> None:
-    """Every element of every parameter belongs to one rank."""
-    torch.manual_seed(0)
-    values = [torch.randn(shape) for shape in ((7, 5), (3,), (64, 2), (1,))]
-    seen = [torch.full((value.numel(),), torch.nan) for value in values]
-    for rank in range(3):
-        parameters = [torch.nn.Parameter(value.clone()) for value in values]
-        axis = Axis(SilentTransport(3, rank))
-        flat = FlatParameter("weights", dict.fromkeys(parameters, COPIED), axis, axis)
-        flat.shard_in_place(torch.device("cpu"))
-        for place, parameter in enumerate(parameters):
-            assert parameter.shape == values[place].shape
-            assert parameter.isnan().all()
-            first, last = flat.owned_range(parameter)
-            assert seen[place][first:last].isnan().all()
-            seen[place][first:last] = flat.shards[parameter].detach()
-    for value, result in zip(values, seen, strict=True):
-        assert torch.equal(result, value.reshape(-1))

@@ -79,16 +79,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 # plan
 
 
-@pytest.mark.parametrize("rule", ["sequential", "greedy"])
-def test_a_rules_plan_is_saved_and_loads(rule: str, file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
-    output = tmp_path / "plan.json"
-    run("plan", file, "--rule", rule, "--output", output)
-    plan = load_plan(output, tiny_profile().layout.graphs, model=MODEL, mesh=MESH)
-    assert plan.rule == rule
-    saved = [line for line in capsys.readouterr().out.splitlines() if line.endswith("<- saved")]
-    assert [line.split()[0] for line in saved] == [rule]
-
-
 def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, capsys: Any) -> None:
     run("plan", file, "--rule", "dhelix", "--microbatches", "3", "--output", tmp_path / "plan.json")
     head, titles, *rows = capsys.readouterr().out.splitlines()
@@ -188,12 +178,6 @@ def test_a_profile_as_text(file: Path, capsys: Any) -> None:
     # (3 + 2 - 3.4) / 2
     assert "0.80" in text
     assert "intra-node communication" in text
-
-
-def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
-    save_profile(tiny_profile(pairs={}), tmp_path / "profile.json")
-    run("show", tmp_path / "profile.json")
-    assert "no pairs of operators were measured" in capsys.readouterr().out
 
 
 # show --schedule

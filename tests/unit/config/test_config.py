@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def write(path: Path, text: str) -> Path:
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_defaults_are_one_rank_and_auto() -> None:
-    assert dataclasses.asdict(HelixConfig()) == {
-        **dict.fromkeys(SIZES, 1),
-        **dict.fromkeys(("plan", "schedule"), "auto"),
-        **dict.fromkeys(("compile", "cuda_graphs", "shard_optimizer", "shard_parameters"), False),
-        **dict.fromkeys(("profile", "layers_per_stage", "expert_capacity_factor", "inter_node_axes"), None),
-        **dict.fromkeys(("recompute", "link"), None),
-        "tuning_share": 0.05,
-        "cache": True,
-        "cp_method": "ring",
-    }
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        HelixConfig().tp_size = 2  # type: ignore[misc]
 
 
 def test_what_follows_from_options() -> None:

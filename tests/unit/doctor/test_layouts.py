@@ -17,7 +17,7 @@ from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.planning.timing.cluster import Cluster, divisors
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 # Four devices joined by links that are slow for them.
@@ -258,15 +258,6 @@ def test_a_searched_schedule_is_left_more_memory_than_is_counted():
         assert (case in kept) is mode
 
 
-def test_an_unknown_schedule_is_no_matter_of_memory():
-    with pytest.raises(ValueError, match="schedule='zigzag' is neither the name of a schedule nor an existing file"):
-        search(paper_of(), schedule="zigzag")
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
 def test_weights_are_spread_where_nothing_else_makes_room():
     paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
 
@@ -282,7 +273,3 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer
     assert plain.memory.total <= device.memory
-
-
-def test_weights_are_not_spread_where_there_is_room(ranking: Ranking):
-    assert not [step for step in ranking.steps if step.case.shard_parameters]

@@ -11,7 +11,7 @@ from hf_helix.planning.schedule.actions import parse_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule
-from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+from hf_helix.report.pipeline import draw_pipeline, text_pipeline
 
 pytest.importorskip("matplotlib")
 
@@ -75,24 +75,6 @@ def test_dots_are_the_bubble():
     result = simulated("1f1b", 4, 8)
     for line, bubble in zip(rows(text_pipeline(result, 8 + 330 + 11)), result.bubbles, strict=True):
         assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
-
-
-def test_a_line_for_every_rank():
-    result = simulated("folded_1f1b", 2, 4)
-    head, *lines = text_ranks(result).splitlines()
-    assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
-    assert [line.split() for line in lines] == [
-        [f"rank {rank}".split()[0], str(rank), f"{result.bubbles[rank]:.1%}", "4", "5", "2.50"] for rank in range(2)
-    ]
-
-
-def test_a_line_for_every_schedule():
-    result = {name: simulated(name, 2, 4) for name in PLACEMENT_OF}
-    head, *lines = text_comparison(result).splitlines()
-    assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
-    for line, (name, one) in zip(lines, result.items(), strict=True):
-        assert line.split()[:4] == [name, f"{one.seconds:.2f}", f"{one.bubble:.1%}", str(max(one.fused))]
-    assert len({len(line) for line in [head, *lines]}) == 1
 
 
 # Figures
