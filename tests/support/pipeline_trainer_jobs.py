@@ -74,9 +74,6 @@ def train_twice(folder: str, helix: dict[str, Any] | None, **options: Any) -> li
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-# -- what ranks get ------------------------------------------------------------------------------------------------
-
-
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 

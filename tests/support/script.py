@@ -10,7 +10,7 @@ import time
 from support.models import arguments, llama, sequences
 from transformers import TrainerCallback
 
-from hf_helix import HelixPlugin, HelixTrainer
+from hf_helix import HelixTrainer
 
 
 class Fail(TrainerCallback):
@@ -38,15 +38,10 @@ class Fail(TrainerCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plugin", default="")
     parser.add_argument("--fail", choices=["", "raise", "kill"], default="")
     parser.add_argument("--victim", type=int, default=0)
-    parser.add_argument("--no-use-cpu", action="store_true")
     flags = parser.parse_args()
-    changes = {"use_cpu": not flags.no_use_cpu, "max_steps": 6, "gradient_accumulation_steps": 2}
-    if flags.plugin:
-        changes["parallelism_config"] = HelixPlugin(tp_size=2, plan=flags.plugin)
-    args = arguments("out", **changes)
+    args = arguments("out", max_steps=6, gradient_accumulation_steps=2)
     trainer = HelixTrainer(model=llama(), args=args, train_dataset=sequences(40))
     if flags.fail and args.process_index == flags.victim:
         callback = Fail(flags.fail)

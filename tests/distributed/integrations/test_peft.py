@@ -481,11 +481,6 @@ def test_options_of_lora(options: dict[str, Any], words: list[str], tmp_path: Pa
     refused(get_peft_model(llama(), config), tmp_path, *words)
 
 
-def test_adapters_of_experts(tmp_path: Path) -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -509,8 +504,7 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
     merged.merge_adapter()
     refused(merged, tmp_path, "merged adapters (default)", "unmerge_adapter()")
 
-
-def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
+    # Bases that cannot be cut.
     class Linear4bit(nn.Linear):
         """What quantised layers derive from."""
 
@@ -521,6 +515,9 @@ def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
     model = llama()
     model.hf_quantizer = object()
     refused(adapted(model), tmp_path, "quantised", "without quantization_config")
+    # Adapters of experts.
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
 
 
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:

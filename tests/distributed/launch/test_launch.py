@@ -5,13 +5,11 @@ others and are named.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.forked_ranks import fork_ranks
-from support.launches import LIMIT, SUPPORT, accelerate, launch_config, output_of, seconds_until_others_end, start_ranks
+from support.launches import LIMIT, SUPPORT, accelerate, launch_config, output_of, seconds_until_others_end
 
 SCRIPT, PIPELINE_SCRIPT = SUPPORT / "script.py", SUPPORT / "pipeline_trainer_jobs.py"
 
@@ -54,7 +52,7 @@ GREEDY_PIPELINE = "pp_size: 2\nplan: greedy\n"
     [(SCRIPT, "tp_size: 2\n", 0, "kill"), (PIPELINE_SCRIPT, GREEDY_PIPELINE, 1, "raise")],
 )
 def test_the_survivor_names_the_rank(script: Path, helix: str, victim: int, how: str, tmp_path: Path) -> None:
-    check_survivors(2, script, helix, victim, how, tmp_path, fork_ranks)
+    check_survivors(2, script, helix, victim, how, tmp_path)
 
 
 @pytest.mark.slow
@@ -66,16 +64,8 @@ def test_a_rank_of_four_that_fails_ends_all(victim: int, how: str, sizes: str, t
     check_survivors(4, PIPELINE_SCRIPT, GREEDY_PIPELINE + sizes, victim, how, tmp_path)
 
 
-def check_survivors(
-    world: int,
-    script: Path,
-    helix: str,
-    victim: int,
-    how: str,
-    folder: Path,
-    start: Callable[..., list[Any]] = start_ranks,
-) -> None:
-    ranks = start(folder, script, "--fail", how, "--victim", victim, helix=helix, world=world)
+def check_survivors(world: int, script: Path, helix: str, victim: int, how: str, folder: Path) -> None:
+    ranks = fork_ranks(folder, script, "--fail", how, "--victim", victim, helix=helix, world=world)
     assert seconds_until_others_end(ranks, victim) < LIMIT
     said = "failed: RuntimeError: the data of this rank is broken" if how == "raise" else "died"
     for rank in set(range(world)) - {victim}:

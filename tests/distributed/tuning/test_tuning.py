@@ -54,10 +54,11 @@ def test_the_fastest_plan_is_kept(kept: Any) -> None:
     assert set(result["steps"]) == {"sequential", *fastest}
     assert result["kept"] == min(result["steps"], key=result["steps"].get)
     assert json.loads(result["plan"])["rule"] == result["kept"]
-
-
-def test_plans_are_measured_before_the_step(kept: Any) -> None:
+    # Plans are measured before the step.
     assert [result["measured_in"] for result in kept[1].values()] == [[["get_batch_samples"]]] * 2
+    # Gradients are counted to the byte.
+    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=2).parameters())
+    assert kept[1]["search"]["gradient_bytes"] == [4 * whole] * 2
 
 
 def test_measuring_leaves_no_trace_in_the_results(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
@@ -118,11 +119,6 @@ def test_a_plan_that_is_asked_for_is_kept_whether_fastest_or_not(
     assert result["steps"].keys() == {plan}
     assert result["tuning"]["bound"] > 0
     assert result["tuning"]["ranks"] == 2
-
-
-def test_gradients_are_counted_to_the_byte(kept: Any) -> None:
-    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=2).parameters())
-    assert kept[1]["search"]["gradient_bytes"] == [4 * whole] * 2
 
 
 @pytest.mark.slow

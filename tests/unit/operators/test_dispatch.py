@@ -132,9 +132,7 @@ def test_a_meter_counts_every_token_once() -> None:
     assert (tokens, dropped) == (1, 0)
     torch.testing.assert_close(squares, logits[0].logsumexp(0).square())
     assert not meter.read(logits.device).any()
-
-
-def test_a_meter_counts_choices_of_a_router_whose_logits_are_not_known() -> None:
+    # A meter counts choices of a router whose logits are not known.
     meter = RouterMeter(EXPERTS, Axis.single())
     meter.note(None, torch.tensor([[0, 3], [3, 1]]), torch.tensor([1, 1]))
     load, (squares, tokens, _) = meter.read(torch.device("cpu")).split((EXPERTS, 3))

@@ -132,9 +132,7 @@ def test_what_is_switched_off_adds_nothing() -> None:
     assert not torch.equal(with_two, with_other)
     made.enable_adapters(False)
     assert_close(operator.forward(call, values()[0]), (made.base_layer(values()[0]).detach(),))
-
-
-def test_where_nothing_is_trained_the_backward_is_the_input_gradient() -> None:
+    # Where nothing is trained the backward is the input gradient.
     made = layer(4)
     made.set_adapter(["one", "two"], inference_mode=True)
     operator, call = operator_of([made]), a_call()

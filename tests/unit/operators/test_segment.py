@@ -132,10 +132,7 @@ def test_random_numbers_follow_the_seed_of_the_call() -> None:
     assert torch.equal(first, again)
     assert torch.equal(gradient, again)  # the same mask in backward
     assert not torch.equal(first, other)
-
-
-def test_without_draws_the_global_generator_is_used() -> None:
-    """The counterpart: what `draws` protects would really move otherwise."""
+    # The counterpart: what `draws` protects would really move otherwise.
     before = torch.get_rng_state()
     drops(7, draws=False)
     assert not torch.equal(torch.get_rng_state(), before)

@@ -35,16 +35,14 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("rank ")]
 
 
-def test_slots_are_drawn_to_scale_with_their_numbers():
+def test_text_is_to_scale():
     (row,) = rows(text_pipeline(apart(), width=8 + 28 + 11))
     assert row == "rank 0  F0──────f0──i0──w0──B0──────    0% idle"
     (row,) = rows(text_pipeline(apart(), width=8 + 14 + 11))
     assert row.split()[2] == "F0──f0i0w0B0──"
     (row,) = rows(text_pipeline(apart(), width=8 + 10 + 11))
     assert len(row.split()[2]) == 10
-
-
-def test_idle_time_is_dots_and_fused_slots_are_marked():
+    # Idle time is dots and fused slots are marked.
     result = simulated(forward=1.0, input=0.5, weight=0.5, gain=2.0)
     text = text_pipeline(result, width=8 + 14 * 4 + 11)
     assert result.seconds == 14
@@ -57,6 +55,10 @@ def test_idle_time_is_dots_and_fused_slots_are_marked():
     narrow = [row.split()[2] for row in rows(text_pipeline(result, width=8 + 14 * 2 + 11))]
     assert [row.count("X") for row in narrow] == result.fused == [4, 4]
     assert "X forward beside backward" in text
+    # Dots are the bubble.
+    result = simulated("1f1b", 4, 8)
+    for line, bubble in zip(rows(text_pipeline(result, 8 + 330 + 11)), result.bubbles, strict=True):
+        assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 200])
@@ -69,12 +71,6 @@ def test_text_keeps_to_its_width(name: str, width: int):
     assert len(lines[0]) == max(width, 8 + 10 + 11)
     for line, bubble in zip(lines, result.bubbles, strict=True):
         assert line.endswith(f"{bubble:4.0%} idle")
-
-
-def test_dots_are_the_bubble():
-    result = simulated("1f1b", 4, 8)
-    for line, bubble in zip(rows(text_pipeline(result, 8 + 330 + 11)), result.bubbles, strict=True):
-        assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
 
 
 # Figures

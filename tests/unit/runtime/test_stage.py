@@ -53,9 +53,7 @@ def test_the_fold_of_two_ranks_by_hand() -> None:
         "stage 2 on rank 1: layer send",
         "stage 3 on rank 0: receive layer head",
     ]
-
-
-def test_one_rank_holds_everything_and_no_ends() -> None:
+    # One rank holds everything and no ends.
     stage = place_units(Llama().units(llama(), ParallelContext()))
     assert labels(stage) == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert stage.ends == {}
@@ -64,15 +62,12 @@ def test_one_rank_holds_everything_and_no_ends() -> None:
     assert stage.units[stage.head].name == "head"
 
 
-def test_layers_may_be_given_by_stage() -> None:
+def test_layers_of_stages() -> None:
     stage, _ = placed(1, 2, layers_per_stage=[1, 4, 1, 1])
     assert labels(stage) == ["receive.0", *(f"layers.{layer}" for layer in (1, 2, 3, 4, 5)), "send.2"]
     with pytest.raises(ValueError, match=r"layers_per_stage=\[7\]"):
         placed(0, 2, layers_per_stage=[7])
-
-
-def test_the_head_is_counted_as_layers() -> None:
-    """One that costs three layers leaves its rank fewer of them."""
+    # One that costs three layers leaves its rank fewer of them.
     light, heavy = (placed(0, 2, head_cost=cost)[0] for cost in (0.0, 3.0))
     assert sum(label.startswith("layers") for label in labels(light)) >= 3
     assert sum(label.startswith("layers") for label in labels(heavy)) == 2
