@@ -1,23 +1,20 @@
-"""The Trainer over a pipeline and over data-parallel ranks, for a `Cluster`; and a script that test_pipeline_refusals
-launches. Named "support.pipeline_trainer_jobs:function" there.
+"""The Trainer over a pipeline and over data-parallel ranks, for a `Cluster`. Named
+"support.pipeline_trainer_jobs:function" there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support import jobs, pipeline_jobs, script
-from support.models import llama
+from support import jobs, pipeline_jobs
 from support.tuning_jobs import hasty
 
 from hf_helix.runtime.gradients import buckets
@@ -106,8 +103,3 @@ def construct_by_rank(folder: str, by_rank: Sequence[dict[str, Any]], train: boo
     trainer = jobs.make_trainer(folder, by_rank[own_rank()], model=model_of())
     if train:
         trainer.train()
-
-
-if __name__ == "__main__":  # support/script.py with enough layers
-    script.llama = functools.partial(llama, **model_of())  # type: ignore[assignment]
-    sys.exit(script.main())  # type: ignore[func-returns-value]

@@ -15,11 +15,9 @@ from support.pipeline_jobs import batches_of, reference
 from support.pipeline_trainer_jobs import model_of, with_buckets
 from torch import Tensor
 
-from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
@@ -48,7 +46,7 @@ def samples_of(folder: str, helix: dict[str, Any] | None, count: int, streamed: 
 def reductions(
     folder: str, helix: dict[str, Any], sizes: Sequence[int], model: dict[str, Any], count: int = 3
 ) -> dict[str, Any]:
-    """One window: this rank's gradients as it saw them, and complete for every size of buckets; norm and traces."""
+    """One window: this rank's gradients as it saw them, and complete for every size of buckets; and the norm."""
     trainer: Any = pipeline_jobs.make(folder, helix, model_of(**model))
     trainer.model.train()
     runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
@@ -61,33 +59,14 @@ def reductions(
         runner.train_window(window, complete=complete)
         return {names[p]: p.grad.numpy().copy() for p in placements if p.grad is not None}
 
-    issue = streams.issue
-
-    def noted(kind: Kind, work: Any, after: Any, label: str, lane: str = "") -> Any:
-        if kind is Kind.GRADIENTS and streams.trace is not None:
-            streams.trace.note("issue", label)
-        return issue(kind, work, after, label, lane)
-
-    streams.issue = noted
-    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
+    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}}
     for size in sizes:
-        changed = with_buckets(runner, size)
-        streams.trace = trace = Trace()
-        result["complete"][size] = run(changed, complete=True)
-        streams.trace = None
-        result["to come"][size] = computations_to_come(trace)
+        result["complete"][size] = run(with_buckets(runner, size), complete=True)
     result["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
     result["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
     result["whole"] = pipeline_jobs.whole_gradients(trainer)
     streams.close()
     return result
-
-
-def computations_to_come(trace: Trace) -> list[int]:
-    """Of every sum over data-parallel ranks, how many computations were issued after it."""
-    runs = [place for place, (verb, _) in enumerate(trace.events) if verb == "run"]
-    sums = [place for place, event in enumerate(trace.events) if event == ("issue", "gradients.average")]
-    return [sum(run > place for run in runs) for place in sums]
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -175,18 +154,6 @@ def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bo
     assert len({result["norm"] for result in ranks}) == 1
     assert ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
     assert ranks[0]["norm"] == pytest.approx(np.sqrt(squared(ranks[0]["whole"])), rel=1e-6)
-
-
-def test_sums_are_issued_while_backward_still_runs(reduced: Any) -> None:
-    """With small buckets, as layers finish; of one bucket, after everything."""
-    for result in reduced(1, 2, 2):
-        to_come = result["to come"]
-        assert to_come[0] == [0]
-        assert to_come[TINY] == sorted(to_come[TINY], reverse=True)
-        assert len(to_come[TINY]) == len(result["seen"])
-        assert sum(count > 0 for count in to_come[TINY]) >= len(result["seen"]) // 2
-        assert to_come[TINY][0] > 10
-        assert to_come[TINY][-1] == 0
 
 
 @pytest.mark.parametrize(

@@ -133,31 +133,6 @@ def test_a_given_profile_and_auto_times_only(profile: str, cluster_of: Any, tmp_
     assert result["schedule"] in SCHEDULES
 
 
-def test_a_profile_of_another_pipeline_is_refused(profile: str, cluster_of: Any, tmp_path: Path) -> None:
-    for processes, options, message in (
-        (2, {"pp_size": 1}, "is for mesh 'tp=1 pp=2'"),
-        (4, {"pp_size": 2, "tp_size": 2}, "is for mesh 'tp=1 pp=2', this run has 'tp=2 pp=2'"),
-    ):
-        helix = {**options, "profile": profile, "plan": "greedy"}
-        job = {"folder": str(tmp_path), "helix": helix}
-        for failure in cluster_of(processes).errors("support.pipeline_trainer_jobs:construct", **job):
-            assert failure.kind == "ValueError"
-            assert message in failure.message
-
-
-def test_ranks_with_other_profiles(profile: str, cluster_of: Any, tmp_path: Path) -> None:
-    """Ranks would find different schedules."""
-    data = json.loads(Path(profile).read_text())
-    data["operators"]["layer"]["F.attention"]["ms"] *= 100
-    (tmp_path / "other.json").write_text(json.dumps(data))
-    common = {"pp_size": 2, "plan": "greedy", "schedule": "auto"}
-    by_rank = [{**common, "profile": path} for path in (profile, str(tmp_path / "other.json"))]
-    job = {"folder": str(tmp_path), "by_rank": by_rank}
-    for failure in cluster_of(2).errors("support.pipeline_trainer_jobs:construct_by_rank", **job):
-        assert "rank 0 and rank 1 have different options: line" in failure.message
-        assert "profile=" in failure.message
-
-
 # What can be looked at afterwards
 
 

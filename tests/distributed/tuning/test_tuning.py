@@ -132,6 +132,7 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
     "larger batches": {"training": {**SMALL["training"], "per_device_train_batch_size": 3}},
     "more micro-batches": {"training": {**SMALL["training"], "gradient_accumulation_steps": 3}},
     "another model": {"model": {**SMALL["model"], "intermediate_size": 58}},
+    "recomputed": {"helix": {"recompute": "full"}},
     "another attention": {"model": {**SMALL["model"], "attn_implementation": "eager"}},
 }
 
@@ -279,7 +280,8 @@ def test_another_profile_at_the_same_path_is_another_case(
     assert again["predicted"]["sequential"] > 0.5
 
 
-WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object] | None, str]] = {
+    "cut off": (None, "is damaged"),
     "another model": (lambda data: data["about"].update(model="LlamaForCausalLM 0"), "is for model"),
     "another mesh": (lambda data: data["about"].update(mesh="tp=4"), "is for mesh 'tp=4', this run has 'tp=2'"),
     "nothing said of the model": (lambda data: data["about"].pop("model"), "is for model None"),
@@ -300,13 +302,8 @@ WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_wrong_profile_is_refused_at_construction(wrong: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     change, message = WRONG_PROFILES[wrong]
     path = Path(shutil.copy(profile, tmp_path / "profile.json"))
-    damage(path.name, change)(tmp_path)
+    damage(path.name, change)(tmp_path) if change else path.write_text(path.read_text()[:-20])
     check_refused(path, message, cluster_of(2))
-
-
-def test_a_damaged_profile_is_refused_at_construction(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text(profile.read_text()[:-20])
-    check_refused(tmp_path / "profile.json", "is damaged", cluster_of(2))
 
 
 def check_refused(path: Path, message: str, cluster: Any) -> None:
