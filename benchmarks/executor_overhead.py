@@ -32,14 +32,7 @@ from benchmarks.common import add_outputs, columns, facts, options_of, save
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators.base import (
-    Call,
-    Communication,
-    SplitComputation,
-    TensorOperator,
-    Tensors,
-    TransferFn,
-)
+from hf_helix.operators.base import Call, Communication, SplitComputation, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part

@@ -112,10 +112,7 @@ def within(module: str, parts: tuple[str, ...]) -> bool:
 
 def test_the_package_keeps_the_import_rule():
     assert violations(PACKAGE) == []
-
-
-def test_the_scan_sees_the_package():
-    """Were the scan blind, the rule would hold of anything."""
+    # Were the scan blind, the rule would hold of anything.
     seen = {
         (part_of(module), result.target.split(".")[0])
         for module, path in modules(PACKAGE)
@@ -140,11 +137,7 @@ TRANSFORMERS = "only models, checkpoint, engine, integrations may import transfo
         ("config.py", "if True:\n    from torch import nn", f":2: {TORCH}.nn"),
         ("planning/a.py", "from hf_helix.operators import unit", ":1: imports upward: hf_helix.operators.unit"),
         ("planning/a.py", "from ..runtime import mesh", ":1: imports upward: hf_helix.runtime.mesh"),
-        (
-            "operators/a.py",
-            "import hf_helix.runtime.mesh",
-            ":1: imports upward: hf_helix.runtime.mesh",
-        ),
+        ("operators/a.py", "import hf_helix.runtime.mesh", ":1: imports upward: hf_helix.runtime.mesh"),
         ("runtime/a.py", "from hf_helix import tuning", ":1: imports upward: hf_helix.tuning"),
         ("runtime/a.py", "from hf_helix import HelixConfig", ":1: imports upward: hf_helix.HelixConfig"),
         ("tuning/a.py", "from hf_helix.report import bars", ":1: imports upward: hf_helix.report.bars"),
@@ -208,11 +201,9 @@ def circles(package: Path) -> list[list[str]]:
     return sorted(list(group) for group in groups)
 
 
-def test_no_files_import_each_other():
+def test_no_files_import_each_other(tmp_path: Path):
     assert circles(PACKAGE) == []
-
-
-def test_the_scan_finds_circles(tmp_path: Path):
+    # The scan finds circles.
     (tmp_path / "a.py").write_text("from hf_helix.b import B")
     (tmp_path / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hf_helix.c import C")
     (tmp_path / "c.py").write_text("def f():\n    from hf_helix import a")
@@ -233,12 +224,10 @@ def unlisted(package: Path) -> list[str]:
     return sorted(missing | (listed - files - folders)) if len(listed) > 1 else []
 
 
-def test_lists_of_modules_are_complete():
+def test_lists_of_modules_are_complete(tmp_path: Path):
     folders = [path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
     assert {str(folder.relative_to(PACKAGE)): unlisted(folder) for folder in folders if unlisted(folder)} == {}
-
-
-def test_the_comparison_with_lists_finds(tmp_path: Path):
+    # The comparison with lists finds.
     (tmp_path / "__init__.py").write_text('"""A package.\n\nhere   a file\ngone   none\n"""')
     for name in ("here", "new"):
         (tmp_path / f"{name}.py").touch()
@@ -358,11 +347,9 @@ def without_args(package: Path) -> list[str]:
     ]
 
 
-def test_functions_of_many_parameters_say_what_they_are():
+def test_functions_of_many_parameters_say_what_they_are(tmp_path: Path):
     assert without_args(PACKAGE) == []
-
-
-def test_the_scan_finds_parameters_without_words(tmp_path: Path):
+    # The scan finds parameters without words.
     (tmp_path / "a.py").write_text(
         "class Base:\n"
         "    def told(self, a, b, c):\n        'Adds.\\n\\nArgs:\\n    a, b, c: terms.'\n"
@@ -408,14 +395,10 @@ print(*names, hf_helix.HelixConfig(tp_size=2).tp_size)
     here = {module for module, _ in modules(PACKAGE) if module.startswith("hf_helix.planning.")}
     assert set(names) == here
     assert "hf_helix.planning.graph.operator" in here
-
-
-def test_the_block_on_torch_works():
+    # The block on torch works.
     result = run_python(WITHOUT + "import hf_helix.operators.unit")
     assert result.returncode != 0
     assert "import of torch halted" in result.stderr
-
-
-def test_importing_the_package_is_quick():
+    # Importing the package is quick.
     result = run_python("import hf_helix, sys; print({'torch', 'transformers', 'accelerate'} & set(sys.modules))")
     assert (result.returncode, result.stdout.strip()) == (0, "set()"), result.stderr

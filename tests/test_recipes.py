@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,31 +56,6 @@ class Count(NamedTuple):
         return self.layers + self.rest
 
 
-def llama(c: Any) -> Count:
-    hidden, kv = c.hidden_size, c.num_key_value_heads * c.hidden_size // c.num_attention_heads
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * c.intermediate_size + 2 * hidden
-    return Count(c.num_hidden_layers * layer, 0, 2 * c.vocab_size * hidden + hidden)
-
-
-def gpt2(c: Any) -> Count:
-    """Biases everywhere; the embedding is the head, too; learned positions."""
-    hidden = c.hidden_size
-    layer = 12 * hidden * hidden + 13 * hidden
-    return Count(c.num_hidden_layers * layer, 0, (c.vocab_size + c.n_positions) * hidden + 2 * hidden)
-
-
-def phimoe(c: Any) -> Count:
-    """LayerNorm with biases, a router, and experts with a gate."""
-    hidden, kv = c.hidden_size, c.num_key_value_heads * c.hidden_size // c.num_attention_heads
-    experts = c.num_local_experts * 3 * hidden * c.intermediate_size
-    layer = 2 * hidden * hidden + 2 * hidden * kv + hidden * c.num_local_experts + experts + 4 * hidden
-    layers = c.num_hidden_layers
-    return Count(layers * layer, layers * experts, 2 * c.vocab_size * hidden + 2 * hidden)
-
-
-FORMULAS: dict[str, Callable[[Any], Count]] = {"llama": llama, "gpt2": gpt2, "phimoe": phimoe}
-
-
 @cache
 def built(model: str) -> Any:
     """On no device."""
@@ -109,7 +83,6 @@ def test_a_configuration_makes_the_model_it_names(model: str):
 @pytest.mark.parametrize("model", PAPER_LAYERS)
 def test_the_papers_models_have_its_numbers_of_parameters(model: str):
     result = count(model)
-    assert result == FORMULAS[config_of(model).model_type](config_of(model))
     assert round(result.layers / 1e9, 1) == PAPER_LAYERS[model]
     # The name is the number of the layers, of the whole, or between them; to 1 %.
     named = float(model.rpartition("-")[2].removesuffix("b")) * 1e9

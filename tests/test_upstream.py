@@ -446,15 +446,10 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 def test_every_private_name_that_is_used_is_in_the_table() -> None:
     assert [use for use in uses_of_package() if use.name not in METHODS] == []
-
-
-def test_the_scan_sees_the_package() -> None:
-    """Were it blind, any table would do."""
+    # Were it blind, any table would do.
     result = {use.name for use in uses_of_package()}
     assert {"_schedulers", "_hf_hook", "dot_natural_key", "_rendezvous_handlers", "ModulesToSaveWrapper"} <= result
-
-
-def test_the_tables_have_no_dead_rows() -> None:
+    # The tables have no dead rows.
     names = set(names_in_code())
     assert METHODS - names == set()
     assert "MergeModulelist" in names

@@ -28,12 +28,7 @@ from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
 
 STEPS = ("TP", "and CP", "and both at once", "and W's that move")
-WITHOUT: Sequence[Collection[str]] = (
-    ("inter_node", "wgrad"),
-    ("comm_beside_comm", "wgrad"),
-    ("wgrad",),
-    (),
-)
+WITHOUT: Sequence[Collection[str]] = (("inter_node", "wgrad"), ("comm_beside_comm", "wgrad"), ("wgrad",), ())
 """What each step does without, see `benchmarks.paper.ablate`."""
 
 

@@ -55,16 +55,13 @@ def run(
     """The windows of a case, rank by rank and schedule by schedule; all orders of one give the same bits."""
     seed = seed_of(case.name)
     print(f"{case.name}: the random order has seed {seed}")  # shown where the test fails
-    given = {
-        "helix": {"plan": "sequential", **case.helix},
-        "model": dict(case.model),
-        "training": dict(training or {}),
-    }
+    given = {"helix": {"plan": "sequential", **case.helix}, "model": dict(case.model), "training": dict(training or {})}
     batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
     shape = {"schedules": case.schedules, "orders": orders, "seed": seed, "without": case.without}
     ranks = cluster_of(case.ranks).run(
         "invariant.harness:windows", folder=str(folder), given=given, batches=batches, **shape
     )
+    assert ranks[0][0]["gradients"]
     for rank, results in enumerate(ranks):
         for schedule, result in zip(case.schedules, results, strict=True):
             differing = {order: names for order, names in result["differing"].items() if names}
@@ -120,7 +117,7 @@ def windows(
             runners = [ablated(runner, without) if without else runner for runner in runners]
         first, *others = (_window(trainer, runner, batches, runner is runners[0]) for runner in runners)
         differing = {order: _differing(other, first) for order, other in zip(orders[1:], others, strict=True)}
-        assert first.pop("parts")
+        del first["parts"]
         result.append({**first, "differing": differing})
     _latest.append((repr(given), trainer))
     return result

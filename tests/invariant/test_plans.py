@@ -70,8 +70,7 @@ TILED = [
 
 
 @pytest.mark.parametrize(
-    ("case", "tiles"),
-    [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED],
+    ("case", "tiles"), [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED]
 )
 def test_tiles_change_nothing_but_rounding(case: Case, tiles: int, cluster_of: Any, tmp_path: Path) -> None:
     rules = ("sequential", "round_robin", "dhelix", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)

@@ -181,26 +181,6 @@ def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
         assert rank["gradients"] == 0
 
 
-@pytest.mark.slow
-def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> None:
-    """What was measured is kept by mode; losses are the same whatever is chosen."""
-    result = {}
-    for mode, forbidden in (("none", False), ("full", False), ("full", True)):
-        folder = tmp_path / f"{mode}{forbidden}"
-        job = {"folder": str(folder), "cache": str(tmp_path / "cache"), "forbidden": forbidden}
-        training = {"gradient_accumulation_steps": 2, "max_steps": 2}
-        ranks = cluster_of(2).run(
-            "support.tuning_jobs:tune", helix={"tp_size": 2, "recompute": mode}, training=training, **job
-        )
-        result[mode, forbidden] = ranks[0]
-    assert [rank["measured"] for rank in result.values()] == [1, 1, 0]
-    losses = [rank["losses"] for rank in result.values()]
-    if "intra_batch" not in {rank["kept"] for rank in result.values()}:  # tiles round
-        assert losses[0] == losses[1] == losses[2]
-    again = {entry for _, entry in result["full", False]["profiled"] if entry.endswith(".again")}
-    assert "B.mlp.gather.again" in again
-
-
 # -- in the processes of a cluster ---------------------------------------------------------------------------------
 
 

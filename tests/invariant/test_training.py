@@ -26,7 +26,7 @@ CASES: dict[str, Case] = {
         "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
     },
     "tokens counted per device": {
-        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}
     },
     "biases, eager attention, no clipping": {
         "model": {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},

@@ -118,16 +118,17 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def is_close(result: Any, expected: Any) -> bool:
+def is_close(result: Any, expected: Any, tolerance: float = 1e-4) -> bool:
     """Equal but for what another order of sums explains."""
     if isinstance(expected, dict):
         return (
             isinstance(result, dict)
             and result.keys() == expected.keys()
-            and all(is_close(result[name], value) for name, value in expected.items())
+            and all(is_close(result[name], value, tolerance) for name, value in expected.items())
         )
-    if isinstance(expected, list):
-        return isinstance(result, list) and len(result) == len(expected) and all(map(is_close, result, expected))
+    if isinstance(expected, (list, tuple)):
+        is_alike = isinstance(result, (list, tuple)) and len(result) == len(expected)
+        return is_alike and all(is_close(*pair, tolerance) for pair in zip(result, expected, strict=True))
     if isinstance(expected, float):
-        return isinstance(result, (int, float)) and math.isclose(result, expected, rel_tol=1e-4, abs_tol=1e-5)
+        return isinstance(result, (int, float)) and math.isclose(result, expected, rel_tol=tolerance, abs_tol=1e-5)
     return bool(result == expected)

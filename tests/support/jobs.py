@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
-from support.models import arguments, sequences, tiny
-from transformers import Trainer, TrainerCallback
+from support.models import adapted, arguments, sequences, tiny
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
@@ -66,6 +69,17 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
         result |= {"predicted": dict(trainer.tuning.predicted), "measured": trainer.tuning.measured}
     result["logs"] = logs
     return result
+
+
+def train_with_fsdp2(folder: str, weights: str, lora: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """As `train`, by the stock Trainer, of a model that Transformers spreads with FSDP2 (`fully_shard`) as it loads it.
+    Adapters are not spread; the Trainer averages their gradients over the ranks."""
+    model = AutoModelForCausalLM.from_pretrained(weights, distributed_config=DistributedConfig(fsdp_size=2))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.name_or_path = ""  # PEFT writes it into the adapters' configuration; ours is made, not loaded
+    model = model if lora is None else adapted(model, **lora)
+    with mock.patch(f"{__name__}.tiny", return_value=model):
+        return train(folder, None, **options)
 
 
 @plain_parameters()

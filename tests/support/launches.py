@@ -75,36 +75,6 @@ def output_of(process: subprocess.Popen[str], limit: float = 150) -> str:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def start_ranks(
-    folder: Path, script: Path, *flags: object, helix: str = "tp_size: 2\n", world: int = 2
-) -> list[subprocess.Popen[bytes]]:
-    """Ranks without a launcher, as on several hosts, where nobody ends the one when the other has failed.
-
-    Args:
-        folder: where they run, and where each writes `RANK.log`.
-        helix: the text of the YAML file with their options.
-    """
-    folder.mkdir(exist_ok=True)
-    (folder / "options.yaml").write_text(helix)
-    port, started = str(free_port()), []
-    for rank in range(world):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": PATHS,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "HELIX_CONFIG_FILE": "options.yaml",
-            "PYTHONFAULTHANDLER": "1",  # a crash should leave a word, too
-        }
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(script), *map(str, flags)]
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder))
-    return started
-
-
 def seconds_until_others_end(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], victim: int) -> float:
     """Seconds from the end of the rank that fails to that of the last of the others; raises after `LIMIT`."""
     try:

@@ -11,20 +11,24 @@ from hf_helix.models.families.llama import Llama
 
 
 class ForgetsASum(LlamaForCausalLM):
-    """Llama; its declaration does not say that a norm works on a part of the sequence."""
+    """Llama, whose declaration is `WithoutSum`."""
 
 
 class FailsOnARank(LlamaForCausalLM):
     """Llama; an operator of its declaration fails on rank 1, in the middle of a window."""
 
 
-class Forgetful(Llama):
-    model_class = "ForgetsASum"
+class WithoutSum(Llama):
+    """Does not say that a norm works on a part of the sequence."""
 
     def attention(self, b: Any, layer: Any, x: str) -> str:
         h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
         h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
         return b.add("attn.add", x, h)
+
+
+class Forgetful(WithoutSum):
+    model_class = "ForgetsASum"
 
 
 class Failing(Llama):

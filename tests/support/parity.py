@@ -1,9 +1,9 @@
-"""Runs on several ranks against the unsplit model, and against the stock Trainer."""
+"""Windows of the unsplit model, and of several ranks beside them; `invariant.harness` runs those."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,6 @@ from support.pipeline_jobs import batches_of, reference
 
 KINDS = ("dense", "left", "right", "packed")
 LENGTHS = (33, 16, 21)  # two of them do not divide
-PLANS = ("sequential", "greedy", "round_robin", "dhelix")
-OPTIONS = ("cp_method", "inter_node_axes", "ep_size", "expert_capacity_factor", "recompute")
-
-Reference = Callable[[dict[str, Any], int, str], dict[str, Any]]
-
-
-# -- windows against the unsplit model -----------------------------------------------------------------------------
 
 
 def unsplit(
@@ -42,11 +35,6 @@ class _Given(dict[str, Any]):
 @functools.cache
 def _unsplit(model: Mapping[str, Any], count: int, kind: str, lengths: tuple[int, ...], rows: int) -> dict[str, Any]:
     return reference(dict(model), batches_of(count, rows, lengths=lengths, kind=kind))
-
-
-def references() -> Reference:
-    """The unsplit model's windows."""
-    return unsplit
 
 
 def compare_window(
@@ -81,35 +69,3 @@ def compare_window(
                 continue
             distance = np.linalg.norm(result[name].astype(np.float64) - gradient)
             assert distance <= 1e-4 * np.linalg.norm(gradient) + least, f"{what}: {name}"
-
-
-def check(
-    cluster: Any,
-    folder: Any,
-    expected: Reference,
-    sizes: tuple[int, ...],
-    kind: str,
-    plans: Sequence[str],
-    job: str = "support.pipeline_jobs:windows",
-    **changes: Any,
-) -> None:
-    """Run a window under every plan and compare.
-
-    Args:
-        sizes: of context, tensor, pipeline and data parallelism.
-        changes: to the model, and options of `HelixConfig` among `OPTIONS`.
-    """
-    cp, tp, pp, dp = sizes
-    options = {key: changes.pop(key) for key in OPTIONS if key in changes}
-    model = {"num_hidden_layers": max(2, 2 * pp), **changes}
-    helix = {"cp_size": cp, "tp_size": tp, "pp_size": pp, "plan": "sequential", **options}
-    cases = [(plan, "folded_1f1b", 3) for plan in plans]
-    given = {"folder": str(folder), "helix": helix, "model": model, "cases": cases, "lengths": LENGTHS, "kind": kind}
-    ranks = cluster.run(job, **given)
-    wanted = expected(model, 3 * dp, kind)
-    for place, plan in enumerate(plans):
-        compare_window([rank[place] for rank in ranks], wanted, dp, options.get("ep_size", 1), plan)
-        assert ranks[0][place]["losses"] == ranks[0][0]["losses"]
-        for name, gradient in ranks[0][place]["gradients"].items():
-            assert gradient is not None
-            np.testing.assert_array_equal(gradient, ranks[0][0]["gradients"][name], err_msg=f"{plan}: {name}")

@@ -1,23 +1,20 @@
-"""The Trainer over a pipeline and over data-parallel ranks, for a `Cluster`; and a script that test_pipeline_refusals
-launches. Named "support.pipeline_trainer_jobs:function" there.
+"""The Trainer over a pipeline and over data-parallel ranks, for a `Cluster`. Named
+"support.pipeline_trainer_jobs:function" there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support import jobs, pipeline_jobs, script
-from support.models import llama
+from support import jobs, pipeline_jobs
 from support.tuning_jobs import hasty
 
 from hf_helix.runtime.gradients import buckets
@@ -27,12 +24,7 @@ LAYERS = 5  # four virtual stages, and one that holds more than the others
 PADDED: dict[str, Any] = {
     "model": {"tie_word_embeddings": True},
     "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
-    "training": {
-        "gradient_accumulation_steps": 5,
-        "max_steps": -1,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.5,
-    },
+    "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
 }
 """Options of `train`: 11 micro-batches an epoch, in windows of 5, 5 and 1. Tests of several dimensions share them."""
 
@@ -79,9 +71,6 @@ def train_twice(folder: str, helix: dict[str, Any] | None, **options: Any) -> li
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-# -- what ranks get ------------------------------------------------------------------------------------------------
-
-
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
@@ -114,8 +103,3 @@ def construct_by_rank(folder: str, by_rank: Sequence[dict[str, Any]], train: boo
     trainer = jobs.make_trainer(folder, by_rank[own_rank()], model=model_of())
     if train:
         trainer.train()
-
-
-if __name__ == "__main__":  # support/script.py with enough layers
-    script.llama = functools.partial(llama, **model_of())  # type: ignore[assignment]
-    sys.exit(script.main())  # type: ignore[func-returns-value]

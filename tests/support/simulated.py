@@ -62,12 +62,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:
     """A cluster on which times can be worked out by hand: 100 TFLOP/s, 1000 GB/s, links of 100 and of 10 GB/s."""
-    device = {
-        "name": "X",
-        "memory_gb": 80,
-        "peak_tflops": {"bf16": 100, "fp32": 50},
-        "memory_gb_per_s": 1000,
-    }
+    device = {"name": "X", "memory_gb": 80, "peak_tflops": {"bf16": 100, "fp32": 50}, "memory_gb_per_s": 1000}
     result = {
         "name": "by hand",
         "nodes": nodes,

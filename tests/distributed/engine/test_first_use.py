@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import make_trainer
+from support.mistaken_families import WithoutSum
 
 from hf_helix.models import registry
 from hf_helix.models.families.llama import Llama
@@ -66,13 +67,8 @@ class Derived(Llama):
         return "graphs of Llama"
 
 
-class Mistaken(Derived):
-    """Does not say that a norm works on a part of the sequence."""
-
-    def attention(self, b: Any, layer: Any, x: str) -> str:
-        h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
-        h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
-        return b.add("attn.add", x, h)
+class Mistaken(Derived, WithoutSum):
+    """Whose gradients of norms are too small."""
 
 
 @contextlib.contextmanager
@@ -102,7 +98,6 @@ def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict
 
 
 def train_mistaken(folder: str, cache: str) -> None:
-    """A trainer of a family whose gradients would be too small."""
     with llama_is(Mistaken(), cache):
         make_trainer(folder, {"plan": "sequential", "tp_size": 2}, {"num_hidden_layers": 2})
 

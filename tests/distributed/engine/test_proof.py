@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.mistaken_families import WithoutSum
 from support.models import made, tiny
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -254,15 +255,6 @@ class NormOfWeight(Capped):
             return nn.functional.rms_norm(x, x.shape[-1:], norm.weight)
 
         h = b.all_gather("attn.gather", b.segment("attn.norm", multiply, x, uses=(norm,), on_shard=True))
-        h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
-        return b.add("attn.add", x, h)
-
-
-class WithoutSum(Llama):
-    """Does not say that the norm works on a part of the sequence."""
-
-    def attention(self, b: Any, layer: Any, x: str) -> str:
-        h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
         h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
         return b.add("attn.add", x, h)
 

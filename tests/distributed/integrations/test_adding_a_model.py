@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support import pipeline_jobs
-from support.comparisons import assert_same_bits
-from support.parity import check, references
+from invariant.classes import Case
+from invariant.harness import check
+from support.models import starcoder2
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM, Starcoder2Config
 
@@ -42,10 +42,10 @@ def register() -> None:
         sys.modules["starcoder2"] = module
 
 
-def windows(**options: Any) -> list[dict[str, Any]]:
-    """See `pipeline_jobs.windows`."""
+def declared(**changes: Any) -> Any:
+    """The page's model, whose family is registered."""
     register()
-    return pipeline_jobs.windows(**options)
+    return starcoder2(**changes)
 
 
 def train(folder: str) -> None:
@@ -68,32 +68,10 @@ def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-LAYOUTS = {"tp": (1, 2, 1, 1), "pp": (1, 1, 2, 1), "cp": (2, 1, 1, 1)}
-
-
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return references()
-
-
-@pytest.mark.parametrize(("layout", "kind"), [("tp", "left"), ("pp", "dense"), ("cp", "packed")])
-def test_equals_the_unsplit_model(layout: str, kind: str, cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    job = windows
-    check(cluster_of(2), tmp_path, expected, LAYOUTS[layout], kind, ("sequential", "greedy"), job, family="starcoder2")
-
-
-def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
-    dropout = {"residual_dropout": 0.2, "embedding_dropout": 0.2, "attention_dropout": 0.2}
-    options = {
-        "folder": str(tmp_path),
-        "helix": {"tp_size": 2, "plan": "sequential"},
-        "cases": [("sequential", "folded_1f1b", 3), ("greedy", "folded_1f1b", 3)],
-    }
-    dry, wet = (
-        cluster_of(2).run(windows, model={"family": "starcoder2", **changes}, **options)[0] for changes in ({}, dropout)
-    )
-    assert_same_bits(wet[1], wet[0])
-    assert wet[0]["losses"] != dry[0]["losses"]
+@pytest.mark.parametrize(("layout", "kind"), [("tp2", "left"), ("pp2", "dense"), ("cp2", "packed")])
+def test_equals_the_unsplit_model(layout: str, kind: str, cluster_of: Any, tmp_path: Path) -> None:
+    model = {"family": f"{__name__}:declared", "num_hidden_layers": 4 if layout == "pp2" else 2}
+    check(cluster_of, tmp_path, Case("starcoder2", model, layout, kind), ("sequential", "greedy"))
 
 
 def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) -> None:

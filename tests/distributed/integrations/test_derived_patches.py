@@ -7,39 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invariant.classes import Case
+from invariant.harness import check
 from support.derived_models import PATCHES, gemma2
 from support.models import arguments, sequences
-from support.parity import check, compare_window, references, unsplit
-from support.pipeline_jobs import windows
+from support.parity import unsplit
 from transformers.models.gemma2 import modeling_gemma2
 
 from hf_helix import HelixConfig, HelixTrainer
 
+SLOW = pytest.mark.slow
+SLOW_CASES = [(patch, "tp2") for patch in PATCHES if patch != "instance"]
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
-QUICK = ("instance",)
-
-
-@pytest.mark.parametrize("patch", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PATCHES])
-def test_patches_are_honoured(patch: str, cluster_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("patch", "layout"),
+    [("instance", "tp2"), *(pytest.param(*case, marks=SLOW) for case in (*SLOW_CASES, ("number", "")))],
+)
+def test_patches_are_honoured(patch: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     plain = unsplit({"family": "support.derived_models:gemma2", "num_hidden_layers": 2}, 3, "dense")
-    assert abs(unsplit({**MODEL, "patch": patch}, 3, "dense")["losses"][0] - plain["losses"][0]) > 1e-4
-    check(cluster_of(2), tmp_path, references(), (1, 2, 1, 1), "dense", ["greedy"], **MODEL, patch=patch)
+    model = {**MODEL, "patch": patch}
+    assert abs(unsplit(model, 3, "dense")["losses"][0] - plain["losses"][0]) > 1e-4
+    check(cluster_of, tmp_path, Case(patch, model, layout, "dense"), ("greedy",))
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_patch_of_a_declared_class_is_honoured(cluster_of: Any, tmp_path: Path) -> None:
     model = {"family": "support.derived_models:patched_llama", "num_hidden_layers": 2}
-    check(cluster_of(2), tmp_path, references(), (1, 2, 1, 1), "dense", ["greedy"], **model)
-
-
-@pytest.mark.slow
-def test_patches_are_honoured_on_one_rank(tmp_path: Path) -> None:
-    model = {**MODEL, "patch": "number"}
-    cases = [("greedy", "folded_1f1b", 3)]
-    result = windows(str(tmp_path), {}, model=model, cases=cases, lengths=(33, 16, 21))
-    compare_window([result[0]], unsplit(model, 3, "dense"), 1)
+    check(cluster_of, tmp_path, Case("patched llama", model, "tp2", "dense"), ("greedy",))
 
 
 def hook(*_: Any) -> None:

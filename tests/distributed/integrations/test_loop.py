@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from support.comparisons import compare_weights
 from support.jobs import Stream
 from support.loop_jobs import batches_of, made, reset, said, stock_window, stock_windows
 from support.models import llama, sequences
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, default_data_collator
+from transformers import default_data_collator
 
 from hf_helix import HelixConfig, HelixPlugin
 
@@ -256,68 +257,45 @@ def test_as_the_stock_loop(
         np.testing.assert_allclose(result["logits"], wanted["logits"], rtol=0, atol=1e-4)
         if dp_size == 1:  # a rank's own batches otherwise
             np.testing.assert_allclose(result["eval"], wanted["eval"], rtol=0, atol=1e-5)
-    saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
-    assert saved.keys() == whole.keys()
-    for name, value in whole.items():
-        assert torch.linalg.norm(saved[name] - value) <= 1e-4 * torch.linalg.norm(value), name
+    compare_weights(tmp_path, folder)
+
+
+OTHER_LOOPS: dict[str, dict[str, Any]] = {
+    # They are cut with the parameters.
+    "an optimizer that starts with states": {"kind": "Adagrad"},
+    # It is given as the model has it, and trained where this rank steps it.
+    "a group of parameters that comes later": {"later": "lm_head"},
+    "gradients of two windows add up": {"count": 16, "windows_of_step": 2},
+    # The model is on the meta device, and its optimizer was made before it had weights.
+    "weights of a folder": {},
+}
+STATES, LATER, ADDED, FOLDER = OTHER_LOOPS
+TP, PP, PARAMETERS, OPTIMIZER = {"tp_size": 2}, {"pp_size": 2}, {"shard_parameters": True}, {"shard_optimizer": True}
 
 
 @pytest.mark.parametrize(
-    ("helix", "dp_size"),
+    ("name", "helix"),
     [
-        ({"tp_size": 2, "shard_parameters": True}, 1),
-        ({"shard_parameters": True}, 2),
-        pytest.param({"tp_size": 2}, 1, marks=SLOW),
-        pytest.param({"pp_size": 2}, 1, marks=SLOW),
-        pytest.param({"shard_optimizer": True}, 2, marks=SLOW),
+        *((STATES, {**TP, **PARAMETERS}), (STATES, PARAMETERS), (LATER, PARAMETERS), (ADDED, PARAMETERS)),
+        *(pytest.param(STATES, helix, marks=SLOW) for helix in (TP, PP, OPTIMIZER)),
+        *(pytest.param(LATER, helix, marks=SLOW) for helix in (OPTIMIZER, {})),
+        pytest.param(ADDED, OPTIMIZER, marks=SLOW),
+        *(pytest.param(FOLDER, helix, marks=SLOW) for helix in (TP, PP, PARAMETERS, OPTIMIZER)),
     ],
     ids=str,
 )
-def test_an_optimizer_that_starts_with_states(
-    helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp_path: Path, stock: Any
-) -> None:
-    """They are cut with the parameters."""
-    options = {"count": 12, "accumulate": 4 // dp_size, "kind": "Adagrad"}
-    wanted, _ = stock(12, 4 // dp_size, dp_size, "Adagrad")
-    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix=helix, **options):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW), pytest.param("", marks=SLOW)]
-)
-def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
-    """It is given as the model has it, and trained where this rank steps it."""
-    options = {"count": 12, "accumulate": 2, "later": "lm_head"}
-    wanted, _ = stock(12, 2, 2, later="lm_head")
-    helix = {option: True} if option else {}
-    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix=helix, **options):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
-def test_gradients_of_two_windows_add_up(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
-    options = {"count": 16, "accumulate": 1, "windows_of_step": 2}
-    wanted, _ = stock(16, 1, 2, windows_of_step=2)
-    for result in cluster_of(2).run(follow, folder=str(tmp_path), helix={option: True}, **options):
-        assert len(result["losses"]) == 2 * len(result["norms"]) > 4
+def test_other_loops(name: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+    options = {"count": 12, **OTHER_LOOPS[name]}
+    dp_size = 1 if helix.keys() & {"tp_size", "pp_size"} else 2
+    options["accumulate"] = 4 // dp_size // options.get("windows_of_step", 1)
+    wanted, _ = stock(dp_size=dp_size, **options)
+    if name == FOLDER:
+        llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
+        options["weights"] = str(tmp_path / "start")
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "end"), helix=helix, **options):
+        assert len(result["losses"]) == len(result["norms"]) * options.get("windows_of_step", 1) >= 4
         np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("helix", "dp_size"),
-    [({"tp_size": 2}, 1), ({"pp_size": 2}, 1), ({"shard_parameters": True}, 2), ({"shard_optimizer": True}, 2)],
-    ids=str,
-)
-def test_from_a_folder(helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
-    """A model on the meta device, whose optimizer was made before it had weights."""
-    llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
-    options = {"count": 12, "accumulate": 4 // dp_size, "weights": str(tmp_path / "start")}
-    wanted, _ = stock(12, 4 // dp_size, dp_size)
-    for result in cluster_of(2).run(follow, folder=str(tmp_path / "end"), helix=helix, **options):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
 
 
 def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:

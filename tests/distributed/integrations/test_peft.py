@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from invariant.classes import Case
+from invariant.harness import NAMED, check
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -20,7 +21,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from support import jobs, parity, pipeline_jobs
+from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
 from support.derived_models import HOME
 from support.jobs import frozen
@@ -66,14 +67,6 @@ def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[st
     trainer.train()
     trainer.save_model(folder)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, **training: Any) -> dict[str, Any]:
-    """As `sft_jobs.train`, with adapters."""
-    from support import sft_jobs  # TRL takes seconds to import
-
-    sizes = {"num_hidden_layers": 4, "vocab_size": sft_jobs.VOCABULARY, "max_position_embeddings": 512}
-    return sft_jobs.train(folder, tokenizer, helix, kind="completions", training=training, model=tiny(lora={}, **sizes))
 
 
 def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
@@ -132,61 +125,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "gpt2",
         "lora": {"target_modules": ["wte", "wpe", "c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
     },
-    "gpt_neox": {"family": "gpt_neox", "lora": {"target_modules": ["query_key_value", "dense"]}},
+    "gpt_neox": {
+        "family": "gpt_neox",
+        "num_key_value_heads": 4,
+        "lora": {"target_modules": ["query_key_value", "dense"]},
+    },
     "experts": {"family": "mixtral", "lora": {"target_modules": ATTENTION}},
     "tied": {"lora": {"target_modules": ["q_proj", "lm_head"]}, "tie_word_embeddings": True},
 }
 
-# Context-, tensor-, pipeline- and data-parallel ranks.
-TP, PP, CP, DP, TP_PP = (1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1)
 FAST = (
-    ("every linear", TP),
-    ("gpt2, biases", TP),
-    ("gpt2, tables", TP),
-    ("kept", TP),
-    ("some layers", PP),
-    ("some, with other ranks", CP),
+    *((name, "tp2") for name in ("every linear", "gpt2, biases", "gpt2, tables", "kept")),
+    ("some layers", "pp2"),
+    ("some, with other ranks", "cp2"),
 )
 SLOW = (
-    *((name, TP) for name in MODELS if (name, TP) not in FAST),
-    *((name, layout) for name in ("every linear", "gpt2, biases", "kept", "tied") for layout in (PP, DP, TP_PP)),
-    ("every linear", CP),
-    ("gpt2, tables", PP),
-    ("some layers", TP_PP),
+    *((name, "tp2") for name in MODELS if (name, "tp2") not in FAST),
+    *((name, at) for name in ("every linear", "gpt2, biases", "kept", "tied") for at in ("pp2", "dp2", "tp2+pp2")),
+    ("every linear", "cp2"),
+    ("gpt2, tables", "pp2"),
+    ("some layers", "tp2+pp2"),
+    ("experts", "dp2+ep2"),
 )
-
-
-@pytest.fixture(scope="module")
-def expected() -> parity.Reference:
-    return parity.references()
-
-
-def check(name: str, layout: tuple[int, ...], cluster_of: Any, expected: Any, folder: Path, plans: Any) -> None:
-    model = {**MODELS[name], **({"num_key_value_heads": 4} if name == "gpt_neox" else {})}
-    parity.check(cluster_of(int(np.prod(layout))), folder, expected, layout, "dense", plans, **model)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
-def test_gradients_equal_the_unsplit_models(
-    name: str, layout: tuple[int, ...], cluster_of: Any, expected: Any, tmp_path: Path
-) -> None:
+def test_gradients_equal_the_unsplit_models(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     """Losses, the gradient of every trained weight by name, and the same bits under every plan."""
-    plans = parity.PLANS if (name, layout) in SLOW else ("sequential", "dhelix")
-    check(name, layout, cluster_of, expected, tmp_path, plans)
-
-
-@pytest.mark.slow
-def test_frozen_experts_that_ranks_share(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    model = {**MODELS["experts"], "ep_size": 2}
-    parity.check(cluster_of(2), tmp_path, expected, DP, "dense", ("sequential", "greedy"), **model)
-
-
-@pytest.mark.slow
-def test_tiled_collectives(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    check("every linear", TP, cluster_of, expected, tmp_path, ["intra_batch"])
-    check("some layers", TP, cluster_of, expected, tmp_path, ["intra_batch"])
+    orders = NAMED if (name, layout) in SLOW else ("sequential", "dhelix")
+    layers = {"num_hidden_layers": 4 if "pp2" in layout else 2}
+    check(cluster_of, tmp_path, Case(name, {**layers, **MODELS[name]}, layout, "dense"), orders)
 
 
 def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
@@ -404,13 +374,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_into(str(tmp_path), {}, model)
 
 
-def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
-    model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
-    result, expected = (evaluations(str(tmp_path), helix, model) for helix in ({}, None))
-    assert result == pytest.approx(expected, abs=1e-5)
-    assert result["trained"] == result["again"] != result["none"]
-
-
 CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idle": "other"}}
 """Of whose linears run time decides what they read: a head or its copy, and one of two adapters or none."""
 
@@ -424,6 +387,8 @@ def test_evaluation_with_what_was_idle_when_it_was_spread(
     job = {"folder": str(tmp_path), "model": CHOICES, **training}
     expected = evaluations(helix=None, **job)
     assert len({*expected.values()}) == 3
+    assert expected["trained"] == expected["again"]
+    assert evaluations(helix={}, **job) == pytest.approx(expected, abs=1e-2 if training else 1e-5)
     for result in cluster_of(2).run(evaluations, helix={option: True, **GREEDY}, **job):
         assert result == pytest.approx(expected, abs=1e-2 if training else 1e-5)
 
@@ -452,50 +417,6 @@ def test_a_model_in_bf16_with_adapters_in_fp32(cluster_of: Any, tmp_path: Path) 
     assert {weight.dtype for weight in saved.values()} == {torch.float32}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [{}, {"packing": True, "gradient_checkpointing": True}], ids=str)
-def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    from support import sft_jobs  # TRL takes seconds to import
-
-    sft_jobs.save_tokenizer(tmp_path / "tokenizer")
-    job = {"tokenizer": str(tmp_path / "tokenizer"), **training}
-    wanted = fine_tune(str(tmp_path / "theirs"), helix=None, **job)
-    for result in cluster_of(2).run(fine_tune, folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
-        assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
-    compare_adapters(tmp_path / "ours", tmp_path / "theirs")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("helix", [{"tp_size": 2, "plan": "auto"}, {"pp_size": 2, "plan": "auto"}], ids=str)
-def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """What is measured knows no weight gradients of frozen linears, and trains the same bits."""
-    job = {
-        "model": {"lora": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1, 3, 4]}},
-        "training": {"max_steps": 4, "gradient_accumulation_steps": 4},
-    }
-    train = "support.pipeline_trainer_jobs:train"
-    tuned = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, "cache": False, "tuning_share": 1.0}, **job)
-    plain = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, **GREEDY}, **job)
-    assert tuned[0]["losses"] == plain[0]["losses"]
-    operators = json.loads(tuned[0]["plan"])
-    assert "attn.out.W" not in json.dumps(operators)
-    assert "attn.qkv.W" in json.dumps(operators)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["shard_optimizer", "shard_parameters"])
-def test_optimizer_states_of_adapters_are_sharded(option: str, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"model": {"lora": {}}, "training": {"max_steps": 5}}
-    whole, sharded = (
-        cluster_of(2).run("train", folder=str(tmp_path / str(shard)), helix={option: shard, **GREEDY}, **job)
-        for shard in (False, True)
-    )
-    np.testing.assert_allclose(sharded[0]["losses"], whole[0]["losses"], rtol=0, atol=1e-6)
-    compare_adapters(tmp_path / "True", tmp_path / "False")
-
-
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -522,11 +443,6 @@ def test_options_of_lora(options: dict[str, Any], words: list[str], tmp_path: Pa
     refused(get_peft_model(llama(), config), tmp_path, *words)
 
 
-def test_adapters_of_experts(tmp_path: Path) -> None:
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -550,8 +466,7 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
     merged.merge_adapter()
     refused(merged, tmp_path, "merged adapters (default)", "unmerge_adapter()")
 
-
-def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
+    # Bases that cannot be cut.
     class Linear4bit(nn.Linear):
         """What quantised layers derive from."""
 
@@ -562,6 +477,9 @@ def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
     model = llama()
     model.hf_quantizer = object()
     refused(adapted(model), tmp_path, "quantised", "without quantization_config")
+    # Adapters of experts.
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
 
 
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:

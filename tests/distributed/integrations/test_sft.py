@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PromptEncoderConfig
-from safetensors.torch import load_file
 from support import sft_jobs
+from support.comparisons import compare_adapters, compare_weights
 from support.models import arguments, llama
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -41,12 +40,33 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Any:
-    @cache
-    def run(name: str) -> tuple[dict[str, Any], Path]:
-        folder = tmp_path_factory.mktemp("stock")
-        return sft_jobs.train(str(folder), tokenizer, None, **KINDS[name]), folder
+    """What the stock trainer finds with these options, and its folder; each is run once."""
+    known: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def run(**options: Any) -> tuple[dict[str, Any], Path]:
+        if repr(options) not in known:
+            folder = tmp_path_factory.mktemp("stock")
+            known[repr(options)] = sft_jobs.train(str(folder), tokenizer, None, **options), folder
+        return known[repr(options)]
 
     return run
+
+
+@pytest.fixture
+def as_stock(cluster_of: Any, tmp_path: Path, tokenizer: str, stock: Any) -> Any:
+    """`as_stock(helix, **options)` trains on two ranks as the stock trainer does; what both find, and the folders."""
+
+    def compare(helix: dict[str, Any], near: float = 1e-5, **options: Any) -> tuple[Any, Any, Path, Path]:
+        wanted, folder = stock(**options)
+        mine = tmp_path / "helix"
+        ranks = cluster_of(2).run(JOBS + "train", folder=str(mine), tokenizer=tokenizer, helix=helix, **options)
+        for result in ranks:
+            np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=near)
+            np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=10 * near)
+            assert result["eval"] == pytest.approx(wanted["eval"], abs=near)
+        return ranks[0], wanted, mine, folder
+
+    return compare
 
 
 FAST = (("completions", "tp_size"),)
@@ -62,26 +82,15 @@ FAST = (("completions", "tp_size"),)
     + [pytest.param("packed", CP, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_as_the_stock_trainer(
-    name: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path, stock: Any, tokenizer: str
-) -> None:
-    wanted, folder = stock(name)
+def test_as_the_stock_trainer(name: str, helix: dict[str, Any], as_stock: Any) -> None:
+    result, wanted, folder, whole = as_stock(helix, **KINDS[name])
     assert (wanted["documents"] > wanted["rows"] == 1) == (name in IN_ONE_ROW)
     assert (wanted["trained"] < 0.65) == (name in ("completions", "packed", "assistant"))
-    for result in cluster_of(2).run(
-        JOBS + "train", folder=str(tmp_path), tokenizer=tokenizer, helix=helix, **KINDS[name]
-    ):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
-        assert result["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
     assert {entry for entry in result["logged"] if not entry.startswith("helix/")} == set(wanted["logged"])
     for figure, values in wanted["figures"].items():
         np.testing.assert_allclose(result["figures"][figure], values, rtol=1e-5, err_msg=figure)
-    saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
-    assert saved.keys() == whole.keys()
-    for key, value in whole.items():
-        assert torch.linalg.norm(saved[key] - value) <= 1e-4 * torch.linalg.norm(value), key
-    card = (tmp_path / "README.md").read_text()
+    compare_weights(folder, whole)
+    card = (folder / "README.md").read_text()
     assert "- sft" in card
     assert "Trained with hf_helix" in card
 
@@ -125,63 +134,42 @@ def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
 
 
 @pytest.mark.slow
-def test_experts_without_the_loss_of_routers(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
-    options = {"kind": "text", "training": {"router_aux_loss_coef": 0.0}, "family": "mixtral"}
-    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
-    given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
-    for result in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+def test_experts_without_the_loss_of_routers(as_stock: Any) -> None:
+    as_stock(TP, kind="text", training={"router_aux_loss_coef": 0.0}, family="mixtral")
+
+
+def saved_model(folder: Path, layers: int) -> str:
+    """The folder of a model in bf16."""
+    made = llama(num_hidden_layers=layers, vocab_size=sft_jobs.VOCABULARY, max_position_embeddings=512)
+    made.to(torch.bfloat16).save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_from_the_name_of_a_folder(dtype: str | None, cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+def test_from_the_name_of_a_folder(dtype: str | None, as_stock: Any, tmp_path: Path) -> None:
     """TRL loads in fp32 unless it is told otherwise."""
-    made = llama(num_hidden_layers=4, vocab_size=sft_jobs.VOCABULARY).to(torch.bfloat16)
-    made.save_pretrained(tmp_path / "model")
     training = {"model_init_kwargs": {"dtype": dtype} if dtype else None}
-    options = {"kind": "completions", "training": training, "model": str(tmp_path / "model")}
-    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
-    given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
-    for result in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-2 if dtype else 1e-5)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "helix")
+    options = {"kind": "completions", "training": training, "model": saved_model(tmp_path, 4)}
+    *_, folder, _ = as_stock(TP, 1e-2 if dtype else 1e-5, **options)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
     assert saved.dtype is (torch.bfloat16 if dtype else torch.float32)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("helix", [TP, PP], ids=str)
-def test_adapters(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+def test_adapters(helix: dict[str, Any], as_stock: Any) -> None:
     """`peft_config=` as for TRL. The adapters are saved as PEFT saves them."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    options = {"kind": "completions", "training": {"packing": True}, "peft_config": lora}
-    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
-    given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": helix, **options}
-    for result in cluster_of(2).run(JOBS + "train", **given):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
-    saved, whole = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("helix", "stock"))
-    assert saved.keys() == whole.keys()
-    for key, value in whole.items():
-        assert torch.linalg.norm(saved[key] - value) <= 1e-4 * torch.linalg.norm(value), key
+    *_, folder, whole = as_stock(helix, kind="completions", training={"packing": True}, peft_config=lora)
+    compare_adapters(folder, whole)
 
 
-def test_a_name_with_adapters_and_plain_arguments(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+def test_a_name_with_adapters_and_plain_arguments(as_stock: Any, tmp_path: Path) -> None:
     """What SFTTrainer takes: `TrainingArguments`, and `peft_config=` with the name of a model."""
-    made = llama(num_hidden_layers=2, vocab_size=sft_jobs.VOCABULARY, max_position_embeddings=512).to(torch.bfloat16)
-    made.save_pretrained(tmp_path / "model")
-    options = {
-        "kind": "completions",
-        "training": {"is_plain": True},
-        "model": str(tmp_path / "model"),
-        "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-    }
-    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
-    for result in cluster_of(2).run(
-        JOBS + "train", folder=str(tmp_path / "helix"), tokenizer=tokenizer, helix=TP, **options
-    ):
-        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    options = {"kind": "completions", "training": {"is_plain": True}, "model": saved_model(tmp_path, 2)}
+    as_stock(TP, **options, peft_config=lora)
 
 
 def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import jobs
 from support.comparisons import compare_adapters, compare_runs
-from support.models import adapted, tiny
+from support.models import tiny
 from support.versions import since
-from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 SLOW = pytest.mark.slow
 STEPS = {"max_steps": 4, "gradient_accumulation_steps": 2}
@@ -39,16 +34,6 @@ SHARED: dict[str, dict[str, Any]] = {
 CASES = [pytest.param(case, tp, marks=[SLOW] * (place + tp > 1)) for place, case in enumerate(SHARED) for tp in (1, 2)]
 
 
-def train_with_fsdp2(folder: str, start: str, lora: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    """The stock Trainer with adapters on a model that Transformers spreads with FSDP2 (`fully_shard`) as it loads it.
-    Adapters are not spread; the Trainer averages their gradients over the ranks."""
-    base = AutoModelForCausalLM.from_pretrained(start, distributed_config=DistributedConfig(fsdp_size=2))
-    assert all(isinstance(parameter, DTensor) for parameter in base.parameters())
-    base.name_or_path = ""  # PEFT writes it into the adapters' configuration; ours is made, not loaded
-    with mock.patch.object(jobs, "tiny", return_value=adapted(base, **lora)):
-        return jobs.train(folder, None, training=training)
-
-
 @pytest.fixture(scope="module")
 def stock_on_two(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The stock Trainer on two processes, with FSDP2 or DDP, run once a case; what it saved, and what it began with."""
@@ -64,7 +49,7 @@ def stock_on_two(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> A
             model = dict(options["model"])
             lora = model.pop("lora")
             tiny(**model).save_pretrained(folder / "start")
-            found = cluster_of(2).run(train_with_fsdp2, start=str(folder / "start"), lora=lora, **job)[0]
+            found = cluster_of(2).run("train_with_fsdp2", weights=str(folder / "start"), lora=lora, **job)[0]
         return found, folder / "end", folder / "adapters"
 
     return get

@@ -82,6 +82,7 @@ SCRIPT = SUPPORT / "fault_script.py"
 SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
 SPREAD = "shard_parameters: true\nplan: sequential\n"
 KEPT = "shard_optimizer: true\nplan: sequential\n"
+PIPELINE = "pp_size: 2\nplan: greedy\n"
 SLOW = pytest.mark.slow
 
 
@@ -101,7 +102,7 @@ class Run(NamedTuple):
     training: str = "{}"
 
 
-LLAMA = Run()
+LLAMA = Run(model='{"num_hidden_layers": 4}')
 
 
 def ranks_of(folder: Path, *flags: object, helix: str, of: Run = LLAMA) -> list[ForkedRank]:
@@ -152,6 +153,9 @@ CASES: list[Any] = [
     ("no room for states", 1, FULL),
 ]
 CASES = [(SEQUENTIAL, *case) for case in CASES] + [
+    (PIPELINE, "in a step", 0, DIED),
+    (PIPELINE, "in a step", 1, DIED),
+    (PIPELINE, "in the data", 1, UNREADABLE),
     (SPREAD, "in saving states", 1, DIED),
     (SPREAD, "in saving the model", 0, DIED),
     (SPREAD, "in a step", 1, DIED),
@@ -167,7 +171,8 @@ CASES = [(SEQUENTIAL, *case) for case in CASES] + [
     (KEPT, "no room for the model", 0, FULL),
     (KEPT, "no room for states", 1, FULL),
 ]
-QUICK = [(SPREAD, "in a gather of weights", 1, DIED)]  # a full disk is a test of its own, below
+# A full disk is a test of its own, below.
+QUICK = [(SPREAD, "in a gather of weights", 1, DIED), (PIPELINE, "in a step", 1, DIED)]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ SHARING: dict[str, Run] = {
     "adapters": Run(model='{"lora": {"lora_dropout": 0.1}}'),
     "ep2": Run(4, "ep_size: 2\n", '{"family": "mixtral"}'),
     "tp2": Run(4, "tp_size: 2\n"),
-    "pp2": Run(4, "pp_size: 2\n", '{"num_hidden_layers": 4}'),
+    "pp2": Run(4, "pp_size: 2\n", LLAMA.model),
 }
 FAULTS_OF_SHARING = [
     (SPREAD, "in a gather of weights", 0, DIED),

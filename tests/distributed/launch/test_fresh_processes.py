@@ -8,14 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.graphs import (
-    LLAMA,
-    layout_of,
-    list_scheduled,
-    random_priority,
-    random_times,
-    schedule_of,
-)
+from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
 from support.paths import ROOT
 from support.profiles import MODEL, tiny_profile
 

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.forked_ranks import fork_ranks, logs_of
-from support.profiles import MODEL
 from transformers import LlamaConfig
 
 from hf_helix.cli import common, main
 from hf_helix.cli import plan as plan_command
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.timing.profile_file import load_profile
 
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -104,42 +102,6 @@ def test_the_command_starts_as_many_processes_as_the_mesh_needs(
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=6"]
     assert words[:8] == [*started, "-m", "hf_helix", "profile"]
     assert {f"{name}={value}" for name, value in given.items()} | {"--bf16"} <= set(words)
-
-
-@cpu_only
-@pytest.mark.slow
-def test_profile_of_a_pipeline(tmp_path: Path, capsys: Any) -> None:
-    """Two ranks, each with two of four layers; what they send each other is measured, too, and plans go by it."""
-    config = LlamaConfig(vocab_size=131, num_hidden_layers=4, max_position_embeddings=64, **SIZES)
-    config.save_pretrained(tmp_path / "model")
-    words = ("--model", "model", "--tp_size", 1, "--pp_size", 2, "--sequence_length", 9, "--microbatches", 3)
-    done = command(tmp_path, *words, "--trace", "trace.json")
-    assert done.returncode == 0, done.stderr
-    profile = load_profile(tmp_path / "profile.json")
-    assert profile.about["mesh"] == "tp=1 pp=2"
-    assert profile.layout.num_ranks == 2
-    assert {("send", "F.transfer"), ("send", "B.transfer"), ("receive", "F.transfer")} <= profile.times.keys()
-    assert sum(name == "layer" for name in profile.layout.units) == 4
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    assert {(pid, f"pipeline {way}") for pid in (1, 2) for way in ("0F", "0B", "2F", "2B")} <= tracks
-    # What it wrote is what the others take, with any schedule.
-    for schedule in ("folded_1f1b", "auto"):
-        output = tmp_path / f"{schedule}.json"
-        run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
-        assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"
-    run("show", tmp_path / "profile.json")
-    run("show", tmp_path / "folded_1f1b.json", "--profile", tmp_path / "profile.json")
-    assert "greedy: 3 micro-batches" in capsys.readouterr().out
-
-
-@cpu_only
-@pytest.mark.slow
-def test_profile_of_a_pipeline_that_cannot_be(model_folder: Path, tmp_path: Path) -> None:
-    done = command(tmp_path, "--model", model_folder, "--tp_size", 1, "--pp_size", 2)
-    assert done.returncode != 0
-    assert "hf-helix profile: the model has 2 layers and pp_size=2 needs at least 4" in done.stderr
-    assert not (tmp_path / "profile.json").exists()
 
 
 @cpu_only

@@ -4,7 +4,7 @@ made."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,37 +162,29 @@ class Deaf(deque[Any]):
         return self
 
 
-def kinds(monkeypatch: pytest.MonkeyPatch, case: Case, mutant: type[CudaStreams] = CudaStreams) -> Counter[str]:
-    monkeypatch.setattr("support.windows_on_fakes.CudaStreams", mutant)
-    return Counter(mistake.kind for mistake in watched(case).mistakes)
+class Forgetful(Executor):
+    """Keeps nothing of what is sent."""
 
-
-def test_a_buffer_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(kinds(monkeypatch, {"tp_size": 2}, NothingKept)) == {"FREED"}
-
-
-def test_a_computation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds(monkeypatch, {"tp_size": 2}, ComputeDoesNotWait)["READ"] > 50
-
-
-def test_communication_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds(monkeypatch, {"tp_size": 2}, CommunicationDoesNotWait)["READ"] > 20
-
-
-def test_communication_before_its_input_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The average over the copies of the model begins once the sums over tensor-parallel ranks are over."""
-    assert kinds(monkeypatch, LAYOUTS["zero"], AfterIgnored)
-
-
-def test_a_value_that_is_dropped_while_it_is_sent_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Executor.__init__
-
-    def deaf(self: Any, *args: Any, **options: Any) -> None:
-        made(self, *args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._sent = Deaf()
 
-    monkeypatch.setattr(Executor, "__init__", deaf)
-    assert set(kinds(monkeypatch, PIPELINES["folded_1f1b rank 0"])) == {"FREED"}
+
+STREAMS, EXECUTOR = "support.windows_on_fakes.CudaStreams", "hf_helix.runtime.runner.Executor"
+MUTANTS = [
+    (STREAMS, NothingKept, {"tp_size": 2}, "FREED"),
+    (STREAMS, ComputeDoesNotWait, {"tp_size": 2}, "READ"),
+    (STREAMS, CommunicationDoesNotWait, {"tp_size": 2}, "READ"),
+    # The average over the copies of the model begins once the sums over tensor-parallel ranks are over.
+    (STREAMS, AfterIgnored, LAYOUTS["zero"], "READ"),
+    (EXECUTOR, Forgetful, PIPELINES["folded_1f1b rank 0"], "FREED"),
+]
+
+
+@pytest.mark.parametrize(("place", "mutant", "case", "kind"), MUTANTS)
+def test_mistakes_are_seen(place: str, mutant: type, case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, mutant)
+    assert kind in {mistake.kind for mistake in watched(case).mistakes}
 
 
 def test_the_watch_sees_what_nothing_orders() -> None:

@@ -121,16 +121,14 @@ def even(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cluster_of(2).run(on_an_even_link, folder=str(tmp_path_factory.mktemp("even")))
 
 
-def test_an_even_link_is_found_agreed_and_said_once(even: Any):
+def test_an_even_link_is_found_agreed_and_said(even: Any):
     first, second = even
     assert first["rate"] == second["rate"] > 0
     said = f"hf_helix: emulated link: {str_of(first['rate'])} (even)"
     assert first["said"].count(said) == 1
     assert "emulated link" not in second["said"]
     assert parse_link(first["about"]["emulated_link"]).rate == first["rate"]
-
-
-def test_everything_that_is_printed_says_that_the_link_is_emulated(even: Any):
+    # Everything that is printed says that the link is emulated.
     first = even[0]
     for text in (first["table"], first["scorecard"], first["card"]):
         assert f"emulated link of {str_of(first['rate'])} (even)" in text

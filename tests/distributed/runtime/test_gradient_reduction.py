@@ -15,11 +15,9 @@ from support.pipeline_jobs import batches_of, reference
 from support.pipeline_trainer_jobs import model_of, with_buckets
 from torch import Tensor
 
-from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
@@ -48,7 +46,7 @@ def samples_of(folder: str, helix: dict[str, Any] | None, count: int, streamed: 
 def reductions(
     folder: str, helix: dict[str, Any], sizes: Sequence[int], model: dict[str, Any], count: int = 3
 ) -> dict[str, Any]:
-    """One window: this rank's gradients as it saw them, and complete for every size of buckets; norm and traces."""
+    """One window: this rank's gradients as it saw them, and complete for every size of buckets; and the norm."""
     trainer: Any = pipeline_jobs.make(folder, helix, model_of(**model))
     trainer.model.train()
     runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
@@ -61,47 +59,14 @@ def reductions(
         runner.train_window(window, complete=complete)
         return {names[p]: p.grad.numpy().copy() for p in placements if p.grad is not None}
 
-    issue = streams.issue
-
-    def noted(kind: Kind, work: Any, after: Any, label: str, lane: str = "") -> Any:
-        if kind is Kind.GRADIENTS and streams.trace is not None:
-            streams.trace.note("issue", label)
-        return issue(kind, work, after, label, lane)
-
-    streams.issue = noted
-    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
+    result: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}}
     for size in sizes:
-        changed = with_buckets(runner, size)
-        streams.trace = trace = Trace()
-        result["complete"][size] = run(changed, complete=True)
-        streams.trace = None
-        result["to come"][size] = computations_to_come(trace)
+        result["complete"][size] = run(with_buckets(runner, size), complete=True)
     result["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
     result["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
     result["whole"] = pipeline_jobs.whole_gradients(trainer)
     streams.close()
     return result
-
-
-def computations_to_come(trace: Trace) -> list[int]:
-    """Of every sum over data-parallel ranks, how many computations were issued after it."""
-    runs = [place for place, (verb, _) in enumerate(trace.events) if verb == "run"]
-    sums = [place for place, event in enumerate(trace.events) if event == ("issue", "gradients.average")]
-    return [sum(run > place for run in runs) for place in sums]
-
-
-def optimizer_bytes(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, int]:
-    """Bytes of the optimizer's states on this rank after a step, and of the parameters that the rank trains."""
-    trainer: Any = jobs.make_trainer(folder, helix, model=model_of(), **options)
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    held = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    trained = [parameter for parameter in trainer.helix.runner.stage.placements if parameter.requires_grad]
-    return {
-        "states": sum(value.nbytes for value in held if value.dim()),
-        "parameters": sum(parameter.nbytes for parameter in trained),
-        "kind": type(optimizer).__name__,  # type: ignore[dict-item]
-    }
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -191,18 +156,6 @@ def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bo
     assert ranks[0]["norm"] == pytest.approx(np.sqrt(squared(ranks[0]["whole"])), rel=1e-6)
 
 
-def test_sums_are_issued_while_backward_still_runs(reduced: Any) -> None:
-    """With small buckets, as layers finish; of one bucket, after everything."""
-    for result in reduced(1, 2, 2):
-        to_come = result["to come"]
-        assert to_come[0] == [0]
-        assert to_come[TINY] == sorted(to_come[TINY], reverse=True)
-        assert len(to_come[TINY]) == len(result["seen"])
-        assert sum(count > 0 for count in to_come[TINY]) >= len(result["seen"]) // 2
-        assert to_come[TINY][0] > 10
-        assert to_come[TINY][-1] == 0
-
-
 @pytest.mark.parametrize(
     ("tp", "pp", "dp"),
     [
@@ -235,9 +188,6 @@ def test_plans_and_schedules_give_the_same_bits(
 
 # Shares of the optimizer
 
-SHARED = [(1, 1, 2), (1, 2, 2), (2, 2, 2)]
-
-
 OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_torch_fused", "rmsprop"))]
 
 
@@ -249,23 +199,6 @@ def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of:
         for helix in ({}, {"shard_optimizer": True})
     )
     np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow  # test_sharding.py counts the bytes of one
-@pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
-def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
-    """AdamW has two states a parameter; together the data-parallel ranks hold each once, none much more than half."""
-    helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy", "shard_optimizer": True}
-    job = {"folder": str(tmp_path), "training": {"max_steps": 2}}
-    ranks = cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job)
-    for place in range(tp * pp):
-        mine = ranks[place :: tp * pp]
-        assert sum(result["states"] for result in mine) == 2 * mine[0]["parameters"]
-        assert max(result["states"] for result in mine) <= 0.6 * 2 * mine[0]["parameters"]
-    helix["shard_optimizer"] = False
-    for result in cluster_of(tp * pp * dp).run(optimizer_bytes, helix=helix, **job):
-        assert result["states"] == 2 * result["parameters"]
-        assert result["kind"] == "AdamW"
 
 
 # Who gets which data

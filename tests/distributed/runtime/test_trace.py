@@ -57,31 +57,3 @@ def test_sequential_keeps_the_strands_apart(events: Any) -> None:
     # W beside the collective that follows its I is all that one strand overlaps.
     assert pairs
     assert all(computed.endswith(".W") for computed, _ in pairs)
-
-
-@pytest.mark.parametrize("plan", ["greedy", "round_robin", "sequential"])
-def test_weight_gradients_run_after_their_input_gradient_was_consumed(plan: str, events: Any) -> None:
-    """W is really apart: what reads the result of I, in its own strand or on the wire, comes before W."""
-    order = [label for verb, label in events(plan) if verb in ("run", "issue")]
-    consumed_first = [
-        order.index(f"B0.layers.{layer}.{linear}.W") > order.index(f"B0.layers.{layer}.{consumer}")
-        for layer in range(3)
-        for linear, consumer in [("attn.qkv", "attn.gather"), ("mlp.up", "mlp.gather")]
-    ]
-    assert all(consumed_first)
-
-
-def test_greedy_defers_weight_gradients_past_the_whole_chain(events: Any) -> None:
-    order = [label for verb, label in events("greedy") if verb in ("run", "issue")]
-    assert order.index("B0.layers.1.mlp.down.W") > order.index("B0.layers.1.attention")
-
-
-def test_every_operator_runs_once_per_micro_batch(events: Any) -> None:
-    for plan in ("greedy", "round_robin", "sequential"):
-        labels = [label for verb, label in events(plan) if verb in ("run", "issue")]
-        assert len(labels) == len(set(labels))
-        assert sorted(labels) == sorted(label for verb, label in events("sequential") if verb in ("run", "issue"))
-        for k in range(3):
-            for layer in range(3):
-                ours = (f"F{k}.layers.{layer}.", f"B{k}.layers.{layer}.")
-                assert sum(label.startswith(ours) for label in labels) == 14 + 18

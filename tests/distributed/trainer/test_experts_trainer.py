@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariant.classes import Case
+from invariant.harness import check
 from support.comparisons import assert_same_bits
 from support.derived_models import HOME
 from support.models import arguments, tiny
-from support.parity import KINDS, check, references
+from support.parity import KINDS
 from support.pipeline_jobs import batches_of, items_in, make, runner_of, whole_gradients, window_of
 from torch import Tensor
 
@@ -215,13 +217,12 @@ def test_with_a_capacity_experts_drop_what_a_plain_loop_drops(
         np.testing.assert_array_equal(gradient, results[0][1]["gradients"][name], err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (1, 2, 1, 1)], ids=["ep", "tp"])
+@pytest.mark.parametrize("layout", ["dp2+ep2", "tp2"])
 @pytest.mark.parametrize("kind", ["left", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "left")])
-def test_with_room_for_all_nothing_changes(sizes: tuple[int, ...], kind: str, cluster_of: Any, tmp_path: Path) -> None:
+def test_with_room_for_all_nothing_changes(layout: str, kind: str, cluster_of: Any, tmp_path: Path) -> None:
     """Static shapes, and padding that takes no place, against the unsplit model."""
-    changes = {**BALANCED, "expert_capacity_factor": 2.0, "ep_size": sizes[3]}
-    del changes["num_hidden_layers"]
-    check(cluster_of(2), tmp_path, references(), sizes, kind, ("sequential", "greedy"), **changes)
+    case = Case("phimoe with room", BALANCED, layout, kind, options={"expert_capacity_factor": 2.0})
+    check(cluster_of, tmp_path, case, ("sequential", "greedy"))
 
 
 def test_routers_draw_what_the_unsplit_model_would_draw(tmp_path: Path) -> None:

@@ -78,12 +78,7 @@ def unlabelled_rows() -> list[dict[str, Any]]:
 def unlabelled(folder: str, helix: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
     """Train over windows without labels, and evaluate: all that is logged, and the weights where they are whole."""
     rows = unlabelled_rows()
-    training = {
-        "max_steps": 4,
-        "gradient_accumulation_steps": 2,
-        "train_sampling_strategy": "sequential",
-        **changes,
-    }
+    training = {"max_steps": 4, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential", **changes}
     trainer = build(folder, helix, training, model=tiny(num_hidden_layers=2), train_dataset=rows, eval_dataset=rows[4:])
     result = trainer.train()
     trainer.evaluate()
@@ -144,11 +139,7 @@ def test_ids_and_labels_out_of_range_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("helix", "kinds"),
-    [
-        ({"tp_size": 2}, ["id", "label"]),
-        ({"pp_size": 2, "schedule": "1f1b"}, ["id"]),
-        ({"cp_size": 2}, ["id"]),
-    ],
+    [({"tp_size": 2}, ["id", "label"]), ({"pp_size": 2, "schedule": "1f1b"}, ["id"]), ({"cp_size": 2}, ["id"])],
     ids=str,
 )
 def test_ids_and_labels_out_of_range(helix: dict[str, Any], kinds: list[str], cluster_of: Any, tmp_path: Path) -> None:

@@ -78,14 +78,11 @@ def test_an_invalid_action_file_is_printed_whole(cluster_of: Any, tmp_path: Path
     assert message[message.index("rank 0:") :].replace(">>> ", "").split() == text.split()
 
 
-def test_an_action_file_for_more_ranks(cluster_of: Any, tmp_path: Path) -> None:
+def test_action_files_that_do_not_fit(cluster_of: Any, tmp_path: Path) -> None:
     helix = with_file(tmp_path, format_schedule(build_schedule("folded_1f1b", 3, 4)))
     message = same_error(cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))
     assert "lines for 3 ranks and pp_size=2 needs 2" in message
-
-
-def test_an_action_file_for_fewer_micro_batches(cluster_of: Any, tmp_path: Path) -> None:
-    """Said before anything is trained: the number of micro-batches is known."""
+    # Said before anything is trained: the number of micro-batches is known.
     helix = with_file(tmp_path, GOOD)
     training = {"gradient_accumulation_steps": 4}
     job = {"folder": str(tmp_path), "helix": helix, "training": training}

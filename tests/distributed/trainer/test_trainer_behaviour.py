@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.comparisons import is_close, plain
 from support.derived_models import HOME, gemma2
 from support.jobs import Recorder, Stream, build, make_trainer
 from support.models import arguments, llama, padded, sequences, tiny
@@ -61,15 +62,17 @@ def follow(
     patience: int = 0,
     optimizer: str = "",
     streamed: bool = False,
+    from_init: bool = False,
     metrics: bool = False,
     lengths: tuple[int, ...] = (17,),
     count: int = 24,
 ) -> dict[str, Any]:
     """Train, and evaluate where the arguments say so: the log, the events, and the checkpoints that are left."""
-    made, recorder = tiny(**(model or {})), Recorder()
+    changes, recorder = {"num_hidden_layers": 4, **(model or {})}, Recorder()
+    made = tiny(**changes)
     rows = sequences(count, lengths=lengths)
     options: dict[str, Any] = {
-        "model": made,
+        **({"model_init": lambda: tiny(**changes)} if from_init else {"model": made}),
         "train_dataset": Stream(rows) if streamed else rows,
         "eval_dataset": sequences(5, lengths=lengths, seed=9),
         "data_collator": padded,
@@ -91,6 +94,7 @@ def follow(
         "events": recorder.events,
         "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
         "best": trainer.state.best_global_step,
+        "tokens": trainer.state.num_input_tokens_seen,
     }
 
 
@@ -176,8 +180,9 @@ def noisy_losses(folder: str, helix: dict[str, Any], alpha: float | None) -> dic
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-SMOOTHED = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, **EVALUATED}
-ON_ITS_WAY: dict[str, dict[str, Any]] = {
+WINDOWS = {"gradient_accumulation_steps": 2}
+SMOOTHED = {"label_smoothing_factor": 0.2, **WINDOWS, **EVALUATED}
+CASES: dict[str, dict[str, Any]] = {
     "label smoothing": {"training": SMOOTHED},
     "best checkpoints and early stopping": {
         "training": {
@@ -197,7 +202,7 @@ ON_ITS_WAY: dict[str, dict[str, Any]] = {
             "eval_steps": 1,
             "lr_scheduler_type": "reduce_lr_on_plateau",
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
-        },
+        }
     },
     "an optimizer and a schedule passed in": {"training": {"max_steps": 4}, "optimizer": "passed in"},
     "a class of optimizers and its options": {"training": {"max_steps": 4}, "optimizer": "class"},
@@ -218,50 +223,57 @@ ON_ITS_WAY: dict[str, dict[str, Any]] = {
         "lengths": (9, 17),
     },
     "metrics batch by batch": {"training": {**EVALUATED, "batch_eval_metrics": True}, "metrics": True},
-}
-SHARED_OUT: dict[str, dict[str, Any]] = {
-    "label smoothing": ON_ITS_WAY["label smoothing"],
-    "grouped by length": ON_ITS_WAY["grouped by length"],
-    "metrics of everything": ON_ITS_WAY["metrics of everything"],
     "batches split": {"training": {**EVALUATED, "accelerator_config": {"split_batches": True}}},
-    "a stream": {
-        "training": {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}},
-        "streamed": True,
-    },
+    "a stream": {"training": {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}}, "streamed": True},
     "rebalanced by length": {
         "training": {"train_sampling_strategy": "batch_rebalance", "num_train_epochs": 1, "max_steps": -1},
         "lengths": (17, 5, 11, 8, 14),
     },
+    "a model made by a function": {"training": {**WINDOWS, "max_steps": 4}, "from_init": True},
+    "all tokens counted": {
+        "training": {**WINDOWS, "max_steps": 4, "include_num_input_tokens_seen": "all"},
+        "lengths": (17, 9),
+    },
+    "label smoothing of gpt2": {"training": SMOOTHED, "model": {"family": "gpt2"}},
+    "adafactor": {"training": {"optim": "adafactor", "max_steps": 4}},
+    "an optimizer with states passed in, experts": {
+        "training": {"max_steps": 4},
+        "model": {"family": "mixtral"},
+        "optimizer": "passed in with states",
+    },
 }
+TP, PP, CP, DP, OPTIMIZER = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {}, {"shard_optimizer": True}
+SMOOTHING, BEST, RATE, PASSED, CLASS, GROUPED, METRICS, BY_BATCH, SPLIT, STREAM, BALANCED, INIT, TOKENS, *_ = CASES
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    *((name, TP) for name in (SMOOTHING, BEST, PASSED, METRICS)),
+    *((name, DP) for name in (SMOOTHING, GROUPED, METRICS, SPLIT, STREAM)),
+    *((name, PP) for name in (INIT, TOKENS)),
+]
+SLOW_RUNS: list[tuple[str, dict[str, Any]]] = [
+    *((name, TP) for name in (RATE, CLASS, GROUPED, BY_BATCH, STREAM, INIT, TOKENS, "label smoothing of gpt2")),
+    *((BALANCED, DP), (TOKENS, DP), (SMOOTHING, CP)),
+    *((name, PP) for name in (SMOOTHING, PASSED, STREAM, "adafactor")),
+    *((name, OPTIMIZER) for name in (PASSED, CLASS)),
+    ("an optimizer with states passed in, experts", {**OPTIMIZER, "ep_size": 2}),
+]
 
 
-LONG = ("a rate that follows", "a class of optimizers", "metrics batch by batch", "rebalanced by length")
-
-
-def names(cases: dict[str, Any], *slow: str) -> list[Any]:
-    """All of them, some in slow runs only."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith((*LONG, *slow))) for name in cases]
-
-
-@pytest.mark.parametrize("case", names(ON_ITS_WAY, "grouped by length"))
-def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    expected = follow(str(tmp_path / "stock"), None, **ON_ITS_WAY[case])
-    helix = {"tp_size": 2, "plan": "sequential"}
-    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
-        compare(result, expected)
-    if case.startswith("best"):
+@pytest.mark.parametrize(
+    ("case", "helix"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)], ids=str
+)
+def test_as_the_stock_trainer(case: str, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """Ranks that share a batch behave as one process, and data-parallel ones as under DDP."""
+    expected, _ = stock(follow, 1 if helix.keys() & {"tp_size", "pp_size", "cp_size"} else 2, **CASES[case])
+    job = {"folder": str(tmp_path), "helix": {"plan": "sequential", **helix}, **CASES[case]}
+    for result in cluster_of(2).run(follow, **job):
+        assert is_close(plain(result), plain(expected)), f"{result}\n{expected}"
+    if case == BEST:
         assert expected["checkpoints"]
         assert max(entry["step"] for entry in expected["log"]) < 40
-    if case.startswith("a rate"):
+    if case == RATE:
         assert len({entry["learning_rate"] for entry in expected["log"] if "loss" in entry}) > 1
-
-
-@pytest.mark.parametrize("case", names(SHARED_OUT))
-def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    job, cluster = follow, cluster_of(2)
-    expected = cluster.run(job, folder=str(tmp_path / "stock"), helix=None, **SHARED_OUT[case])[0]
-    for result in cluster.run(job, folder=str(tmp_path / "helix"), helix={"plan": "sequential"}, **SHARED_OUT[case]):
-        compare(result, expected)
+    if case == TOKENS:
+        assert expected["tokens"] > 0
 
 
 @pytest.mark.parametrize("size", ["tp_size", "pp_size"])
@@ -270,48 +282,6 @@ def test_trainers_that_are_gone_leave_no_threads(size: str, cluster_of: Any, tmp
     for left, (first, *others) in cluster_of(2).run(threads_left, **job):
         assert left == set()
         assert max(others) <= first, others
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "label smoothing, pipeline": {"helix": {"pp_size": 2}, "training": SMOOTHED},
-    "label smoothing, shared sequences": {"helix": {"cp_size": 2}, "training": SMOOTHED},
-    "label smoothing of gpt2": {"helix": {"tp_size": 2}, "training": SMOOTHED, "model": {"family": "gpt2"}},
-    "adafactor, pipeline": {"helix": {"pp_size": 2}, "training": {"optim": "adafactor", "max_steps": 4}},
-    "an optimizer passed in, pipeline": {
-        "helix": {"pp_size": 2},
-        "training": {"max_steps": 4},
-        "optimizer": "passed in",
-    },
-    "sharded states of an optimizer passed in": {
-        "helix": {"shard_optimizer": True},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
-        "optimizer": "passed in",
-    },
-    "an optimizer with states passed in, experts": {
-        "helix": {"ep_size": 2, "shard_optimizer": True},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
-        "model": {"family": "mixtral"},
-        "optimizer": "passed in with states",
-    },
-    "sharded states of a class": {
-        "helix": {"shard_optimizer": True},
-        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
-        "optimizer": "class",
-    },
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_other_layouts(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    given = {**LAYOUTS[case], "model": {"num_hidden_layers": 4, **LAYOUTS[case].get("model", {})}}
-    helix = {**given.pop("helix"), "plan": "sequential"}
-    whole = dict(given)
-    if "shard_optimizer" in helix:
-        whole["training"] = {"max_steps": 4}
-    expected = follow(str(tmp_path / "stock"), None, **whole)
-    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **given):
-        compare(result, expected)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -410,15 +380,3 @@ def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:
 def test_neftune_of_one_process(tmp_path: Path) -> None:
     result = noise(str(tmp_path), {}, 5.0)
     assert (result[True][0] != result[True][1]).any()
-
-
-def compare(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result["events"] == expected["events"]
-    assert result["checkpoints"] == expected["checkpoints"]
-    assert result["best"] == expected["best"]
-    assert len(result["log"]) == len(expected["log"])
-    for mine, stock in zip(result["log"], expected["log"], strict=True):
-        for name, value in stock.items():
-            if name.endswith(("runtime", "per_second", "preparation_time")):
-                continue
-            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name} at step {stock['step']}"

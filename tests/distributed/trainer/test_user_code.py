@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors import safe_open
+from support.comparisons import is_close
 from support.jobs import build
 from support.models import sequences, tiny
 from torch import Tensor, nn
@@ -457,14 +458,6 @@ def marked(layouts: dict[str, Any], quick: set[str] = QUICK) -> list[Any]:
 
 def differences(expected: dict[str, Any], seen: dict[str, Any], tolerance: float = 2e-5) -> dict[str, Any]:
     return {name: (value, seen[name]) for name, value in expected.items() if not is_close(value, seen[name], tolerance)}
-
-
-def is_close(one: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(is_close(*pair, tolerance) for pair in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= tolerance * max(abs(one), abs(other)) + 1e-5
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")

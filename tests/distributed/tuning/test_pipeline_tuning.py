@@ -65,9 +65,7 @@ def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) ->
     rule, _, schedule = result["kept"].partition(" on ")
     assert json.loads(result["plan"])["rule"] == rule
     assert result["schedule"] == schedule
-
-
-def test_it_is_said_in_a_sentence_and_a_paragraph(tuned: Any) -> None:
+    # It is said in a sentence and a paragraph.
     before, verdict = tuned[0]["said"]
     assert before.startswith("hf_helix: measuring and searching plans, about ")
     rule, _, schedule = tuned[0]["kept"].partition(" on ")
@@ -135,35 +133,10 @@ def test_a_given_profile_and_auto_times_only(profile: str, cluster_of: Any, tmp_
     assert result["schedule"] in SCHEDULES
 
 
-def test_a_profile_of_another_pipeline_is_refused(profile: str, cluster_of: Any, tmp_path: Path) -> None:
-    for processes, options, message in (
-        (2, {"pp_size": 1}, "is for mesh 'tp=1 pp=2'"),
-        (4, {"pp_size": 2, "tp_size": 2}, "is for mesh 'tp=1 pp=2', this run has 'tp=2 pp=2'"),
-    ):
-        helix = {**options, "profile": profile, "plan": "greedy"}
-        job = {"folder": str(tmp_path), "helix": helix}
-        for failure in cluster_of(processes).errors("support.pipeline_trainer_jobs:construct", **job):
-            assert failure.kind == "ValueError"
-            assert message in failure.message
-
-
-def test_ranks_with_other_profiles(profile: str, cluster_of: Any, tmp_path: Path) -> None:
-    """Ranks would find different schedules."""
-    data = json.loads(Path(profile).read_text())
-    data["operators"]["layer"]["F.attention"]["ms"] *= 100
-    (tmp_path / "other.json").write_text(json.dumps(data))
-    common = {"pp_size": 2, "plan": "greedy", "schedule": "auto"}
-    by_rank = [{**common, "profile": path} for path in (profile, str(tmp_path / "other.json"))]
-    job = {"folder": str(tmp_path), "by_rank": by_rank}
-    for failure in cluster_of(2).errors("support.pipeline_trainer_jobs:construct_by_rank", **job):
-        assert "rank 0 and rank 1 have different options: line" in failure.message
-        assert "profile=" in failure.message
-
-
 # What can be looked at afterwards
 
 
-def test_overlap_of_a_pipeline(tuned: Any) -> None:
+def test_what_is_measured_afterwards(tuned: Any, plain: Any) -> None:
     overlap = tuned[0]["overlap"]
     assert all(result["overlap"] == overlap for result in tuned)
     assert overlap.step > 0
@@ -173,9 +146,7 @@ def test_overlap_of_a_pipeline(tuned: Any) -> None:
     assert 0 < overlap.bubble_fraction < 1
     assert (overlap.communication, overlap.bytes_moved, dict(overlap.overlapped_by_kind)) == (0.0, 0, {})
     assert "pipeline bubbles" in format_scorecard(overlap, "greedy")
-
-
-def test_memory_and_what_measuring_leaves(tuned: Any, plain: Any) -> None:
+    # Memory and what measuring leaves.
     assert all(result["memory"] == tuned[0]["memory"] for result in tuned)
     assert len(tuned[0]["memory"]) == 2
     assert min(tuned[0]["memory"]) > 0
@@ -193,10 +164,7 @@ def test_a_trace_shows_the_pipeline_on_every_rank(tuned: Any, folder: Path) -> N
         assert {track for track in tracks if track.startswith("pipeline")} == {
             *("pipeline 0F", "pipeline 0B", "pipeline 2F", "pipeline 2B")
         }
-
-
-def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path) -> None:
-    """Every micro-batch is sent and received once for each boundary and direction."""
+    # Every micro-batch is sent and received once for each boundary and direction.
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     sent = [event for event in events if event.get("cat", "").startswith("pipeline")]
     slots = build_schedule("folded_1f1b", 2, 5)

@@ -26,22 +26,37 @@ def per_rank(cluster_of: Any, file: Path) -> list[dict[str, Any]]:
     return cluster_of(2).run(JOB, folder=str(file.parent), output=str(file), **CASE)
 
 
-def test_every_operator_has_a_possible_time(per_rank: Any) -> None:
+def test_operators_and_pairs_have_possible_times(per_rank: Any) -> None:
     for rank in per_rank:
         assert rank["times"].keys() == rank["kinds"].keys()
         assert all(math.isfinite(seconds) and 0 < seconds < 10 for seconds in rank["times"].values())
         assert {"embedding", "layer", "head"} == {unit for unit, _ in rank["times"]}
         assert {"intra_node"} == set(rank["kinds"].values()) - {"compute"}
+    # Pairs have possible times.
+    for names, (together, first, second) in per_rank[0]["pairs"].items():
+        assert all(math.isfinite(seconds) and seconds > 0 for seconds in (together, first, second)), names
 
 
-def test_ranks_agree_on_everything(per_rank: Any) -> None:
+def test_ranks_agree_and_training_is_left_as_it_was_found(per_rank: Any) -> None:
     first, second = per_rank
     assert first["text"] == second["text"]
     for key in ("times", "pairs", "like", "about"):
         assert first[key] == second[key]
+    # Training is left as it was found.
+    for rank in per_rank:
+        assert rank["same_parameters"]
+        assert rank["same_buffers"]
+        assert rank["same_random_state"]
+        assert rank["gradients"] == 0
+        assert not rank["traced"]
+    # Progress goes from none to all.
+    for rank in per_rank:
+        assert rank["shares"] == sorted(rank["shares"])
+        assert len(rank["shares"]) == len(rank["pairs"])
+        assert 0 < rank["shares"][0] <= 1 == rank["shares"][-1]
 
 
-def test_computations_of_a_layer_are_measured_beside_collectives(per_rank: Any) -> None:
+def test_what_is_measured_beside_what(per_rank: Any) -> None:
     rank = per_rank[0]
     kinds, layers = rank["kinds"], set(rank["layers"])
     moving = [name for name in layers if kinds[name] == "intra_node" and name not in rank["like"]]
@@ -54,9 +69,7 @@ def test_computations_of_a_layer_are_measured_beside_collectives(per_rank: Any) 
     assert {pair for pair in rank["pairs"] if kinds[pair[1]] != kinds[pair[0]]} == {
         (a, b) for a in beside for b in moving
     }
-
-
-def test_like_is_measured_beside_like(per_rank: Any) -> None:
+    # Like is measured beside like.
     rank = per_rank[0]
     kinds = rank["kinds"]
     alike = [(a, b) for a, b in rank["pairs"] if kinds[a] == kinds[b]]
@@ -64,11 +77,6 @@ def test_like_is_measured_beside_like(per_rank: Any) -> None:
     for name in rank["layers"]:
         if kinds[name] == "intra_node" and name not in rank["like"]:
             assert (name, name) in alike
-
-
-def test_pairs_have_possible_times(per_rank: Any) -> None:
-    for names, (together, first, second) in per_rank[0]["pairs"].items():
-        assert all(math.isfinite(seconds) and seconds > 0 for seconds in (together, first, second)), names
 
 
 def test_collectives_of_one_size_stand_for_each_other(per_rank: Any) -> None:
@@ -84,22 +92,6 @@ def test_collectives_of_one_size_stand_for_each_other(per_rank: Any) -> None:
     assert layer["layer", "F.attn.gather"] == layer["layer", "F.mlp.gather"]
     assert layer["layer", "F.attn.scatter"] == layer["layer", "F.mlp.scatter"]
     assert layer["layer", "F.attn.gather"] != layer["layer", "F.attn.scatter"]
-
-
-def test_training_is_left_as_it_was_found(per_rank: Any) -> None:
-    for rank in per_rank:
-        assert rank["same_parameters"]
-        assert rank["same_buffers"]
-        assert rank["same_random_state"]
-        assert rank["gradients"] == 0
-        assert not rank["traced"]
-
-
-def test_progress_goes_from_none_to_all(per_rank: Any) -> None:
-    for rank in per_rank:
-        assert rank["shares"] == sorted(rank["shares"])
-        assert len(rank["shares"]) == len(rank["pairs"])
-        assert 0 < rank["shares"][0] <= 1 == rank["shares"][-1]
 
 
 def test_about_says_what_it_is_for(per_rank: Any) -> None:

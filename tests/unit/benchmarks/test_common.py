@@ -16,15 +16,13 @@ from benchmarks.plans import STUDIES, contenders, read_options
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text())
 
 
-def test_options_have_the_types_of_their_defaults() -> None:
+def test_options_and_tables() -> None:
     parser = options_of("doc", hidden=8, links=["even"], share=0.5)
     options = parser.parse_args(["--links", "a", "b", "--share", "1"])
     assert (options.hidden, options.links, options.share) == (8, ["a", "b"], 1.0)
     with pytest.raises(SystemExit):
         parser.parse_args(["--hidden", "wide"])
-
-
-def test_numbers_stand_on_the_right() -> None:
+    # Numbers stand on the right.
     rows = [("a", "1.5"), ("bcd", "10.25")]
     assert columns(("name", "s"), rows).splitlines() == ["name      s", "----  -----", "a       1.5", "bcd   10.25"]
     assert markdown(("name", "s"), rows).splitlines()[1] == "| --- | ---: |"

@@ -79,16 +79,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 # plan
 
 
-@pytest.mark.parametrize("rule", ["sequential", "greedy"])
-def test_a_rules_plan_is_saved_and_loads(rule: str, file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
-    output = tmp_path / "plan.json"
-    run("plan", file, "--rule", rule, "--output", output)
-    plan = load_plan(output, tiny_profile().layout.graphs, model=MODEL, mesh=MESH)
-    assert plan.rule == rule
-    saved = [line for line in capsys.readouterr().out.splitlines() if line.endswith("<- saved")]
-    assert [line.split()[0] for line in saved] == [rule]
-
-
 def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, capsys: Any) -> None:
     run("plan", file, "--rule", "dhelix", "--microbatches", "3", "--output", tmp_path / "plan.json")
     head, titles, *rows = capsys.readouterr().out.splitlines()
@@ -190,12 +180,6 @@ def test_a_profile_as_text(file: Path, capsys: Any) -> None:
     assert "intra-node communication" in text
 
 
-def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
-    save_profile(tiny_profile(pairs={}), tmp_path / "profile.json")
-    run("show", tmp_path / "profile.json")
-    assert "no pairs of operators were measured" in capsys.readouterr().out
-
-
 # show --schedule
 
 
@@ -294,36 +278,35 @@ def test_schedules_that_cannot_be_shown(words: tuple[object, ...], message: str,
 # Bad input
 
 
-def garbage(path: Path, text: bytes) -> Path:
-    path.write_bytes(text)
-    return path
+NO_JSON = (b"{", b"\xff\xfe\x00")
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff\xfe\x00"])
-def test_what_is_no_json_is_refused(text: bytes, tmp_path: Path, capsys: Any) -> None:
-    path = garbage(tmp_path / "x.json", text)
-    assert f"{path} is not JSON" in said(capsys, "show", path)
-    assert str(path) in said(capsys, "plan", path, "--output", tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
+@pytest.mark.parametrize("data", [*NO_JSON, b"{}", b"[]", b'"hf_helix.plan/1"', b'{"format": "other/1"}'])
+def test_what_is_no_profile_is_refused(data: bytes, tmp_path: Path, capsys: Any) -> None:
+    path, output = tmp_path / "x.json", tmp_path / "plan.json"
+    path.write_bytes(data)
+    shown, planned = said(capsys, "show", path), said(capsys, "plan", path, "--output", output)
+    assert (f"{path} is not JSON" if data in NO_JSON else "is neither a plan nor a profile") in shown
+    assert (str(path) if data in NO_JSON else "has format") in planned
+    assert not output.exists()
 
 
-@pytest.mark.parametrize("data", [{}, [], "hf_helix.plan/1", {"format": "other/1"}])
-def test_what_is_neither_plan_nor_profile_is_refused(data: object, tmp_path: Path, capsys: Any) -> None:
-    path = garbage(tmp_path / "x.json", json.dumps(data).encode())
-    assert "is neither a plan nor a profile" in said(capsys, "show", path)
-    assert "has format" in said(capsys, "plan", path)
-
-
-def test_another_version_is_refused(file: Path, tmp_path: Path, capsys: Any) -> None:
-    broken(file, lambda data: data.update(format="hf_helix.profile/99"))
-    for command in ("show", "plan"):
-        assert "'hf_helix.profile/99'" in said(capsys, command, file)
+DAMAGES: list[tuple[Any, tuple[str, ...]]] = [
+    (lambda data: data.update(format="hf_helix.profile/99"), ("'hf_helix.profile/99'",)),
+    # Every other damage is one of test_profile.py.
+    (lambda data: data["operators"]["layer"].pop("F.mlp.up"), ("profile.json is damaged", "hf-helix profile")),
+]
 
 
 @pytest.mark.parametrize("command", ["plan", "show"])
-def test_a_file_that_is_missing_or_a_folder(command: str, tmp_path: Path, capsys: Any) -> None:
+def test_files_that_cannot_be_read(command: str, file: Path, tmp_path: Path, capsys: Any) -> None:
     assert "absent.json" in said(capsys, command, tmp_path / "absent.json")
     assert str(tmp_path) in said(capsys, command, tmp_path)
+    for damage, words in DAMAGES:
+        save_profile(tiny_profile(), file)
+        broken(file, damage)
+        text = said(capsys, command, file)
+        assert all(word in text for word in words)
 
 
 def test_a_plan_needs_a_profile_to_be_drawn(file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -343,15 +326,6 @@ def test_a_plan_for_something_else_or_damaged_is_refused(file: Path, tmp_path: P
     plan_file("greedy", plan)
     broken(plan, lambda data: data["priorities"]["operators"].pop("head"))
     assert str(plan) in refused(capsys, "show", plan, "--profile", file)
-
-
-@pytest.mark.parametrize("command", ["plan", "show"])
-def test_a_damaged_profile_is_refused(command: str, file: Path, capsys: Any) -> None:
-    """Every other damage is one of test_profile.py."""
-    broken(file, lambda data: data["operators"]["layer"].pop("F.mlp.up"))
-    text = said(capsys, command, file)
-    assert f"profile file {file} is damaged" in text
-    assert "hf-helix profile" in text
 
 
 @pytest.mark.parametrize(

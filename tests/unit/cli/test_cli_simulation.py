@@ -169,13 +169,8 @@ def test_what_is_malformed_is_refused(words: list[str], message: str, small: Pat
 
 
 def test_counts():
-    assert [parse_count(text) for text in ("512", "512k", "4M", "0.5M", "1e6")] == [
-        512,
-        512_000,
-        4_000_000,
-        500_000,
-        10**6,
-    ]
+    numbers = {"512": 512, "512k": 512_000, "4M": 4_000_000, "0.5M": 500_000, "1e6": 10**6}
+    assert {text: parse_count(text) for text in numbers} == numbers
 
 
 def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: Path, monkeypatch: Any):

@@ -40,16 +40,14 @@ def test_a_command_line_makes_a_command_and_a_command_its_line(made: list[Comman
     )
     expected.trace = Path("t.json")
     assert made == [expected, expected]
+    # Options of the configuration are handed to it.
+    given = ProfileCommand(model="M", pp_size=2, schedule="folded_1f1b").of_config()
+    assert HelixConfig(**given) == HelixConfig(tp_size=2, pp_size=2, schedule="folded_1f1b", recompute="none")
 
 
 def test_what_is_left_out_has_the_default_of_the_field(made: list[Command]) -> None:
     main(["simulate", "--model", "M", "--cluster", "h100x8"])
     assert made == [SimulateCommand(model="M", cluster="h100x8")]
-
-
-def test_options_of_the_configuration_are_handed_to_it() -> None:
-    given = ProfileCommand(model="M", pp_size=2, schedule="folded_1f1b").of_config()
-    assert HelixConfig(**given) == HelixConfig(tp_size=2, pp_size=2, schedule="folded_1f1b", recompute="none")
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(HelixConfig)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def write(path: Path, text: str) -> Path:
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_defaults_are_one_rank_and_auto() -> None:
-    assert dataclasses.asdict(HelixConfig()) == {
-        **dict.fromkeys(SIZES, 1),
-        **dict.fromkeys(("plan", "schedule"), "auto"),
-        **dict.fromkeys(("compile", "cuda_graphs", "shard_optimizer", "shard_parameters"), False),
-        **dict.fromkeys(("profile", "layers_per_stage", "expert_capacity_factor", "inter_node_axes"), None),
-        **dict.fromkeys(("recompute", "link"), None),
-        "tuning_share": 0.05,
-        "cache": True,
-        "cp_method": "ring",
-    }
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        HelixConfig().tp_size = 2  # type: ignore[misc]
 
 
 def test_what_follows_from_options() -> None:
@@ -171,8 +155,6 @@ def test_values_that_are_refused(name: str, values: tuple[object, ...], error: t
         ({1: 2}, ValueError, "unknown option 1; known: "),
         *((other, TypeError, "expected options such as 'tp_size: 2', got ") for other in (None, 2, "tp: 2", ["tp"])),
         ({"tp_size": "2"}, TypeError, "tp_size"),
-        ({"tp_size": 0}, ValueError, "tp_size"),
-        ({"cp_method": "rings"}, ValueError, "cp_method"),
     ],
 )
 def test_a_wrong_mapping_says_where_it_came_from(options: Any, error: type[Exception], words: str) -> None:
@@ -195,8 +177,6 @@ BLOCK = {"tp_size": 2, "plan": "greedy"}
             "pp_size: 2\nschedule: dualpipe_v\nlayers_per_stage: [2, 1, 1, 2]\nshard_optimizer: true\n",
             {"pp_size": 2, "schedule": "dualpipe_v", "layers_per_stage": (2, 1, 1, 2), "shard_optimizer": True},
         ),
-        ("recompute: full", {"recompute": "full"}),
-        ("cp_size: 2\ncp_method: all_gather", {"cp_size": 2, "cp_method": "all_gather"}),
     ],
 )
 def test_files(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
@@ -208,28 +188,17 @@ def test_files(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
     ("text", "error", "words"),
     [
         ("tp_sise: 2", ValueError, r"unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
-        ("pp_sise: 2", ValueError, r"did you mean 'pp_size'\?"),
         ("parallelism_config: {helix: {tp_sise: 2}}", ValueError, "unknown option 'tp_sise'"),
         ("parallelism_config: {helix: 2}", TypeError, "expected options such as"),
         ("parallelism_config: {tp_size: 2}", ValueError, "unknown option 'parallelism_config'"),
         ("parallelism_config:\n  helix:\n", TypeError, "expected options such as 'tp_size: 2', got None"),
         ("tp_size: 4\nparallelism_config: {helix: {tp_size: 2}}", ValueError, "tp_size stands beside the helix block"),
-        ("tp_size: two", TypeError, "tp_size must be a whole number"),
         ("tp_size: yes", TypeError, "tp_size must be a whole number"),
-        ("pp_size: two", TypeError, "pp_size must be a whole number"),
         ("", TypeError, "expected options such as"),
         ("- tp_size", TypeError, "expected options such as"),
         ("tp_size: [2", ValueError, "is not valid YAML"),
-        ("without: [wgrad]", ValueError, "unknown option 'without'"),
-        ("inter_node_axes: tp", TypeError, "inter_node_axes must be a list"),
-        ("inter_node_axes: [tq]", ValueError, "inter_node_axes='tq' is no axis"),
         ("inter_node_axes: [yes]", ValueError, "inter_node_axes=True is no axis"),
-        ("cache: 1", TypeError, "cache must be true or false"),
-        ("shard_optimizer: 1", TypeError, "shard_optimizer must be true or false"),
         ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
-        ("layers_per_stage: 4", TypeError, "layers_per_stage must be a list of whole numbers"),
-        ("layers_per_stage: [2, two]", TypeError, "layers_per_stage must be a list of whole numbers"),
-        ("schedule: 1f1", ValueError, r"did you mean '1f1b'\?"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_error(tmp_path: Path, text: str, error: type[Exception], words: str) -> None:

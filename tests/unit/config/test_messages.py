@@ -10,14 +10,9 @@ import torch
 from support.models import llama, tiny
 from torch import nn
 
-from hf_helix import HelixConfig, HelixPlugin
+from hf_helix import HelixConfig
 from hf_helix.engine import checks
 from hf_helix.engine.checks import check_sizes, warn_bf16_weights
-
-
-def test_unknown_options_of_the_plugin_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"HelixPlugin: unknown option 'tp' \(did you mean 'tp_size'\?\)"):
-        HelixPlugin(tp=2)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_attention_computes_half_of_the_products_under_a_causal_mask(tp: int, co
     assert flops(amounts, "layer", "B.attention", ATTENTION) == 5 * product, "backward computes one of them again"
 
 
-def test_the_parts_of_ring_attention_are_those_of_the_whole(count: Count):
+def test_attention_of_a_ring_and_computed_again(count: Count):
     amounts = count(cp_size=2)
     names = [name for unit, name in amounts.operators if unit == "layer"]
     product = linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2
@@ -95,9 +95,7 @@ def test_the_parts_of_ring_attention_are_those_of_the_whole(count: Count):
         counts = [flops(amounts, "layer", name, ATTENTION) for name in names if name.startswith(letter)]
         assert sum(counts) == products * product / 2
         assert len([count for count in counts if count]) == 2, "a block of its own keys, and one of the other rank's"
-
-
-def test_attention_is_computed_again_under_selective_recomputation(count: Count):
+    # Attention is computed again under selective recomputation.
     amounts = count(recompute="selective")
     again = flops(amounts, "layer", "B.attention.again", ATTENTION)
     assert again == flops(amounts, "layer", "F.attention", ATTENTION) > 0
@@ -135,7 +133,7 @@ def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(count: Co
         assert sum(result.delta for result in amounts.operators.values()) == pytest.approx(0, abs=4096)
 
 
-def test_bytes_of_collectives_are_those_of_their_shapes(count: Count):
+def test_shapes_say_what_is_sent_and_held(count: Count):
     amounts = count(tp_size=2)
     handed_on = TOKENS * HIDDEN * 4 // 2
     assert amounts.handed_on == handed_on
@@ -145,9 +143,7 @@ def test_bytes_of_collectives_are_those_of_their_shapes(count: Count):
     ring = count(cp_size=2)
     (sent,) = ring.operators["layer", "F.attention.ring1"].transfers
     assert (sent.axis, sent.method, sent.bytes) == ("cp", "shift", 2 * TOKENS // 2 * KV_HEADS * HEAD * 4)
-
-
-def test_weights_are_those_of_a_rank(count: Count):
+    # Weights are those of a rank.
     layer = QKV * HIDDEN + HIDDEN * HEADS * HEAD + 3 * HIDDEN * MLP
     for tp in (1, 2):
         result = count(tp_size=tp).weights

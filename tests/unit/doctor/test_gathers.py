@@ -89,16 +89,14 @@ def profile_of(amounts: Amounts, case: Case) -> Profile:
     return profile_with_gathers(profile, amounts, AXES, CLUSTER)
 
 
-def test_a_gather_casts_this_ranks_part_and_sends_it() -> None:
+def test_gathers_cast_and_send_parts() -> None:
     amounts = of_llama(bf16=True)
     seconds = {(kept.units, kept.name): gather_seconds(kept, AXES, CLUSTER) for kept in amounts.kept}
     table = 128 * 64
     assert seconds[("embedding",), "weights"] == pytest.approx(4 * table / 2 / 2e9 + 5e-6)
     casting = (4 + 2) * table / 2 / 1000e9
     assert seconds[("head",), "weights.products"] == pytest.approx(casting + 2 * table / 2 / 2e9 + 5e-6)
-
-
-def test_without_copies_nothing_is_gathered() -> None:
+    # Without copies nothing is gathered.
     amounts = of_llama()
     profile = estimate_profile(amounts, layout_of(amounts, case_of()), Sizes(), CLUSTER)
     alone = {**AXES, "copies": Ring(1, (1, 1)), "expert_copies": Ring(1, (1, 1))}

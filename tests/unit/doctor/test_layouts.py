@@ -17,7 +17,7 @@ from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.planning.timing.cluster import Cluster, divisors
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 # Four devices joined by links that are slow for them.
@@ -62,12 +62,22 @@ def test_every_layout_is_proposed_or_dropped_with_a_reason(ranking: Ranking):
     assert {*proposed, *reasons(ranking)} == set(layouts(CLUSTER))
     assert len(proposed) + len(ranking.dropped) == len(list(layouts(CLUSTER)))
     assert all(sizes.devices == 4 for sizes in proposed)
-
-
-def test_the_fastest_comes_first_and_uses_no_more_tokens_than_asked_for(ranking: Ranking):
+    # The fastest comes first and uses no more tokens than asked for.
     speeds = [step.tokens_per_second for step in ranking.steps]
     assert speeds == sorted(speeds, reverse=True)
     assert all(step.case.tokens == SEQUENCES * LENGTH for step in ranking.steps)
+    # Plain data parallelism is judged by the same rules.
+    plain = ranking.plain()
+    assert plain is not None
+    assert is_plain(plain.case)
+    assert plain.case.sizes == Sizes(dp=4)
+    assert plain is ranking.steps[0], "a small model communicates least without being cut"
+    # The optimizer is in shards wherever there are copies.
+    for step in ranking.steps:
+        assert step.case.shard_optimizer == (step.case.sizes.dp > 1)
+    # One strand is run where two have nothing to hide.
+    for step in ranking.steps:
+        assert (step.case.plan == ONE_STRAND) is is_plain(step.case)
 
 
 def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ranking: Ranking):
@@ -110,14 +120,6 @@ def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranki
 
 
 PAIR = replace(CLUSTER, devices_per_node=2)
-
-
-def test_plain_data_parallelism_is_judged_by_the_same_rules(ranking: Ranking):
-    plain = ranking.plain()
-    assert plain is not None
-    assert is_plain(plain.case)
-    assert plain.case.sizes == Sizes(dp=4)
-    assert plain is ranking.steps[0], "a small model communicates least without being cut"
 
 
 def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
@@ -180,11 +182,6 @@ def test_sizes_are_checked_before_anything_is_counted():
         check_sizes(Sizes(pp=4), 8192, 4)
 
 
-def test_the_optimizer_is_in_shards_wherever_there_are_copies(ranking: Ranking):
-    for step in ranking.steps:
-        assert step.case.shard_optimizer == (step.case.sizes.dp > 1)
-
-
 def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     """Each of the many gathers takes a millisecond before anything is sent; all gradients are one sum."""
     paper = paper_of(num_hidden_layers=4)
@@ -203,11 +200,6 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     saved = search_of(Sizes(dp=2), paper, scarce).plain()
     assert saved is not None
     assert saved.case.shard_optimizer or saved.case.shard_parameters
-
-
-def test_one_strand_is_run_where_two_have_nothing_to_hide(ranking: Ranking):
-    for step in ranking.steps:
-        assert (step.case.plan == ONE_STRAND) is is_plain(step.case)
 
 
 def test_one_strand_is_tried_where_two_need_recomputation():
@@ -258,15 +250,6 @@ def test_a_searched_schedule_is_left_more_memory_than_is_counted():
         assert (case in kept) is mode
 
 
-def test_an_unknown_schedule_is_no_matter_of_memory():
-    with pytest.raises(ValueError, match="schedule='zigzag' is neither the name of a schedule nor an existing file"):
-        search(paper_of(), schedule="zigzag")
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-
-
 def test_weights_are_spread_where_nothing_else_makes_room():
     paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
 
@@ -282,7 +265,3 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer
     assert plain.memory.total <= device.memory
-
-
-def test_weights_are_not_spread_where_there_is_room(ranking: Ranking):
-    assert not [step for step in ranking.steps if step.case.shard_parameters]

@@ -63,10 +63,7 @@ def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
     assert made.bytes == HELD
     assert result.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
     assert profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": ALONE}, CLUSTER) is PROFILE
-
-
-def test_sums_and_collectives_of_one_link_share_it() -> None:
-    """Both take twice as long beside each other; over different links neither does."""
+    # Both take twice as long beside each other; over different links neither does.
     axes: dict[str, Ring] = {"tp": INSIDE, "cp": ALONE, "experts": ALONE, "expert_copies": ALONE}
     name = ("gradients", "B.sum.0")
     collective = next(name for name in PROFILE.times if PROFILE.kind(name) is Kind.INTRA_NODE)
@@ -76,27 +73,7 @@ def test_sums_and_collectives_of_one_link_share_it() -> None:
     for first, second in ((name, collective), (collective, name)):
         assert shared.slowdown(first, second) == pytest.approx(2.0)
         assert apart.slowdown(first, second) == 1.0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    ],
-    ids=str,
-)
-def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
-    """The gradients of a unit are one sum, and those of its experts another."""
-    model = on_meta(**options, num_hidden_layers=3)
-    amounts = counted(model, shard_parameters=True, dp_size=2)
-    case = case_of(dp=2, shard_parameters=True)
-    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
-    assert result == list(layout_of_training(model, shard_parameters=True).reductions)
-
-
-def test_sums_to_parts_send_half() -> None:
+    # Sums to parts send half.
     amounts = counted(on_meta(), tp_size=2)  # in fp32 all of a unit is in one flat
     axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
     whole = profile_with_sums(PROFILE, amounts, axes, CLUSTER)
@@ -109,3 +86,17 @@ def test_sums_to_parts_send_half() -> None:
     seconds = {name: each for name, each in parts.times.items() if name[0] == "gradients"}
     assert len(seconds) == len(amounts.layout.units)
     assert sum(seconds.values()) == pytest.approx(HELD / 2 / 100e9 + 3 * HELD / 1000e9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}],
+    ids=str,
+)
+def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
+    """The gradients of a unit are one sum, and those of its experts another."""
+    model = on_meta(**options, num_hidden_layers=3)
+    amounts = counted(model, shard_parameters=True, dp_size=2)
+    case = case_of(dp=2, shard_parameters=True)
+    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
+    assert result == list(layout_of_training(model, shard_parameters=True).reductions)

@@ -89,9 +89,7 @@ def test_what_the_whole_model_hides_is_refused():
     model.model.layers[2].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"model\.model\.layers\.2 has a forward hook"):
         counted(model, tp_size=2)
-
-
-def test_what_leaves_a_node_is_of_another_kind_and_counts_the_same():
+    # What leaves a node is of another kind and counts the same.
     paper = SimulatedModel(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
     inside, across = (paper.amounts(case_of(ep=2, pp=pp, dp=2, length=32)) for pp in (1, 2))
     result = [

@@ -53,20 +53,15 @@ def test_says_what_is_clearly_faster(known: tuple[Any, Ranking]) -> None:
     assert line is not None
     assert f"{gain:.2f} times" in line
     assert "2,048 tokens a sequence and 131,072 a step in bf16" in line
-
-
-def test_a_model_that_was_loaded_in_another_type_is_the_same_model(known: tuple[Any, Ranking]) -> None:
-    """The doctor has a configuration alone, and a run loads weights as they were saved."""
-    loaded = on_meta(num_key_value_heads=4).to(torch.bfloat16)
-    assert known_layouts(loaded, MACHINE) is not None
-    assert model_digest(loaded) != model_digest(known[0]), "the times of operators depend on the type"
-
-
-def test_says_nothing_of_the_fastest(known: tuple[Any, Ranking]) -> None:
+    # Says nothing of the fastest.
     model, ranking = known
     data = known_layouts(model, MACHINE)
     assert better_layout(data, sizes_of(ranking.steps[0].case.sizes), LENGTH, TOKENS) is None
     assert better_layout(data, sizes_of(Sizes(dp=4)), LENGTH, TOKENS) is None, "the doctor knows no such layout"
+    # The doctor has a configuration alone, and a run loads weights as they were saved.
+    loaded = on_meta(num_key_value_heads=4).to(torch.bfloat16)
+    assert known_layouts(loaded, MACHINE) is not None
+    assert model_digest(loaded) != model_digest(known[0]), "the times of operators depend on the type"
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,7 @@ def test_options_are_carried_over() -> None:
     assert [layer.self_attn.scaling for layer in small.model.layers] == [0.5, 0.5]
     assert all(type(layer.mlp.act_fn) is nn.Tanh for layer in small.model.layers)
     assert small.model.norm.variance_epsilon == 0.25
-
-
-def test_kinds_of_layers_are_told_apart() -> None:
-    """A patch of all layers with a window is in those of the small model that have one."""
+    # A patch of all layers with a window is in those of the small model that have one.
     types_of_layers = ["full_attention", "sliding_attention"] * 3
     given = model(layer_types=types_of_layers, use_sliding_window=True, sliding_window=4)
     for layer in given.model.layers[1::2]:
@@ -123,18 +120,7 @@ def test_kinds_of_layers_are_told_apart() -> None:
     kinds = zip(small.config.layer_types, small.model.layers, strict=True)
     scales = {kind: layer.self_attn.scaling for kind, layer in kinds}
     assert scales["sliding_attention"] == 0.5 != scales["full_attention"]
-
-
-class Other(nn.Module):
-    """A module with weights of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(32))
-
-
-def test_a_single_layer() -> None:
-    """It is in the small model, beside one that was not changed; what differs in numbers only is taken as it comes."""
+    # It is in the small model, beside one that was not changed; what differs in numbers only is taken as it comes.
     given = model()
     by_closure(given.model.layers[3])
     for number, layer in enumerate(given.model.layers):
@@ -143,6 +129,14 @@ def test_a_single_layer() -> None:
     carry_patches(given, small)
     assert ["forward" in vars(layer.mlp) for layer in small.model.layers] == [False, True]
     assert [layer.self_attn.scaling for layer in small.model.layers] == [1.0, 4.0]
+
+
+class Other(nn.Module):
+    """A module with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
 
 
 def in_three_ways(given: Any) -> None:

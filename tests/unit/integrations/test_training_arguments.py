@@ -49,9 +49,7 @@ def test_every_field_has_a_line() -> None:
     assert len(listed) == len(set(listed))
     assert set(fields) <= set(listed), "fields that docs/trainer.md#training-arguments does not list"
     assert {row.name for row in rows() if row.everywhere} <= set(fields), "lines for fields that do not exist"
-
-
-def test_fates() -> None:
+    # Fates.
     assert {row.fate for row in rows()} == {"honoured", "refused", "irrelevant"}
     for row in rows():
         assert row.refused or row.fate != "refused", row.name

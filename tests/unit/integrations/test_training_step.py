@@ -65,21 +65,17 @@ def batch(**more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, **more}
 
 
-def test_a_step_by_hand_settles_the_link_before_its_window() -> None:
+def test_a_link_is_settled_before_a_window() -> None:
     hooks = Hooks()
     hooks.training_step(torch.nn.Identity(), batch())
     assert hooks.helix.calls == ["settle for 1", "train 1"]
-
-
-def test_a_step_of_a_fetched_window_only_trains() -> None:
+    # A step of a fetched window only trains.
     hooks = Hooks()
     samples, items = hooks.get_batch_samples(iter([batch(), batch()]), 2, torch.device("cpu"))
     for each in samples:
         hooks.training_step(torch.nn.Identity(), each, items)
     assert hooks.helix.calls == ["tune for 2", "train 2"]
-
-
-def test_a_step_by_hand_that_fails_leaves_no_window_behind() -> None:
+    # A step by hand that fails leaves no window behind.
     hooks = Hooks()
     with pytest.raises(RuntimeError, match="no"):
         hooks.training_step(torch.nn.Identity(), batch(fails=True))

@@ -12,16 +12,11 @@ from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import (
     COUNTED,
     SHARD_TOKENS,
-    AllToAll,
-    Permute,
     PermuteToCapacity,
     RouterMeter,
-    SortByExpert,
-    Unpermute,
     UnpermuteFromCapacity,
     capacity_of,
 )
-from hf_helix.planning.graph.operator import Part
 
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
 
@@ -65,31 +60,6 @@ def plain(tokens: Tensor, chosen: Tensor, weights: Tensor, matrices: Tensor, kep
         ]
         out.append(torch.stack(parts).sum(0) if parts else torch.zeros(matrices.shape[1]))
     return torch.stack(out).view(LENGTH, BATCH, -1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_go_through_their_experts_and_back(kind: str, tokens: Tensor, weights: Tensor) -> None:
-    """Values, and the gradients of tokens, weights and matrices."""
-    matrices = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
-    chosen = chosen_by(kind)
-    x, w, m = (value.clone().requires_grad_() for value in (tokens, weights, matrices.detach()))
-    expected = plain(x, chosen, w, m)
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-
-    calls = [a_call() for _ in range(3)]
-    permute, linear, unpermute = Permute(EXPERTS), GroupedLinear(matrices), Unpermute()
-    with explicit_gradients():
-        rows, places, counts = permute.forward(calls[0], tokens, chosen)
-        assert counts.tolist() == [(chosen == expert).sum().item() for expert in range(EXPERTS)]
-        (made,) = linear.forward(calls[1], rows, counts)
-        (out,) = unpermute.forward(calls[2], made, weights, places)
-        torch.testing.assert_close(out, expected)
-        d_made, d_weights = unpermute.backward(calls[2], gradient)
-        (d_rows,) = linear.input_gradient(calls[1], d_made, counts)
-        linear.weight_gradient(calls[1], d_made, rows, counts)
-        (d_tokens,) = permute.backward(calls[0], d_rows)
-    torch.testing.assert_close((d_tokens, d_weights, matrices.grad), (x.grad, w.grad, m.grad))
 
 
 def plainly_kept(chosen: Tensor, counted: Tensor, capacity: int) -> Tensor:
@@ -150,44 +120,6 @@ def test_with_room_for_all_nothing_is_dropped() -> None:
     assert capacity_of(10, 2, 8, 1.0) == 3  # rounded up
 
 
-@pytest.mark.parametrize("counts", [[[2, 0, 3], [1, 4, 0]], [[0, 0, 0], [5, 0, 1]], None])
-def test_rows_are_grouped_by_expert_and_back(counts: list[list[int]] | None) -> None:
-    ranks, experts = 2, 3
-    sizes = torch.tensor(counts or [[4] * experts] * ranks)
-    owners = torch.arange(ranks * experts).repeat_interleave(sizes.flatten())
-    rows = torch.stack((owners % experts, owners // experts, torch.arange(len(owners))), 1).float()
-    given = () if counts is None else (sizes,)
-    there, back = a_call(), a_call()
-    grouped, *result = SortByExpert(ranks, experts).forward(there, rows, *given)
-    assert [tuple(row) for row in grouped.tolist()] == sorted(map(tuple, rows.tolist()))
-    assert [each.tolist() for each in result] == ([] if counts is None else [sizes.sum(0).tolist()])
-    (parted,) = SortByExpert(ranks, experts, back=True).forward(back, grouped, *given)
-    assert torch.equal(parted, rows)
-    assert torch.equal(SortByExpert(ranks, experts).backward(there, grouped)[0], rows)
-    assert torch.equal(SortByExpert(ranks, experts, back=True).backward(back, rows)[0], grouped)
-
-
-@pytest.mark.parametrize(("back", "part", "length"), [
-    (False, Part.F, 4), (False, Part.B, 6), (True, Part.F, 6), (True, Part.B, 4),
-])  # fmt: skip
-def test_an_exchange_makes_room_for_what_comes(back: bool, part: Part, length: int) -> None:
-    """This rank gives six rows and gets four."""
-    counts, arriving = torch.tensor([1, 2, 3, 0]), torch.tensor([[1, 2], [0, 1]])
-    rows = torch.randn(10 - length, HIDDEN)
-    (out,), work = AllToAll(Axis(SilentTransport(2, 0)), back).prepare(a_call(), part, rows, counts, arriving)
-    work()
-    assert out.shape == (length, HIDDEN)
-
-
-def test_a_frozen_weight_gets_no_gradient() -> None:
-    weight = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN), requires_grad=False)
-    call, linear = a_call(), GroupedLinear(weight)
-    rows, sizes = torch.randn(4, HIDDEN), torch.tensor([1, 3])
-    linear.forward(call, rows, sizes)
-    linear.weight_gradient(call, torch.randn(4, HIDDEN), rows, sizes)
-    assert weight.grad is None
-
-
 def test_a_meter_counts_every_token_once() -> None:
     meter = RouterMeter(EXPERTS, Axis(SilentTransport(2, 1)))
     counted = torch.tensor([[1], [1], [1], [0]])
@@ -200,9 +132,7 @@ def test_a_meter_counts_every_token_once() -> None:
     assert (tokens, dropped) == (1, 0)
     torch.testing.assert_close(squares, logits[0].logsumexp(0).square())
     assert not meter.read(logits.device).any()
-
-
-def test_a_meter_counts_choices_of_a_router_whose_logits_are_not_known() -> None:
+    # A meter counts choices of a router whose logits are not known.
     meter = RouterMeter(EXPERTS, Axis.single())
     meter.note(None, torch.tensor([[0, 3], [3, 1]]), torch.tensor([1, 1]))
     load, (squares, tokens, _) = meter.read(torch.device("cpu")).split((EXPERTS, 3))

@@ -160,9 +160,7 @@ def test_what_lies_side_by_side_is_seen_as_one_without_a_copy() -> None:
         assert result.data_ptr() == whole.data_ptr()
     assert torch.equal(join_columns(columns[1:]), whole[:, 3:])
     assert torch.equal(contiguous_rows([whole[1], whole[2], whole[3]]), whole[1:].flatten())
-
-
-def test_what_lies_otherwise_is_not() -> None:
+    # What lies otherwise is not.
     whole = torch.arange(24.0).view(4, 6)
     left, middle, right = whole.split(2, 1)
     assert contiguous_columns([left, right]) is None

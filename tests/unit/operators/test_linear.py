@@ -100,25 +100,6 @@ def test_weight_gradient_may_run_before_the_input_gradient() -> None:
     assert_close(take_gradients(linears), expected_gradients)
 
 
-def test_gradients_may_have_gaps_in_memory() -> None:
-    """Transposed views, as attention and scatters hand over."""
-    linears = make((4, 2), bias=True)
-    gradients = directions(linears)
-    _, expected = by_autograd(linears, values()[0], gradients)
-    expected_gradients = take_gradients(linears)
-    operator, call = Linear(linears), new_call()
-
-    def gapped(t: Tensor) -> Tensor:
-        return t.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-
-    operator.forward(call, gapped(values()[0]))
-    gradients = [gapped(g) for g in gradients]
-    assert not gradients[0].is_contiguous()
-    assert_close(operator.input_gradient(call, *gradients), (expected,))
-    operator.weight_gradient(call, *gradients, gapped(values()[0]))
-    assert_close(take_gradients(linears), expected_gradients)
-
-
 def test_frozen_weights_get_no_gradient() -> None:
     linears = make((4, 2), bias=True)
     linears[0].weight.requires_grad_(False)
@@ -133,58 +114,6 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert [gradient is None for gradient in result] == [True, False, False, True]
     assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
     assert_close(result[1:3], expected_gradients[1:3])
-
-
-def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> None:
-    """Two ranks, each with half the input features: partial sums add up, and so does nothing twice."""
-    (linear,) = make((4,), bias=True)
-    (value,), gradients = values(), directions([linear])
-    (expected,), of_input = by_autograd([linear], value, gradients)
-    of_weight, of_bias = take_gradients([linear])
-    total, of_inputs, of_weights = torch.zeros_like(expected), [], []
-    for rank, columns in enumerate([slice(0, 4), slice(4, FEATURES)]):
-        half = nn.Linear(columns.stop - columns.start, 4, dtype=torch.float64)
-        half.weight.data, half.bias.data = linear.weight.data[:, columns].clone(), linear.bias.data.clone()
-        operator, call = Linear([half], adds_bias=rank == 0), new_call()
-        total += operator.forward(call, value[..., columns])[0]
-        of_inputs += operator.input_gradient(call, *gradients)
-        operator.weight_gradient(call, *gradients, value[..., columns])
-        of_weights.append(half.weight.grad)
-        assert_close(half.bias.grad, of_bias)
-    assert_close(total, expected)
-    assert_close(torch.cat(of_inputs, -1), of_input)
-    assert_close(torch.cat(of_weights, -1), of_weight)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_forward_keeps_nothing(training: bool) -> None:
-    """What W reads is a value of the graph."""
-    linears, call = make((4,), bias=True), new_call(training)
-    (output,) = Linear(linears).forward(call, values()[0])
-    assert call.saved is None
-    assert_close(output, linears[0](values()[0]).detach())
-
-
-@pytest.mark.parametrize("adds_bias", [True, False])
-def test_gradcheck(adds_bias: bool) -> None:
-    """I and W against finite differences. Without its bias the output does not depend on it, so W is checked apart."""
-    linears = make((3, 2), bias=adds_bias)
-    operator, parameters = Linear(linears, adds_bias), [p for linear in linears for p in linear.parameters()]
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Tensor, *_: Tensor) -> Any:
-            ctx.call, ctx.value = new_call(), value
-            return operator.forward(ctx.call, value)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            (of_input,) = operator.input_gradient(ctx.call, *gradients)
-            operator.weight_gradient(ctx.call, *gradients, ctx.value)
-            return of_input, *take_gradients(linears)
-
-    value = values()[0][:2, :2].clone().requires_grad_()
-    assert torch.autograd.gradcheck(Function.apply, (value, *parameters))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

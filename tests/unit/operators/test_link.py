@@ -37,12 +37,24 @@ def a_link(speed: str = "1gbit") -> tuple[EmulatedLink, Clock]:
     return EmulatedLink(parse_link(speed), clock.read, clock.sleep), clock
 
 
-def test_a_transfer_takes_what_the_link_needs_or_what_it_takes_here():
+def test_transfers_take_what_the_link_needs():
     link, clock = a_link("1gbit,2ms")
     link.carry(MEGABYTE, MEGABYTE, lambda: clock.sleep(0.003))
     assert clock.passed == 0.010  # latency and 8 ms
     link.carry(MEGABYTE, MEGABYTE, lambda: clock.sleep(0.050))
     assert clock.passed == 0.060
+    # The direction with more bytes counts and an early wake is no early end.
+    link, clock = a_link()
+    link._sleep = lambda seconds: clock.sleep(seconds / 2 + 1e-6)  # type: ignore[method-assign]
+    link.carry(MEGABYTE // 8, MEGABYTE, lambda: None)
+    assert 0.008 <= clock.passed < 0.0081
+    # Between two ranks the sender is busy and the receiver holds back.
+    link, clock = a_link("1gbit,2ms")
+    link.send(MEGABYTE, lambda: clock.sleep(0.001))
+    assert clock.passed == 0.010
+    link.receive(MEGABYTE, lambda: clock.sleep(0.005))  # the other rank was late
+    assert clock.passed == 0.025
+    assert (link.out.bytes, link.into.bytes) == (MEGABYTE, MEGABYTE)
 
 
 def test_transfers_queue_in_one_direction_and_directions_do_not_wait_for_each_other():
@@ -56,22 +68,6 @@ def test_transfers_queue_in_one_direction_and_directions_do_not_wait_for_each_ot
     clock.now += 1.0  # an idle link saves nothing up
     assert round(link.out.reserve(MEGABYTE, 0.008, clock.now) - clock.now, 9) == 0.008
     assert (link.out.bytes, link.into.bytes) == (3 * MEGABYTE, MEGABYTE)
-
-
-def test_the_direction_with_more_bytes_counts_and_an_early_wake_is_no_early_end():
-    link, clock = a_link()
-    link._sleep = lambda seconds: clock.sleep(seconds / 2 + 1e-6)  # type: ignore[method-assign]
-    link.carry(MEGABYTE // 8, MEGABYTE, lambda: None)
-    assert 0.008 <= clock.passed < 0.0081
-
-
-def test_between_two_ranks_the_sender_is_busy_and_the_receiver_holds_back():
-    link, clock = a_link("1gbit,2ms")
-    link.send(MEGABYTE, lambda: clock.sleep(0.001))
-    assert clock.passed == 0.010
-    link.receive(MEGABYTE, lambda: clock.sleep(0.005))  # the other rank was late
-    assert clock.passed == 0.025
-    assert (link.out.bytes, link.into.bytes) == (MEGABYTE, MEGABYTE)
 
 
 def test_nothing_waits_for_no_bytes_or_before_the_rate_is_known():

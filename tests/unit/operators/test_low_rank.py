@@ -132,9 +132,7 @@ def test_what_is_switched_off_adds_nothing() -> None:
     assert not torch.equal(with_two, with_other)
     made.enable_adapters(False)
     assert_close(operator.forward(call, values()[0]), (made.base_layer(values()[0]).detach(),))
-
-
-def test_where_nothing_is_trained_the_backward_is_the_input_gradient() -> None:
+    # Where nothing is trained the backward is the input gradient.
     made = layer(4)
     made.set_adapter(["one", "two"], inference_mode=True)
     operator, call = operator_of([made]), a_call()
@@ -143,43 +141,6 @@ def test_where_nothing_is_trained_the_backward_is_the_input_gradient() -> None:
     _, of_input = by_autograd([made], values()[0], directions([made]))
     assert_close(operator.method_of(Part.B)(call, *directions([made])), (of_input,))
     assert take_gradients([made]) == {}
-
-
-@pytest.mark.parametrize("cut", ["columns", "rows"])
-def test_ranks_with_a_part_add_up_to_the_whole(cut: str) -> None:
-    """Two ranks with half of the features that come out, or that go in; what is copied sees a part of its gradient."""
-    whole, call = layer(4, lora_bias=True), a_call()
-    (expected,), of_input = by_autograd([whole], values()[0], directions([whole]))
-    of_weights = take_gradients([whole])
-    outputs, inputs, result = [], [], []
-    for rank in range(2):
-        half = layer(4, lora_bias=True)
-        columns = [slice(0, 3), slice(3, 4)][rank] if cut == "columns" else slice(None)
-        rows = slice(None) if cut == "columns" else [slice(0, 4), slice(4, FEATURES)][rank]
-        half.base_layer.weight.data = half.base_layer.weight.data[columns, rows]
-        half.base_layer.bias.data = half.base_layer.bias.data[columns]
-        for name in ("one", "two"):
-            half.lora_A[name].weight.data = half.lora_A[name].weight.data[:, rows]
-            half.lora_B[name].weight.data = half.lora_B[name].weight.data[columns]
-            half.lora_B[name].bias.data = half.lora_B[name].bias.data[columns]
-        operator = operator_of([half], adds_bias=cut == "columns" or rank == 0)
-        gradient = directions([whole])[0][..., columns]
-        outputs += operator.forward(call, values()[0][..., rows])
-        inputs += operator.input_gradient(call, gradient)
-        operator.weight_gradient(call, gradient, values()[0][..., rows])
-        result.append(take_gradients([half]))
-    columns_cut = cut == "columns"
-    assert_close(torch.cat(outputs, -1) if columns_cut else sum(outputs), expected)
-    assert_close(sum(inputs) if columns_cut else torch.cat(inputs, -1), of_input)
-    for name, gradient in of_weights.items():
-        parts = [each[name] for each in result]
-        if "lora_A" in name:
-            joined = sum(parts) if columns_cut else torch.cat(parts, 1)
-        elif name.endswith("weight"):
-            joined = torch.cat(parts, 0) if columns_cut else sum(parts)
-        else:  # biases of rows have their whole gradient on every rank
-            joined = torch.cat(parts, 0) if columns_cut else parts[1]
-        assert_close(joined, gradient)
 
 
 def test_dropout_is_the_same_in_all_parts_of_a_call() -> None:

@@ -68,21 +68,17 @@ def test_a_new_window_sees_what_left_no_mark() -> None:
         assert torch.equal(weights.of((weight,), torch.bfloat16), torch.full((3, 2), 2.0, dtype=torch.bfloat16))
 
 
-def test_the_optimizer_has_the_memory() -> None:
+def test_copies_of_weights() -> None:
     weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2))
     with weights.kept():
         made: weakref.ref[Tensor] = weakref.ref(weights.of((weight,), torch.bfloat16))
         assert made() is not None
     assert made() is None
-
-
-def test_weights_of_the_type_are_not_copied() -> None:
+    # Weights of the type are not copied.
     weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     with weights.kept():
         assert weights.of((weight,), torch.bfloat16) is weight
-
-
-def test_several_lie_in_one_piece() -> None:
+    # Several lie in one piece.
     weights, several = CastWeights(), [nn.Parameter(torch.randn(rows, 2)) for rows in (3, 1, 2)]
     with weights.kept():
         whole = weights.of(several, torch.bfloat16)

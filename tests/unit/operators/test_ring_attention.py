@@ -268,18 +268,10 @@ def test_every_rank_has_as_much_of_the_triangle() -> None:
     assert len({int(place.sum()) for place in places}) == 1
 
 
-def test_one_document_needs_no_mask() -> None:
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    assert documents_of(ids, torch.ones(1, 4), None) is None
-    assert documents_of(ids, None, torch.arange(4)[None]) is None
-
-
-def test_a_mask_of_four_dimensions_is_refused() -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
         documents_of(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 1, 4, 4), None)
-
-
-def test_implementations_without_log_sum_exp_are_refused() -> None:
+    # Implementations without log sum exp are refused.
     with pytest.raises(ValueError, match=r"'flex_attention' gives no log-sum-exp.*eager, sdpa, flash_attention_2"):
         kernel_for("flex_attention", torch.device("cpu"))
     with pytest.raises(ValueError, match="needs the package flash-attn"):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, explicit_gradients
-from hf_helix.operators.segment import Add, Dropout, Segment
+from hf_helix.operators.segment import Dropout, Segment
 from hf_helix.planning.graph.operator import Part
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
@@ -75,20 +75,6 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case], frees: bool) -> N
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_chain_of_segments_equals_one_backward() -> None:
-    torch.manual_seed(0)
-    module, parameters, (x,) = norm()
-    leaf, direction = x.clone().requires_grad_(), torch.randn(17, 2, 32)
-    functional.silu(module(leaf)).backward(direction)
-    of_weight, parameters[0].grad = parameters[0].grad, None
-
-    first, second, calls = Segment(module, parameters), Segment(functional.silu), [new_call(), new_call()]
-    second.forward(calls[1], *first.forward(calls[0], x))
-    (of_x,) = first.backward(calls[0], *second.backward(calls[1], direction))
-    assert torch.equal(of_x, leaf.grad)
-    assert torch.equal(parameters[0].grad, of_weight)
-
-
 def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
     segment, call = Segment(lambda x, y, mask: x * mask, side=("mask",)), new_call(mask=torch.tensor([1.0, 0.0]))
     segment.forward(call, torch.ones(2), torch.ones(3))
@@ -146,22 +132,10 @@ def test_random_numbers_follow_the_seed_of_the_call() -> None:
     assert torch.equal(first, again)
     assert torch.equal(gradient, again)  # the same mask in backward
     assert not torch.equal(first, other)
-
-
-def test_without_draws_the_global_generator_is_used() -> None:
-    """The counterpart: what `draws` protects would really move otherwise."""
+    # The counterpart: what `draws` protects would really move otherwise.
     before = torch.get_rng_state()
     drops(7, draws=False)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_add() -> None:
-    left, right, gradient = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
-    call = new_call()
-    (total,) = Add().forward(call, left, right)
-    assert torch.equal(total, left + right)
-    assert all(torch.equal(result, gradient) for result in Add().backward(call, gradient))
-    assert call.saved is None
 
 
 def test_run_again_a_segment_is_as_if_it_had_kept_everything() -> None:
@@ -198,24 +172,3 @@ def test_dropout_drops_the_same_in_backward(training: bool) -> None:
     assert not torch.equal(operator.forward(new_call(4), torch.ones(50, 400))[0], out)
     module.eval()
     assert torch.equal(operator.forward(new_call(3), out)[0], out)
-
-
-def test_frozen_parameters_get_no_gradient() -> None:
-    module, parameters, (x,) = norm()
-    parameters[0].requires_grad_(False)
-    segment, call = Segment(module, parameters), new_call()
-    segment.forward(call, x)
-    (gradient,) = segment.backward(call, torch.ones_like(x))
-    assert gradient.abs().sum() > 0
-    assert parameters[0].grad is None
-
-
-def test_a_frozen_table_without_inputs() -> None:
-    """The lookup of a frozen embedding: nothing to differentiate at all."""
-    table = nn.Parameter(torch.randn(5, 3), requires_grad=False)
-    segment = Segment(lambda ids: functional.embedding(ids, table), [table], ("ids",))
-    call = new_call(ids=torch.tensor([1, 2]))
-    (result,) = segment.forward(call)
-    assert torch.equal(result, table[1:3])
-    assert segment.backward(call, torch.ones(2, 3)) == ()
-    assert table.grad is None

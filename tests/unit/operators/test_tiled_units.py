@@ -15,10 +15,9 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
-from hf_helix.operators.linears.linear import Linear
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.baselines.intra_batch import tile_graph, tile_pair
-from hf_helix.runtime.intra_batch import Cut, Join, TileTransfer, cut_rows, join_rows, tile_stage, tile_unit
+from hf_helix.runtime.intra_batch import TileTransfer, cut_rows, join_rows, tile_stage, tile_unit
 from hf_helix.runtime.stage import place_units
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
@@ -41,61 +40,6 @@ def test_rows_come_back_as_they_were(rows: int, size: int, tiles: int) -> None:
     lengths = [piece.shape[0] // size for piece in pieces]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
-
-
-@given(**SIZES)
-def test_gathered_tiles_join_to_the_gathered_whole(rows: int, size: int, tiles: int) -> None:
-    """What every rank's tiles give when gathered one by one, in rank order."""
-    whole = numbered(size * rows)
-    shards = [whole[rank * rows : (rank + 1) * rows] for rank in range(size)]
-    by_rank = [Cut(1, tiles).forward(a_call(), shard) for shard in shards]
-    gathered = [torch.cat(tile) for tile in zip(*by_rank, strict=True)]
-    (joined,) = Join(size, tiles).forward(a_call(), *gathered)
-    assert torch.equal(joined, whole)
-
-
-@given(**SIZES)
-def test_scattered_tiles_join_to_the_shard_of_the_whole(rows: int, size: int, tiles: int) -> None:
-    whole = numbered(size * rows)
-    pieces = Cut(size, tiles).forward(a_call(), whole)
-    for rank in range(size):
-        own = [piece.unflatten(0, (size, len(piece) // size))[rank] for piece in pieces]
-        (joined,) = Join(1, tiles).forward(a_call(), *own)
-        assert torch.equal(joined, whole[rank * rows : (rank + 1) * rows])
-
-
-@given(**SIZES)
-def test_backward_is_forward_transposed(rows: int, size: int, tiles: int) -> None:
-    """<cut(x), y> = <x, cut^T(y)>, and the same of join with two values."""
-    x, y = numbered(size * rows), numbered(size * rows) ** 2
-    cut, join = Cut(size, tiles), Join(size, tiles)
-    pieces = cut.forward(a_call(), y)
-    (back,) = cut.backward(a_call(), *pieces)
-    assert torch.equal(back, y)
-    together = [piece for pair in zip(cut_rows(x, size, tiles), pieces, strict=True) for piece in pair]
-    left, right = join.forward(a_call(), *together)
-    assert torch.equal(left, x)
-    assert torch.equal(right, y)
-    assert all(map(torch.equal, join.backward(a_call(), left, right), together))
-
-
-@pytest.mark.parametrize("sizes", [(5, 4), (3, 0), (2, 2, 2)], ids=str)
-def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(3, 4)
-    operator = Linear([linear])
-    x, gradient = torch.randn(sum(sizes), 2, 3), torch.randn(sum(sizes), 2, 4)
-    calls = [a_call() for _ in sizes]
-    outputs = [operator.forward(call, piece)[0] for call, piece in zip(calls, x.split(sizes), strict=True)]
-    torch.testing.assert_close(torch.cat(outputs), linear(x))
-    inputs = [operator.input_gradient(call, g)[0] for call, g in zip(calls, gradient.split(sizes), strict=True)]
-    for call, piece, rows in reversed(list(zip(calls, gradient.split(sizes), x.split(sizes), strict=True))):
-        operator.weight_gradient(call, piece, rows)
-    result = linear.weight.grad, linear.bias.grad
-    linear.weight.grad = linear.bias.grad = None
-    leaf = x.clone().requires_grad_()
-    linear(leaf).backward(gradient)
-    torch.testing.assert_close((torch.cat(inputs), *result), (leaf.grad, linear.weight.grad, linear.bias.grad))
 
 
 @pytest.mark.parametrize("part", [Part.F, Part.B])

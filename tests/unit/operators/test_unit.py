@@ -23,15 +23,7 @@ def test_slices_cover_the_dimension_evenly(length: int, size: int) -> None:
     assert lengths[0] - lengths[-1] <= 1
 
 
-def test_by_hand() -> None:
-    assert [cut_bounds(7, 3, rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
-
-
-@given(
-    blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    size=st.integers(1, 5),
-    dim=st.integers(0, 1),
-)
+@given(blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4), size=st.integers(1, 5), dim=st.integers(0, 1))
 def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) -> None:
     """What ranks hold is each block's slices, one after the other; pasted together they are the whole."""
     length = sum(blocks)
@@ -52,11 +44,3 @@ def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) ->
 def _place(block: torch.Tensor, dim: int, size: int, rank: int) -> tuple[int, int]:
     first, last = cut_bounds(block.shape[dim], size, rank)
     return first, last - first
-
-
-def test_grouped_heads_by_hand() -> None:
-    """Of 4 queries, 2 keys and 2 values of width 3, two ranks hold 2, 1 and 1."""
-    placement = Placement(0, 24, blocks=(12, 6, 6))
-    assert placement.bounds(2, 0) == [(0, 6), (12, 15), (18, 21)]
-    assert placement.bounds(2, 1) == [(6, 12), (15, 18), (21, 24)]
-    assert placement.shape((24, 5), 2, 1) == (12, 5)

@@ -7,12 +7,11 @@ hand.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -21,7 +20,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
+from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
@@ -100,38 +99,6 @@ def distance(result: Tensor, expected: Tensor) -> float:
     return ((result - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
-    logits, labels = logits_and_labels(dtype, scale=3.0)
-    (expected, expected_gradient), (result, gradient) = whole(logits, labels), in_slices(logits, labels, size)
-    assert distance(result, expected) <= 1e-6
-    assert distance(gradient, expected_gradient) <= 1e-6
-    assert not gradient[:, -1].any()  # the last token predicts nothing
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("smoothing", [0.1, 1.0])
-def test_label_smoothing(size: int, smoothing: float) -> None:
-    logits, labels = logits_and_labels(scale=3.0)
-    expected, expected_gradient = whole(logits, labels, smoothing)
-    result, gradient = in_slices(logits, labels, size, smoothing)
-    assert distance(result, expected) <= 1e-6
-    assert distance(gradient, expected_gradient) <= 1e-6
-
-
-def test_noise_of_embeddings() -> None:
-    """Uniform within alpha / sqrt(length * hidden), whatever part of the sequence a rank holds."""
-    torch.manual_seed(0)
-    embeddings, length, hidden = torch.randn(40, 3, 64, requires_grad=True), 80, 64
-    noise = noisy(embeddings, 5.0, length) - embeddings
-    bound = 5.0 / math.sqrt(length * hidden)
-    assert 0.99 * bound < noise.abs().max() <= bound * 1.001
-    assert noise.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
-    noisy(embeddings, 5.0, length).sum().backward()
-    assert (embeddings.grad == 1).all()
-
-
 class Largest(TorchDispatchMode):
     """The most elements of a new tensor in fp32."""
 
@@ -186,46 +153,3 @@ def test_huge_logits(size: int, place: str) -> None:
     assert distance(result, expected) <= 1e-6
     # An fp32 logit of 1e4 is exact to 1e-3 only, and so is its softmax.
     assert distance(gradient, expected_gradient) <= (1e-6 if place == "everywhere" else 1e-3)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_all_labels_ignored(size: int) -> None:
-    logits, labels = logits_and_labels(scale=1e4)
-    result, gradient = in_slices(logits, torch.full_like(labels, IGNORED), size)
-    assert result == 0
-    assert not gradient.any()  # and no NaN, which would count as any
-
-
-def test_ignored_tokens_do_not_count() -> None:
-    """A token without a target gives no gradient to any slice, one with a target gives some."""
-    logits, labels = logits_and_labels()
-    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    _, gradient = in_slices(logits, labels, 3)
-    assert (targets == IGNORED).sum() > BATCH
-    assert torch.equal(gradient.abs().sum(-1) > 0, targets != IGNORED)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("padding", [None, 0, 12, VOCABULARY - 1])
-def test_lookup_is_the_embedding(size: int, padding: int | None) -> None:
-    """Pieces sum to the embedding exactly, and gradients are its own; the padding row lies in one slice only."""
-    table = nn.Embedding(VOCABULARY, 6, padding_idx=padding)
-    nn.init.normal_(table.weight)  # the padding row, too
-    ids = torch.randint(VOCABULARY, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(1))
-    ids[0] = 12 if padding is None else padding
-    expected = table(ids)
-    direction = torch.randn_like(expected)
-    expected.backward(direction)
-
-    total, gradients = torch.zeros_like(expected), []
-    for rank in range(size):
-        first, last = cut_bounds(VOCABULARY, size, rank)
-        rows = table.weight.detach()[first:last].clone().requires_grad_()
-        piece = lookup(ids, rows, first, VOCABULARY, padding)
-        piece.backward(direction)
-        total += piece.detach()
-        gradients.append(rows.grad)
-    assert torch.equal(total, expected.detach())
-    assert torch.equal(torch.cat(gradients), table.weight.grad)
-    if padding is not None:
-        assert not table.weight.grad[padding].any()

@@ -25,17 +25,13 @@ def test_the_heat_map_holds_what_was_measured_and_nothing_else() -> None:
     lines = [line.split() for line in text_heatmap(known).splitlines()]
     assert lines[1:4] == [["F.gather"], ["F.up", "0.75"], ["B.up.W", "-0.50"]]
     assert text_heatmap(profile()) == "no pairs of operators were measured"
-
-
-def test_cells_of_the_heat_map_that_were_not_measured_stay_empty() -> None:
+    # Cells of the heat map that were not measured stay empty.
     more = {(("layer", "F.up"), ("layer", "F.send")): Pair(9e-3, 6e-3, 3e-3)}
     head, up, weight = text_heatmap(profile(pairs=PAIRS | more)).splitlines()[1:4]
     assert up.split() == ["F.up", "0.75", "0.00"]
     assert weight.split() == ["B.up.W", "-0.50"]
     assert len(weight) == head.index("F.gather") + len("F.gather")  # under its column
-
-
-def test_a_pair_is_found_in_either_order() -> None:
+    # A pair is found in either order.
     up, gather = ("layer", "F.up"), ("layer", "F.gather")
     alike = {(up, up): Pair(12e-3, 12e-3, 12e-3), (gather, gather): Pair(8e-3, 8e-3, 8e-3)}
     _, _, cells = pair_table(profile(pairs=PAIRS | alike))

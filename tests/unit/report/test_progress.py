@@ -20,9 +20,7 @@ def work(is_shown: bool = True) -> None:
 def test_a_file_gets_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     work()
     assert capsys.readouterr().err == "hf_helix: measuring operators ...\nhf_helix: timing plans ...\n"
-
-
-def test_other_ranks_stay_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    # Other ranks stay silent.
     work(is_shown=False)
     assert capsys.readouterr() == ("", "")
 

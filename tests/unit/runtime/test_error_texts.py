@@ -40,9 +40,7 @@ def test_a_check_shows_the_frame_of_the_user_and_the_sentence(capsys: pytest.Cap
     assert 'HelixConfig.from_mapping({"tp_size": 0}' in said
     assert said.count("Traceback") == 1
     assert "__post_init__" not in said
-
-
-def test_an_error_that_hf_helix_has_not_foreseen_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    # An error that hf helix has not foreseen keeps its traceback.
     said = shown(lambda: HelixConfig.from_file(3.5), capsys)  # type: ignore[arg-type]
     assert "TypeError" in said
     assert "in from_file" in said
@@ -57,9 +55,7 @@ def test_a_rank_waits_for_the_one_that_says_it(error_file: Path) -> None:
     threading.Timer(0.3, said.touch).start()
     endings.finish(60)
     assert said.exists()
-
-
-def test_the_rank_that_says_it_does_not_wait(error_file: Path) -> None:
+    # The rank that says it does not wait.
     endings.claim("rank 1 failed: ValueError: no")
     endings.finish(60)
     assert (error_file.parents[1] / "hf_helix_failure.said").exists()
