@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
-from hf_helix.models.graph.norms import is_fused
 from hf_helix.models.peft import Unwrapped, unwrap_peft
+from hf_helix.models.stock_modules import is_fused
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
