@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import options_of
+from hf_helix.models import stock_modules
 from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.graph import builder, norms
+from hf_helix.models.graph import builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators import explicit, matmul_dtype
@@ -263,7 +264,7 @@ def count_layer(
         kernels,
         _AsOnCuda(kernels),
         fused_norms(kernels),
-        _replaced(norms, "DEVICES", {"cpu"}),
+        _replaced(stock_modules, "DEVICES", {"cpu"}),
         _replaced(accumulate, "in_one_gemm", _adds_in_gemm),
         _weights_apart(kernels),
     ):

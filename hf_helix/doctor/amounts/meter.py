@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
-from hf_helix.models.graph import norms
+from hf_helix.models import stock_modules
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
 
@@ -254,7 +254,7 @@ def _by_token(like: Tensor, size: int) -> Tensor:
 @contextmanager
 def meta_as(backend: str) -> Iterator[None]:
     """Lets operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
-    on_gpu = (norms.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
+    on_gpu = (stock_modules.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
     vocab_parallel.CHUNK["meta"] = vocab_parallel.CHUNK["cuda" if on_gpu else "cpu"]

@@ -25,8 +25,7 @@ from hf_helix.models.graph.attention import (
     like_embeddings,
 )
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.rope import rotate
-from hf_helix.models.stock_modules import is_silu
+from hf_helix.models.stock_modules import is_silu, rotate
 from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.unit import Unit
 

@@ -23,13 +23,12 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.alike import same_code
 from hf_helix.models.graph.builder import Builder, Used
-from hf_helix.models.graph.context import ATTENTION, LIGHT, RING, TRANSFER
+from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
 from hf_helix.operators.param_shard import CUT_ROWS
-from hf_helix.planning.graph.operator import Kind, Operator
 
 SlidingWindow = int | None
 """The number of tokens that a token attends to, itself included; None for all before it."""
@@ -74,104 +73,6 @@ def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
 def like_embeddings(model: Any, ids: Tensor) -> Tensor:
     """Returns a tensor in the place of embeddings [batch, sequence, 1]: only its shape, type and device are read."""
     return model.get_input_embeddings().weight.new_empty(()).expand(*ids.shape, 1)
-
-
-def shared_attention(
-    b: Builder,
-    q: str,
-    kv: str,
-    kernel: AttentionKernel,
-    scale: float,
-    sliding_window: SlidingWindow = None,
-    dtype: torch.dtype = torch.float32,
-    value_dim: int | None = None,
-    sinks: nn.Parameter | None = None,
-) -> str:
-    """Adds causal attention over a sequence shared by context-parallel ranks.
-
-    See `hf_helix.operators.attention.ring_attention`.
-
-    Args:
-        q: queries [batch, heads, tokens of this rank, head_dim].
-        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; shorter values are filled up
-            with zeros.
-        value_dim: the length of values; None for the length of keys.
-        sinks: one more logit for each of this rank's heads, or None.
-
-    Returns:
-        [tokens of this rank, batch, heads * value_dim].
-    """
-    outputs = ("attention.out", "attention.lse")
-    blocks = _ring_blocks if b.sharing.cp_method == RING else _gathered_blocks
-    value = blocks(b, q, kv, outputs, kernel, scale, sliding_window)
-    b.place([sinks], CUT_ROWS)
-    join = Operator(
-        name="attention.join",
-        kind=Kind.COMPUTE,
-        reads=(value,),
-        writes=outputs,
-        saved_for_backward=() if sinks is None else outputs,
-        relative_cost=LIGHT,
-    )
-    return b.declare(join, JoinBlocks(dtype, value_dim, sinks))[0]
-
-
-def _ring_blocks(
-    b: Builder,
-    q: str,
-    kv: str,
-    outputs: tuple[str, str],
-    kernel: AttentionKernel,
-    scale: float,
-    sliding_window: SlidingWindow,
-) -> str:
-    """Adds attention to the keys of one rank after the other, while the next keys travel round the ring."""
-    size = b.cp.size
-    so_far: tuple[str, ...] = ()
-    for distance in range(size):
-        here = kv
-        if distance + 1 < size:
-            kv = _move_keys(b, f"attention.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
-        block = Operator(
-            name=f"attention.block{distance}",
-            kind=Kind.COMPUTE,
-            reads=(q, here, *so_far),
-            writes=(f"attention.part{distance}",),
-            saved_for_backward=(q, here, *outputs),
-            relative_cost=ATTENTION / size,
-        )
-        so_far = b.declare(block, RingBlock(kernel, b.cp, distance, scale, sliding_window))
-    return so_far[0]
-
-
-def _gathered_blocks(
-    b: Builder,
-    q: str,
-    kv: str,
-    outputs: tuple[str, str],
-    kernel: AttentionKernel,
-    scale: float,
-    sliding_window: SlidingWindow,
-) -> str:
-    """Adds the all-gather of the keys of all ranks, and attention to them."""
-    kv = _move_keys(b, "attention.gather", AllGather(b.cp), kv, TRANSFER * (b.cp.size - 1))
-    blocks = Operator(
-        name="attention.blocks",
-        kind=Kind.COMPUTE,
-        reads=(q, kv),
-        writes=("attention.whole",),
-        saved_for_backward=(q, kv, *outputs),
-        relative_cost=ATTENTION,
-    )
-    return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
-
-
-def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, relative_cost: float) -> str:
-    """Adds communication over the context-parallel ranks. Backward runs it again instead of keeping the output."""
-    operator = Operator(
-        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=relative_cost
-    )
-    return b.declare(operator, tensor_operator)[0]
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:
@@ -253,17 +154,19 @@ class Attention:
     ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
         heads = self.heads(*(value[:length] if padded > length else value for value in values), **rope)
-        dropout = self.dropout if self.module.training else 0.0
-        out = attend(
+        implementation = self.module.config._attn_implementation
+        # Flash attention would look for documents in the positions, in every layer, and wait for the device.
+        documents = ends if implementation in FLASH else {"position_ids": positions}
+        out, _ = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager)(
             self.module,
             *heads,
             masks[self.sliding_window] if self.has_mask else None,
-            positions,
-            ends,
-            eager=self.eager,
-            dropout=dropout,
-            options={**self.options, **self.tensors},
+            dropout=self.dropout if self.module.training else 0.0,
+            **self.options,
+            **self.tensors,
+            **documents,
         )
+        out = out.flatten(2).transpose(0, 1)
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
@@ -341,8 +244,60 @@ def declare_attention(
     outputs = (f"{name}.q", f"{name}.kv")
     read: Any = {"side": side, "uses": uses, "cut": cut}
     q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, **read, on_shard=True, frees_inputs=True)
-    dtype, scale = next(module.parameters()).dtype, attention.options["scaling"]
-    return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
+    return _shared_attention(b, q, kv, kernel, attention, sinks)
+
+
+def _shared_attention(
+    b: Builder, q: str, kv: str, kernel: AttentionKernel, attention: Attention, sinks: nn.Parameter | None
+) -> str:
+    """Adds causal attention over a sequence shared by context-parallel ranks, see
+    `hf_helix.operators.attention.ring_attention`.
+
+    Args:
+        q: queries [batch, heads, tokens of this rank, head_dim].
+        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; shorter values are filled up
+            with zeros.
+        sinks: one more logit for each of this rank's heads, or None.
+
+    Returns:
+        [tokens of this rank, batch, heads * length of values].
+    """
+    outputs = ("attention.out", "attention.lse")
+    size, scale, window = b.cp.size, attention.options["scaling"], attention.sliding_window
+    value: tuple[str, ...] = ()
+    if b.sharing.cp_method == RING:  # attention to the keys of one rank, while the next keys travel round the ring
+        for distance in range(size):
+            here = kv
+            if distance + 1 < size:
+                kv = _move_keys(b, f"attention.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
+            value = b.declare(
+                f"attention.block{distance}",
+                RingBlock(kernel, b.cp, distance, scale, window),
+                (q, here, *value),
+                (f"attention.part{distance}",),
+                saved_for_backward=(q, here, *outputs),
+                relative_cost=ATTENTION / size,
+            )
+    else:  # attention to the gathered keys of all ranks
+        kv = _move_keys(b, "attention.gather", AllGather(b.cp), kv, TRANSFER * (size - 1))
+        value = b.declare(
+            "attention.blocks",
+            GatheredBlocks(kernel, b.cp, scale, window),
+            (q, kv),
+            ("attention.whole",),
+            saved_for_backward=(q, kv, *outputs),
+            relative_cost=ATTENTION,
+        )
+    b.place([sinks], CUT_ROWS)
+    join = JoinBlocks(next(attention.module.parameters()).dtype, attention.value_dim, sinks)
+    saved = () if sinks is None else outputs
+    return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]
+
+
+def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, cost: float) -> str:
+    """Adds communication over the context-parallel ranks. Backward runs it again instead of keeping the output."""
+    writes = (f"{name}.kv",)
+    return b.declare(name, tensor_operator, (kv,), writes, kind=b.cp.kind, recomputed=True, relative_cost=cost)[0]
 
 
 def _shared_form(
@@ -399,47 +354,6 @@ def _in_type_of_values(heads: Callable[..., Heads]) -> Callable[..., Heads]:
         return q.to(v.dtype), k.to(v.dtype), v
 
     return alike
-
-
-def attend(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any,
-    positions: Tensor,
-    ends: Mapping[str, Any],
-    *,
-    eager: Callable[..., Any] = eager_attention_forward,
-    dropout: float = 0.0,
-    options: Mapping[str, Any] | None = None,
-) -> Tensor:
-    """Calls the attention interface of Transformers.
-
-    Args:
-        q: queries [batch, heads, tokens, head_dim].
-        k: keys [batch, key-value heads, tokens, head_dim].
-        positions: the positions of the tokens [batch or 1, tokens].
-        options: all further arguments of the interface, `scaling` included; None for the module's `scaling` alone.
-
-    Returns:
-        [tokens, batch, heads * head_dim].
-    """
-    implementation = module.config._attn_implementation
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    # Flash attention would look for documents in the positions, in every layer, and wait for the device.
-    documents = ends if implementation in FLASH else {"position_ids": positions}
-    out, _ = interface(
-        module,
-        q,
-        k,
-        v,
-        mask,
-        dropout=dropout,
-        **({"scaling": module.scaling} if options is None else options),
-        **documents,
-    )
-    return out.flatten(2).transpose(0, 1)
 
 
 def by_heads(value: Tensor, head_dim: int) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
-from hf_helix.models.graph.norms import is_fused
 from hf_helix.models.peft import Unwrapped, unwrap_peft
+from hf_helix.models.stock_modules import is_fused
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
@@ -29,9 +29,12 @@ from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lo
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 
+Used = nn.Module | nn.Parameter
+"""What a function reads: a submodule with all of its parameters, or one parameter."""
 
-class Draft:
-    """Collects the operators of one unit. Values are names: every method returns the names of the added values.
+
+class Builder:
+    """The steps of a layer, as operators of one unit. Values are names: methods return the names of the added values.
 
     Args:
         name: the name of the unit's graph; units of one name have equal graphs where equal parameters train.
@@ -87,56 +90,54 @@ class Draft:
         return self._collective(name, ReduceScatter(self.tp), value)
 
     def sum_over_ranks(self, name: str, value: str) -> str:
-        """Adds the sum of a small value over the tensor-parallel ranks; each rank uses the sum in its own way.
+        """Adds the sum of a small value [tokens, ...] over the tensor-parallel ranks; each rank uses the sum in its own
+        way.
 
         For example, a norm over all heads needs the sum of squares over the heads of all ranks. An all-gather and a
         sum in rank order give equal bits on every rank; backward sums the gradients of all ranks.
-
-        Args:
-            name: the name of the sum; begins the names of the operators.
-            value: a part of the sum [tokens, ...].
         """
         if self.tp.size == 1:
             return value
         parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
-        return self._compute(name, SumOfParts(self.tp.size), (parts,), relative_cost=LIGHT / 2)
+        return self.declare(name, SumOfParts(self.tp.size), (parts,), relative_cost=LIGHT / 2)[0]
 
     def replicate(self, name: str, value: str, axis: Axis) -> str:
-        """Adds the all-gather of [1, ...] over an axis to [ranks, ...]; all ranks use the result in the same way.
-
-        Args:
-            name: the name of the operator and of its output.
-            value: this rank's value.
-            axis: the ranks.
-        """
+        """Adds the all-gather of [1, ...] over an axis to [ranks, ...]; all ranks use the result in the same way."""
         if axis.size == 1:
             return value
-        operator = Operator(
-            name=name,
-            kind=axis.kind,
-            reads=(value,),
-            writes=(name,),
-            backward_kind=Kind.COMPUTE,
-            relative_cost=LIGHT,
-        )
-        return self.declare(operator, AllGatherReplicated(axis))[0]
+        return self.declare(name, AllGatherReplicated(axis), (value,), kind=axis.kind, backward_kind=Kind.COMPUTE)[0]
 
-    def declare(self, operator: Operator, tensor_operator: TensorOperator) -> tuple[str, ...]:
-        """Adds an operator, the training of its parameters, and its saved values. All other methods end here.
+    def declare(
+        self,
+        name: str,
+        tensor_operator: TensorOperator,
+        reads: Sequence[str],
+        writes: Sequence[str] | None = None,
+        *,
+        kind: Kind = Kind.COMPUTE,
+        **fields: Any,
+    ) -> tuple[str, ...]:
+        """Adds an operator, and returns the names of its outputs. All other methods end here.
 
         Args:
-            operator: the operator as seen by plans. `wgrad_fraction` and `has_saved_state` are filled in from the
-                other argument.
-            tensor_operator: the computation on tensors.
-
-        Returns:
-            The names of the operator's outputs.
+            name: the name of the operator.
+            tensor_operator: the computation on tensors; says which weights are trained and whether it saves state.
+            reads: the names of the inputs.
+            writes: the names of the outputs; None for one output with the operator's name.
+            kind: the stream.
+            fields: further fields of `Operator`.
         """
-        trained = tensor_operator.trained if isinstance(tensor_operator, SplitComputation) else 1.0
-        self._declared.append(
-            replace(operator, wgrad_fraction=trained, has_saved_state=tensor_operator.has_saved_state)
+        operator = Operator(
+            name=name,
+            kind=kind,
+            reads=tuple(reads),
+            writes=(name,) if writes is None else tuple(writes),
+            wgrad_fraction=tensor_operator.trained if isinstance(tensor_operator, SplitComputation) else 1.0,
+            has_saved_state=tensor_operator.has_saved_state,
+            **fields,
         )
-        self._tensor_operators[operator.name] = tensor_operator
+        self._declared.append(operator)
+        self._tensor_operators[name] = tensor_operator
         return operator.writes
 
     def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
@@ -184,90 +185,6 @@ class Draft:
             above=self._above,
         )
 
-    def _compute(
-        self,
-        name: str,
-        tensor_operator: TensorOperator,
-        reads: tuple[str, ...],
-        *,
-        splits_dgrad_wgrad: bool = False,
-        recompute_when_selective: bool = False,
-        relative_cost: float,
-    ) -> str:
-        """Adds a computation of one value, named after the operator."""
-        operator = Operator(
-            name=name,
-            kind=Kind.COMPUTE,
-            reads=reads,
-            writes=(name,),
-            splits_dgrad_wgrad=splits_dgrad_wgrad,
-            recompute_when_selective=recompute_when_selective,
-            relative_cost=relative_cost,
-        )
-        return self.declare(operator, tensor_operator)[0]
-
-    def _collective(
-        self,
-        name: str,
-        tensor_operator: AllGather | ReduceScatter,
-        value: str,
-        recompute_when_selective: bool = False,
-        relative_cost: float = TRANSFER,
-    ) -> str:
-        if self.tp.size == 1:
-            return value
-        operator = Operator(
-            name=name,
-            kind=self.tp.kind,
-            reads=(value,),
-            writes=(name,),
-            recompute_when_selective=recompute_when_selective,
-            relative_cost=relative_cost,
-        )
-        return self.declare(operator, tensor_operator)[0]
-
-
-def lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alpha: float | None) -> Segment:
-    """Returns the segment of a lookup.
-
-    Args:
-        table: the plain embedding and its adapters.
-        embedding: the submodule of the model, with the training mode.
-        tp: the tensor-parallel ranks that share the rows.
-        neftune_alpha: `TrainingArguments.neftune_noise_alpha`; None for no noise.
-    """
-    num_rows = table.weight.shape[0]
-    first, _ = cut_bounds(num_rows, tp.size, tp.rank)
-    padding = table.module.padding_idx
-
-    def find(ids: Tensor) -> Tensor:
-        value = total = lookup(ids, table.weight, first, num_rows, padding)
-        for adapter in table.adapters():
-            low = lookup(ids, adapter.down.t(), first, num_rows, padding)
-            total = total + low @ adapter.up.t() * adapter.scaling
-        return total.to(value.dtype)
-
-    def find_noisy(ids: Tensor, length: int) -> Tensor:
-        assert neftune_alpha is not None
-        return noisy(find(ids), neftune_alpha, length) if embedding.training else find(ids)
-
-    parameters: list[Any] = [copy.weight for copy in table.copies]
-    for adapter in table.all_adapters():
-        parameters += adapter.parameters
-    reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
-    if neftune_alpha is not None and tp.rank == 0:  # one of the partial sums brings the noise
-        draws, side = (lambda: embedding.training), ("ids", "length")
-        return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
-    return Segment(find, parameters, ("ids",), backward_reads=reads)
-
-
-Used = nn.Module | nn.Parameter
-"""What a function reads: a submodule with all of its parameters, or one parameter."""
-
-
-class Builder(Draft):
-    """The steps of a layer. Values are names: every method returns the names of the added values."""
-
     def segment(
         self,
         name: str,
@@ -306,7 +223,7 @@ class Builder(Draft):
         runs = self.compiled(function) if compiles and not draws else function
         kept = explicit if runs is function else None
         segment = Segment(runs, parameters, side, draws, explicit=kept, frees_inputs=frees_inputs)
-        return self._compute(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)
+        return self.declare(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)[0]
 
     def segment_outputs(
         self,
@@ -329,20 +246,10 @@ class Builder(Draft):
             non_differentiable: the names of further outputs without gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
-        runs = function if draws else self.compiled(function)
-        segment = Segment(runs, parameters, side, draws, len(non_differentiable), frees_inputs=frees_inputs)
-        return self.declare(
-            Operator(
-                name=name,
-                kind=Kind.COMPUTE,
-                reads=inputs,
-                writes=(*outputs, *non_differentiable),
-                non_differentiable=tuple(non_differentiable),
-                recompute_when_selective=True,
-                relative_cost=LIGHT,
-            ),
-            segment,
-        )
+        runs, plain = function if draws else self.compiled(function), tuple(non_differentiable)
+        segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
+        writes = (*outputs, *plain)
+        return self.declare(name, segment, inputs, writes, non_differentiable=plain, recompute_when_selective=True)
 
     def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
         """Adds a norm over this rank's part of the sequence.
@@ -365,26 +272,12 @@ class Builder(Draft):
         return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
-        """Adds a residual addition.
-
-        Args:
-            name: the name of the operator and of its output.
-            left: the first summand.
-            right: the second summand, of the same shape.
-        """
-        return self._compute(name, Add(), (left, right), relative_cost=LIGHT / 2)
+        """Adds a residual addition of two values of the same shape."""
+        return self.declare(name, Add(), (left, right), relative_cost=LIGHT / 2)[0]
 
     def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
-        """Adds dropout, unless its probability is 0.
-
-        Args:
-            name: the name of the operator and of its output.
-            module: the dropout with the probability.
-            value: the input.
-        """
-        if module.p == 0:
-            return value
-        return self._compute(name, Dropout(module), (value,), relative_cost=LIGHT)
+        """Adds dropout, unless its probability is 0."""
+        return value if module.p == 0 else self.declare(name, Dropout(module), (value,))[0]
 
     def column_parallel(
         self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
@@ -401,12 +294,8 @@ class Builder(Draft):
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
         """
-        rows = replace(CUT_ROWS, blocks=tuple(blocks))
-        columns = replace(CUT_COLUMNS, blocks=tuple(blocks))
-        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
-        for linear in plain_linears:
-            self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_ON_SHARDS, up=rows)
-        return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
+        rows, columns = (replace(cut, blocks=tuple(blocks)) for cut in (CUT_ROWS, CUT_COLUMNS))
+        return self._linears(name, linears, value, rows, columns)
 
     def replicated_linear(self, name: str, linears: Mapping[str, Projection], value: str) -> tuple[str, ...]:
         """Adds linears with full copies on every rank.
@@ -422,11 +311,7 @@ class Builder(Draft):
         Returns:
             One value for each linear [tokens, batch, output features].
         """
-        copied = COPIED_ON_SHARDS
-        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
-        for linear in plain_linears:
-            self._place_linear(linear, copied, copied, down=copied, up=copied)
-        return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
+        return self._linears(name, linears, value, COPIED_ON_SHARDS, COPIED_ON_SHARDS)
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
         """Adds a linear cut by its input features; the outputs are partial sums for `reduce_scatter`.
@@ -440,7 +325,7 @@ class Builder(Draft):
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
         operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
-        return self._compute(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)
+        return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
 
     def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
         """Adds the lookup of token embeddings in a table cut by rows; returns partial sums for `reduce_scatter`.
@@ -467,8 +352,7 @@ class Builder(Draft):
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
             self.place([adapter.up], COPIED_ON_SHARDS)
-        segment = lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha)
-        return self._compute(name, segment, (), relative_cost=LIGHT)
+        return self.declare(name, _lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha), ())[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -490,7 +374,7 @@ class Builder(Draft):
             figures=self.loss_tweaks.figures,
             wrap=self.compiled,
         )
-        value = self._compute(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
+        (value,) = self.declare(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
 
@@ -511,20 +395,34 @@ class Builder(Draft):
             self.place([parameter for parameter in model.parameters() if parameter not in known], COPIED)
         self._above = self._placements.keys() - read
 
+    def _collective(
+        self,
+        name: str,
+        tensor_operator: AllGather | ReduceScatter,
+        value: str,
+        *,
+        relative_cost: float = TRANSFER,
+        **fields: Any,
+    ) -> str:
+        """Adds communication over the tensor-parallel ranks; with one rank nothing."""
+        if self.tp.size == 1:
+            return value
+        return self.declare(name, tensor_operator, (value,), kind=self.tp.kind, relative_cost=relative_cost, **fields)[
+            0
+        ]
+
     def _linears(
-        self, name: str, linears: Sequence[Unwrapped], value: str, outputs: tuple[str, ...]
+        self, name: str, linears: Mapping[str, Projection], value: str, rows: Placement, columns: Placement
     ) -> tuple[str, ...]:
-        """Adds linears with one common input and one output each."""
+        """Adds linears with one common input and one output each: weights [features out, features in] with the
+        placement `rows`, transposed weights with `columns`."""
+        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
+        for linear in plain_linears:
+            self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_ON_SHARDS, up=rows)
+        outputs = tuple(f"{name}.{key}" for key in linears)
+        cost = GEMM * max(1, len(linears) / 2)
         return self.declare(
-            Operator(
-                name=name,
-                kind=Kind.COMPUTE,
-                reads=(value,),
-                writes=outputs,
-                splits_dgrad_wgrad=True,
-                relative_cost=GEMM * max(1, len(linears) / 2),
-            ),
-            _linear(linears),
+            name, _linear(plain_linears), (value,), outputs, splits_dgrad_wgrad=True, relative_cost=cost
         )
 
     def _place_linear(
@@ -568,3 +466,30 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
         adapters=linears if any(linear.lora is not None for linear in linears) else (),
         copies=[copy for linear in linears for copy in linear.copies],
     )
+
+
+def _lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alpha: float | None) -> Segment:
+    """Returns the segment of a lookup in a table with adapters; `embedding` has the training mode."""
+    num_rows = table.weight.shape[0]
+    first, _ = cut_bounds(num_rows, tp.size, tp.rank)
+    padding = table.module.padding_idx
+
+    def find(ids: Tensor) -> Tensor:
+        value = total = lookup(ids, table.weight, first, num_rows, padding)
+        for adapter in table.adapters():
+            low = lookup(ids, adapter.down.t(), first, num_rows, padding)
+            total = total + low @ adapter.up.t() * adapter.scaling
+        return total.to(value.dtype)
+
+    def find_noisy(ids: Tensor, length: int) -> Tensor:
+        assert neftune_alpha is not None
+        return noisy(find(ids), neftune_alpha, length) if embedding.training else find(ids)
+
+    parameters: list[Any] = [copy.weight for copy in table.copies]
+    for adapter in table.all_adapters():
+        parameters += adapter.parameters
+    reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
+    if neftune_alpha is not None and tp.rank == 0:  # one of the partial sums brings the noise
+        draws, side = (lambda: embedding.training), ("ids", "length")
+        return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
+    return Segment(find, parameters, ("ids",), backward_reads=reads)

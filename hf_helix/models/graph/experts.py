@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, ParallelContext
+from hf_helix.models.graph.context import GEMM, TRANSFER, ParallelContext
+from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import (
     COUNTED,
@@ -36,7 +37,6 @@ from hf_helix.operators.moe.dispatch import (
 )
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.operators.param_shard import CUT_EXPERTS
-from hf_helix.planning.graph.operator import Kind, Operator
 
 GATED, PLAIN, DOWN, NORM = "gate_up_proj", "up_proj", "down_proj", "post_expert_norm"
 
@@ -274,7 +274,7 @@ def declare_experts(
         rows = b.segment(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
     rows = way.combine(rows, counts)
     collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(down.dtype, flat)
-    return b.declare(way.light("unpermute", (rows, weights, places), ("out",)), collect)[0]
+    return way.declare("unpermute", collect, (rows, weights, places), ("out",))[0]
 
 
 def check_expert_count(count: int, sharing: ParallelContext) -> None:
@@ -328,11 +328,11 @@ class _Way:
         """
         factor = self.b.sharing.capacity_factor
         if factor is None:
-            permute = self.light("permute", (h, chosen), ("rows", "places", "counts"), num_plain=2)
-            rows, places, counts = self.b.declare(permute, Permute(self.num_experts))
+            permute = Permute(self.num_experts)
+            rows, places, counts = self.declare("permute", permute, (h, chosen), ("rows", "places", "counts"), plain=2)
             return rows, places, (counts,)
-        permute = self.light("permute", (h, chosen), ("rows", "places"), num_plain=1)
-        rows, places = self.b.declare(permute, PermuteToCapacity(self.num_experts, factor, self.b.tp, meter))
+        to_capacity = PermuteToCapacity(self.num_experts, factor, self.b.tp, meter)
+        rows, places = self.declare("permute", to_capacity, (h, chosen), ("rows", "places"), plain=1)
         return rows, places, ()
 
     def dispatch(self, rows: str, counts: Names) -> tuple[str, Names, Names]:
@@ -343,31 +343,22 @@ class _Way:
         if axis.size == 1:
             return rows, counts, counts
         if counts:
-            arriving = (f"{self.name}.arriving",)
-            announce = Operator(
-                name=f"{self.name}.announce",
-                kind=axis.kind,
-                reads=counts,
-                writes=arriving,
-                non_differentiable=arriving,
-                relative_cost=LIGHT,
-            )
-            counts += self.b.declare(announce, ExchangeCounts(axis, self.row_counts))
-        rows = self._exchange("dispatch", rows, counts, "there", AllToAll(axis, row_counts=self.row_counts))
-        writes = ("sorted", "sizes") if counts else ("sorted",)
-        group = self.light("group", (rows, *counts[1:]), writes, num_plain=len(writes) - 1)
-        rows, *sizes = self.b.declare(group, SortByExpert(axis.size, self.num_experts // axis.size))
-        return rows, tuple(sizes), counts
+            announce = ExchangeCounts(axis, self.row_counts)
+            counts += self.declare("announce", announce, counts, ("arriving",), plain=1, kind=axis.kind)
+        rows = self._exchange("dispatch", AllToAll(axis, row_counts=self.row_counts), rows, counts, "there")
+        group = SortByExpert(axis.size, self.num_experts // axis.size)
+        sizes = ("sizes",) if counts else ()
+        rows, *sorted_sizes = self.declare("group", group, (rows, *counts[1:]), ("sorted", *sizes), plain=len(sizes))
+        return rows, tuple(sorted_sizes), counts
 
     def combine(self, rows: str, counts: Names) -> str:
         """Adds the way of rows back to their original places."""
         axis = self.b.sharing.experts
         if axis.size == 1:
             return rows
-        ungroup = self.light("ungroup", (rows, *counts[1:]), ("parted",))
-        (rows,) = self.b.declare(ungroup, SortByExpert(axis.size, self.num_experts // axis.size, back=True))
-        exchange = AllToAll(axis, back=True, row_counts=self.row_counts)
-        return self._exchange("combine", rows, counts, "back", exchange)
+        ungroup = SortByExpert(axis.size, self.num_experts // axis.size, back=True)
+        (rows,) = self.declare("ungroup", ungroup, (rows, *counts[1:]), ("parted",))
+        return self._exchange("combine", AllToAll(axis, back=True, row_counts=self.row_counts), rows, counts, "back")
 
     def linear(
         self, key: str, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, rows: str, sizes: Names
@@ -380,38 +371,33 @@ class _Way:
             transposed: whether the weight is [experts, features in, features out].
         """
         self.b.place([weight, bias], CUT_EXPERTS)
-        operator = Operator(
-            name=f"{self.name}.{key}",
-            kind=Kind.COMPUTE,
-            reads=(rows, *sizes),
-            writes=(f"{self.name}.{key}",),
+        return self.declare(
+            key,
+            GroupedLinear(weight, self.row_counts, bias, transposed),
+            (rows, *sizes),
+            (key,),
             splits_dgrad_wgrad=True,
             saved_for_backward=sizes,
             relative_cost=GEMM,
-        )
-        return self.b.declare(operator, GroupedLinear(weight, self.row_counts, bias, transposed))[0]
+        )[0]
 
-    def light(self, key: str, reads: Names, writes: Names, num_plain: int = 0) -> Operator:
-        """Returns a light computation."""
+    def declare(
+        self, key: str, operator: TensorOperator, reads: Names, writes: Names, plain: int = 0, **fields: Any
+    ) -> Names:
+        """Adds an operator; the last `plain` outputs have no gradient. See `Builder.declare` for `fields`."""
         names = tuple(f"{self.name}.{key}" for key in writes)
-        return Operator(
-            name=f"{self.name}.{key}",
-            kind=Kind.COMPUTE,
-            reads=reads,
-            writes=names,
-            non_differentiable=names[len(names) - num_plain :],
-            relative_cost=LIGHT,
-        )
+        plain_names = names[len(names) - plain :]
+        return self.b.declare(f"{self.name}.{key}", operator, reads, names, non_differentiable=plain_names, **fields)
 
-    def _exchange(self, key: str, rows: str, counts: Names, out: str, exchange: AllToAll) -> str:
+    def _exchange(self, key: str, exchange: AllToAll, rows: str, counts: Names, out: str) -> str:
         """Adds an all-to-all of rows."""
-        operator = Operator(
-            name=f"{self.name}.{key}",
+        return self.declare(
+            key,
+            exchange,
+            (rows, *counts),
+            (out,),
             kind=exchange.axis.kind,
-            reads=(rows, *counts),
-            writes=(f"{self.name}.{out}",),
             saved_for_backward=counts,
             host_read_sizes=counts,
             relative_cost=TRANSFER,
-        )
-        return self.b.declare(operator, exchange)[0]
+        )[0]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_helix.models.graph.norms import normed
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
-from hf_helix.models.trace import rope
+from hf_helix.models.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import cut_bounds
@@ -222,7 +222,8 @@ class _Writer:
         elif name == "view_as":
             target = torch.ops.aten.reshape_as.default
         elif name == "rope":
-            target = rope.function_of(node, self.trace.given)
+            # Only tensors of a micro-batch surely need no gradient, and `rotate` gives cosines and sines none.
+            target = rotate if all(value in self.trace.given for value in args[2:]) else apply_rotary_pos_emb
         elif name == "expand":
             args[1] = self._lengths(args[1], placement)
         elif name == "unflatten":

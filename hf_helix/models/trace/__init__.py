@@ -1,1 +1,1 @@
-"""A decoder of Transformers as a traced graph: `torch.export`, opaque calls, arguments of layers, rope."""
+"""A decoder of Transformers as a traced graph: `torch.export`, opaque calls, arguments of layers."""

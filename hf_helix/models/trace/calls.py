@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_helix.models.trace.opaque_calls import MaskOf
+from hf_helix.models.trace.opaque_calls import MaskOf, replaced
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, reason_of
 
 _MASKS = {
@@ -155,15 +155,8 @@ class _Stub(nn.Module):
 def named_masks(module: nn.Module) -> Iterator[None]:
     """Returns the context in which mask functions return `MaskOf` to the code of a module."""
     kind: Any = type(module)
-    before = [(vars(sys.modules[home]), name) for home, name in _mask_functions(kind)]
-    functions = [space[name] for space, name in before]
-    for space, name in before:
-        space[name] = _naming(name)
-    try:
+    with replaced((vars(sys.modules[home]), {name: _naming(name)}) for home, name in _mask_functions(kind)):
         yield
-    finally:
-        for (space, name), function in zip(before, functions, strict=True):
-            space[name] = function
 
 
 @functools.cache
@@ -194,18 +187,14 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
 
     Only the first pipeline rank has these tables. Yields the list of ids looked up.
     """
-    torch_functional: Any = functional
-    before, looked_up = functional.embedding, list[Tensor]()
+    looked_up: list[Tensor] = []
 
     def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         looked_up.append(ids)
         return weight.new_zeros((*ids.shape, 1))
 
-    torch_functional.embedding = embedding
-    try:
+    with replaced([(vars(functional), {"embedding": embedding})]):
         yield looked_up
-    finally:
-        torch_functional.embedding = before
 
 
 def count_seen(mask: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Opaque calls: submodules and functions that appear in a trace as one operation each.
 
 In:   a skeleton: a copy of a module on the meta device, see `skeleton_of`.
-Out:  the same skeleton, with calls of custom operators in place of linears, norms, activations, dropouts, experts and
-      attention; an `OpaqueCall` describes each call.
+Out:  the same skeleton, with calls of custom operators in place of linears, norms, activations, dropouts, experts,
+      attention and ropes; an `OpaqueCall` describes each call but a rope's.
 Must hold: the model itself is never touched. A module becomes opaque only if its effect on the dimensions of its input
 is known; all other code is traced through.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
+from hf_helix.models.alike import same_code
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.experts import forward_arguments, is_experts
 from hf_helix.models.peft import unwrapped
+from hf_helix.operators.attention.rope import Pair
 
 DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
@@ -78,6 +82,7 @@ _library.define("unary(Tensor x, int number) -> Tensor")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int number) -> Tensor")
 _library.define("lookup(Tensor ids, int number, int features) -> Tensor")
 _library.define("experts(Tensor x, Tensor index, Tensor weights, int number) -> Tensor")
+_library.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
 
 
 def _linear(x: Tensor, number: int, features: int) -> Tensor:
@@ -100,7 +105,12 @@ def _experts(x: Tensor, index: Tensor, weights: Tensor, number: int) -> Tensor:
     return torch.empty_like(x)
 
 
-for _shapes in (_linear, _unary, _attention, _lookup, _experts):
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
+
+
+for _shapes in (_linear, _unary, _attention, _lookup, _experts, _rope):
     torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
 
 OPS = torch.ops.hf_helix
@@ -218,10 +228,9 @@ class OpaqueCalls:
         self.tables = {path, *(f"{path}.{name}" for name, module in table.named_modules() if module in copies)}
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Returns the context of a trace, in which calls of attention and dropout are opaque."""
-        torch_functional: Any = functional
-        plain_dropout, plain_embedding = functional.dropout, functional.embedding
+    def capturing(self, skeleton: nn.Module) -> Iterator[None]:
+        """Returns the context of a trace, in which attention, dropout, lookups and Llama's rope are opaque."""
+        plain_embedding = functional.embedding
 
         def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self._module_of_frame() not in self.tables:
@@ -256,11 +265,12 @@ class OpaqueCalls:
 
         interface: Any = ALL_ATTENTION_FUNCTIONS
         interface.get_interface = get_interface
-        torch_functional.dropout, torch_functional.embedding = dropout, embedding
+        changed = [(vars(functional), {"dropout": dropout, "embedding": embedding})]
+        changed += [(space, {name: _rope_as_operator(space[name])}) for space, name in ropes_of(skeleton)]
         try:
-            yield
+            with replaced(changed):
+                yield
         finally:
-            torch_functional.dropout, torch_functional.embedding = plain_dropout, plain_embedding
             del interface.get_interface
 
     def _module_of_frame(self) -> str:
@@ -283,6 +293,39 @@ def _recording(forward: Callable[..., Any], index: int, recorded: list[Any]) -> 
         return output
 
     return record
+
+
+@contextlib.contextmanager
+def replaced(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> Iterator[None]:
+    """Returns the context in which namespaces have other values under some of their names."""
+    with contextlib.ExitStack() as stack:
+        for space, values in changes:
+            stack.callback(space.update, {name: space[name] for name in values})
+            space.update(values)
+        yield
+
+
+def ropes_of(skeleton: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the copies of `apply_rotary_pos_emb` in the modules of a skeleton's classes, as namespace and name."""
+    homes = {base.__module__ for module in skeleton.modules() for base in type(module).__mro__}
+    for home in sorted(homes & sys.modules.keys()):
+        space = vars(sys.modules[home])
+        for name in [name for name, value in space.items() if same_code(value, apply_rotary_pos_emb)]:
+            yield space, name
+
+
+def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
+    """Returns a rope that is one operation of the trace, with half as many kernels as the code of the model. Other
+    forms of the call (heads behind the tokens, parts of heads beside full cosines) are traced as the code."""
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Pair:
+        has_heads_first = not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3
+        if not has_heads_first or {value.shape[-1] for value in (q, k, cos, sin)} != {q.shape[-1]}:
+            return function(q, k, cos, sin, *args, **kwargs)
+        pair: Pair = OPS.rope(q, k, cos, sin)
+        return pair
+
+    return run
 
 
 def is_projection(module: Any) -> bool:

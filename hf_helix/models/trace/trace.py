@@ -25,7 +25,6 @@ from torch.export import Dim
 from torch.fx import Graph, Node
 
 from hf_helix.models.trace.opaque_calls import DTYPE, OPAQUE_OPS, OPS, MaskOf, OpaqueCall, OpaqueCalls
-from hf_helix.models.trace.rope import ropes_as_operators
 
 aten = torch.ops.aten
 PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
@@ -310,7 +309,7 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), opaque_calls.capturing(), ropes_as_operators(skeleton):
+        with torch.no_grad(), opaque_calls.capturing(skeleton):
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )

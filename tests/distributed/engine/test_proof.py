@@ -24,7 +24,7 @@ from hf_helix.models import registry
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.family import Family
 from hf_helix.models.graph.attention import Attention, by_heads, declare_attention
-from hf_helix.models.graph.rope import rotate
+from hf_helix.models.stock_modules import rotate
 from hf_helix.runtime.distributed.mesh import build_mesh
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")

@@ -24,7 +24,7 @@ from hf_helix.models.batch_inputs import (
     forms_of,
     starts_of,
 )
-from hf_helix.models.graph.attention import attend, causal_masks, like_embeddings
+from hf_helix.models.graph.attention import Attention, causal_masks, like_embeddings
 from hf_helix.models.registry import family_of
 
 IDS = torch.arange(16).view(2, 8)
@@ -141,7 +141,8 @@ def test_flash_attention_gets_no_positions_to_look_at(
     q = torch.zeros(len(batch["input_ids"]), 2, 8, 4)
     module = model.model.layers[0].self_attn
     with Reads() as reads:
-        out = attend(module, q, q, q, side["masks"][None], side["positions"], side["ends"])
+        attention = Attention(module, lambda _: (q, q, q))
+        out = attention(IDS[0], masks=side["masks"], positions=side["positions"], ends=side["ends"])
     assert reads.names == []
     assert out.shape == (8, len(q), 8)
     assert "position_ids" not in given

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models.graph import norms
-from hf_helix.models.graph.norms import NAMES, is_rms_norm, normed, rms_norm
+from hf_helix.models import stock_modules
+from hf_helix.models.stock_modules import RMS_NORMS, is_rms_norm, normed, rms_norm
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -68,7 +68,7 @@ def test_has_the_type_of_the_module(value: torch.dtype, weight: torch.dtype) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_of_families_are_known(family: str) -> None:
-    result = [module for module in tiny(family).modules() if type(module).__name__ in NAMES]
+    result = [module for module in tiny(family).modules() if type(module).__name__ in RMS_NORMS]
     assert len(result) >= 7  # two in each of three layers, and the last
     assert all(map(is_rms_norm, result))
 
@@ -105,15 +105,15 @@ def changed(change: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     ],
 )
 def test_what_was_changed_is_called(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    monkeypatch.setattr(stock_modules, "DEVICES", {"cpu"})
     module, value = changed(change, monkeypatch), torch.randn(3, 8)
     assert not is_rms_norm(module)
-    monkeypatch.setattr(norms, "rms_norm", lambda *_: pytest.fail("the module was not called"))
+    monkeypatch.setattr(stock_modules, "rms_norm", lambda *_: pytest.fail("the module was not called"))
     assert torch.equal(normed(module, value), module(value))
 
 
 def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "rms_norm", lambda *_: pytest.fail("the module was not called"))
+    monkeypatch.setattr(stock_modules, "rms_norm", lambda *_: pytest.fail("the module was not called"))
     module, value = LlamaRMSNorm(8), torch.randn(3, 8)
     assert torch.equal(normed(module, value), module(value))
 

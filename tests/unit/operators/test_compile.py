@@ -11,8 +11,8 @@ from support.derived_models import HOME
 from support.models import tiny
 from torch._dynamo.utils import counters
 
+from hf_helix.models import stock_modules
 from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.graph import norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators import segment
@@ -87,7 +87,7 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
     """
     model = tiny("llama", num_hidden_layers=3)
     plain = train(model, compile=False)
-    monkeypatch.setattr(norms, "DEVICES", {"cpu"})  # as on CUDA
+    monkeypatch.setattr(stock_modules, "DEVICES", {"cpu"})  # as on CUDA
     train(tiny("llama", num_hidden_layers=1), compile=True)
     of_one = counters["stats"]["unique_graphs"]
     check(train(model, compile=True), plain)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_helix.models.graph import norms
+from hf_helix.models import stock_modules
 from hf_helix.models.graph.attention import by_heads
-from hf_helix.models.graph.norms import is_fused, rms_norm
-from hf_helix.models.stock_modules import is_silu
+from hf_helix.models.stock_modules import is_fused, is_silu, rms_norm
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
@@ -80,7 +79,7 @@ def test_rms_norm_gives_what_autograd_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the kernels of CUDA written out; types are those of the segment under autograd."""
-    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    monkeypatch.setattr(stock_modules, "DEVICES", {"cpu"})
     module = LlamaRMSNorm(16, 1e-5).to(weight).requires_grad_(trained)
     nn.init.normal_(module.weight, 1.0, 0.3)
 

@@ -17,7 +17,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_helix.models import registry
 from hf_helix.models.placement.value_placement import name_of
-from hf_helix.models.trace import rope
+from hf_helix.models.trace import opaque_calls
+from hf_helix.models.trace.opaque_calls import OpaqueCalls
 from hf_helix.models.trace.trace import Given, ModuleTrace
 
 EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]
@@ -85,7 +86,7 @@ def test_which_calls_are_one_operator(module: nn.Module, expected: list[str]) ->
 
 def test_copies_in_other_files_count() -> None:
     model = tiny("qwen3")
-    assert [space["__name__"] for space, _ in rope._ropes(model)] == [modeling_qwen3.__name__]
+    assert [space["__name__"] for space, _ in opaque_calls.ropes_of(model)] == [modeling_qwen3.__name__]
 
 
 def test_the_functions_are_put_back() -> None:
@@ -93,7 +94,7 @@ def test_the_functions_are_put_back() -> None:
     seen = []
 
     def fail() -> None:
-        with rope.ropes_as_operators(tiny("qwen3")):
+        with OpaqueCalls().capturing(tiny("qwen3")):
             seen.append(vars(modeling_qwen3)["apply_rotary_pos_emb"])
             raise RuntimeError("as it is")
 
@@ -107,7 +108,7 @@ def test_the_bits_are_those_of_the_traced_code(monkeypatch: pytest.MonkeyPatch) 
     dice = torch.Generator().manual_seed(4)
     module, (x, gradient) = Rotated(), torch.randn(2, 2, 6, 8, generator=dice)
     result = gradients_cut(module, x, gradient, **cosines())
-    monkeypatch.setattr(rope, "same_code", lambda one, other: False)
+    monkeypatch.setattr(opaque_calls, "same_code", lambda one, other: False)
     other = copy.deepcopy(module)
     assert ropes_in(traced(other, EXAMPLES)) == ["neg", "neg"]
     expected = gradients_cut(other, x, gradient, **cosines())
