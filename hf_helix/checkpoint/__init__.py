@@ -1,5 +1,5 @@
 """Checkpoints: Hugging Face checkpoints of cut models, and the training state of a run.
 
 Saving: `files` (tensors in files, bytes of a file, temporary files until publication), `save` (the writing ranks).
-Loading: `reader` (tensors of a folder), `load`.
+Loading: `reader` (tensors of a folder), `load` (this rank's slices, from a folder or at random).
 """

@@ -7,6 +7,7 @@ Must hold: PEFT selects the saved tensors and their names. Nothing is loaded bef
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from hf_helix.checkpoint.load import ModelTensor, model_tensors
 from hf_helix.checkpoint.shard import UnshardedParameters
-from hf_helix.runtime.distributed.agreement import agree_on_success
+from hf_helix.runtime.distributed.agreement import on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
@@ -31,25 +33,22 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective. Raises
     ValueError, on every rank and before anything is written, if a file is missing or damaged, or holds other tensors.
     """
-    weights = dict(model.named_parameters(remove_duplicate=False))
+    tensors = model_tensors(model, stage, mesh)
     files = {adapter_file(folder, adapter): names for adapter, names in adapter_names(model).items()}
-    error: Exception | None = None
-    try:
+
+    def check() -> None:
         for path, names in files.items():
-            _check(path, names, {name: stage.all_placements[weights[name]] for name in names.values()}, weights)
-    except Exception as problem:
-        error = problem
-    agree_on_success(error)
+            _check(path, names, tensors)
+
+    on_all_ranks(check)
     with UnshardedParameters(stage, written=True) as unsharded:
         for path, names in files.items():
             with safe_open(path, "pt") as file:
                 for key, name in names.items():
-                    weight = weights[name]
+                    weight = model.get_parameter(name)
                     unsharded.unshard(weight)
-                    if stage.owners[weight] == stage.rank:
-                        placement = stage.all_placements[weight]
-                        axis = mesh.axis_of(placement)
-                        weight.copy_(placement.cut(file.get_tensor(key), axis.size, axis.rank))
+                    if tensors[name].is_local:
+                        tensors[name].copy_slice(file.get_slice(key), weight)
 
 
 def adapter_file(folder: str | Path, adapter: str) -> Path:
@@ -57,7 +56,7 @@ def adapter_file(folder: str | Path, adapter: str) -> Path:
     return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
 
 
-def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weights: dict[str, Any]) -> None:
+def _check(path: Path, names: dict[str, str], tensors: Mapping[str, ModelTensor]) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a folder to which the adapters of this model were saved")
     try:
@@ -70,11 +69,9 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
         where = "the model has no place for it" if strange[0] in shapes else "it is not there"
         raise ValueError(f"{path} does not fit the adapters of this model: {strange[0]}: {where}")
     for key, name in names.items():
-        held = tuple(weights[name].shape)
-        # Shapes of other pipeline ranks' weights are unknown here.
-        wanted = placements[name].full_shape(held) if weights[name].numel() else shapes[key]
-        if shapes[key] != wanted:
-            raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted)} in the model")
+        wanted = tensors[name].shape  # unknown for weights of other pipeline ranks
+        if wanted not in (None, shapes[key]):
+            raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted or ())} in the model")
 
 
 def adapter_names(model: Any) -> Names:

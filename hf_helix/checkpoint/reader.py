@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hf_helix.operators.param_shard import Placement
 from hf_helix.planning.text import shorten_list
 
 SINGLE_NAME = "model.safetensors"
@@ -82,19 +83,18 @@ class Checkpoint:
         """Returns a tensor of the same shape on the meta device, to try a conversion."""
         return torch.empty(self.tensors[key].shape, device="meta")
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
-        """Returns a reader for a few tensors. At the end its files are closed, and their pages leave this process."""
-        with contextlib.ExitStack() as stack:
-            yield Reader(self.tensors, stack)
+    def reader(self) -> Reader:
+        """Returns a reader for a few tensors."""
+        return Reader(self.tensors)
 
 
-class Reader:
-    """Reads tensors of a checkpoint, see `Checkpoint.reader`."""
+class Reader(contextlib.ExitStack):
+    """Reads tensors of a checkpoint, within a context: at its end files are closed, and their pages leave this
+    process."""
 
-    def __init__(self, tensors: dict[str, StoredTensor], stack: contextlib.ExitStack) -> None:
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        super().__init__()
         self._tensors = tensors
-        self._stack = stack
         self._open: dict[Path, Any] = {}
 
     def slice(self, key: str) -> Any:
@@ -108,7 +108,7 @@ class Reader:
     def _file(self, key: str) -> Any:
         path = self._tensors[key].file
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(open_safetensors(path))
+            self._open[path] = self.enter_context(open_safetensors(path))
         return self._open[path]
 
 
@@ -135,6 +135,11 @@ class Source:
         first, *others = self.converter.operations
         joined = all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
         return isinstance(first, MergeModulelist) and first.dim == 0 and joined
+
+    def is_cut_stack(self, placement: Placement) -> bool:
+        """Returns whether each rank can convert its own slice, as of experts stacked in the model and separate on
+        disk."""
+        return self.is_stack and placement.dim == 0 and not placement.is_fused
 
     def part(self, first: int, last: int) -> Source:
         """Returns the source of the entries `first` to `last`, exclusive, of a stack."""

@@ -144,7 +144,7 @@ class _Writer:
         if source.converter is None:
             is_mine = placement.dim is not None or axis.rank == 0
             return [TensorPart(source.names[0], placement, axis.size, axis.rank)] if is_mine else []
-        if _is_cut_stack(source, placement):
+        if source.is_cut_stack(placement):
             ((first, last),) = placement.bounds(axis.size, axis.rank)
             return [TensorPart(key) for key in source.part(first, last).names]
         return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
@@ -155,7 +155,7 @@ class _Writer:
         if group is None:
             return True
         ranks = dist.get_process_group_ranks(group)
-        if source.converter is not None and not _is_cut_stack(source, placement):
+        if source.converter is not None and not source.is_cut_stack(placement):
             return rank() == ranks[0]  # slices are joined, so the ranks of an axis must choose the same replica
         able = tuple(other for other in ranks if other in self.writers) or (ranks[0],)
         given = self._given.setdefault(able, dict.fromkeys(able, 0))
@@ -170,7 +170,7 @@ class _Writer:
         axis = self.mesh.axis_of(placement)
         if source.converter is None:
             return [tensor.detach()] if placement.dim is not None or axis.rank == 0 else []
-        if _is_cut_stack(source, placement):
+        if source.is_cut_stack(placement):
             # On disk, experts are numbered among all experts; the conversion numbers this rank's experts from 0.
             made = revert_weight_conversion(self.model, {source.target: tensor.detach()})
             return [made[key] for key in source.part(0, len(tensor)).names]
@@ -206,11 +206,6 @@ class _Writer:
         value = torch.empty(part.placement.shape(tensor.shape, part.size, part.rank), dtype=tensor.dtype)
         receive_on_host(value, sender)
         return value
-
-
-def _is_cut_stack(source: Source, placement: Placement) -> bool:
-    """Returns whether each rank can convert its own slice, as of experts stacked in the model and separate on disk."""
-    return source.is_stack and placement.dim == 0 and not placement.is_fused
 
 
 def _publish(model: Any, pending: PendingCheckpoint) -> None:

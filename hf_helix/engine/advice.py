@@ -57,11 +57,7 @@ class Machine:
 
 
 def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype: str, length: int, tokens: int) -> Path:
-    """Writes the doctor's speeds to a file in the cache.
-
-    Args:
-        speeds: predicted tokens per second of each layout, at least one.
-    """
+    """Writes the doctor's speeds, predicted tokens per second of each layout, to a file in the cache."""
     layouts = [{"layout": size_text(sizes), "tokens_per_second": round(speed)} for sizes, speed in speeds.items()]
     path = _file(model, cluster.devices)
     path.parent.mkdir(parents=True, exist_ok=True)

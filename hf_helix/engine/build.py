@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_helix.checkpoint.load import load_parameters
-from hf_helix.checkpoint.random_weights import initialize_parameters
+from hf_helix.checkpoint.load import initialize_parameters, load_parameters
 from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
@@ -27,7 +26,6 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
-from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.plan.plan import Plan
@@ -129,9 +127,7 @@ def declare(
     """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
 
     Args:
-        model: see `build_runner`.
-        config: see `build_runner`.
-        mesh: see `build_runner`.
+        model, config, mesh: see `build_runner`.
         modes: the recompute mode of every declared layer.
         loss_tweaks: the changes of the loss by training arguments.
         places: the indices of the declared layers; None for all. Other layers are not checked either.
@@ -143,7 +139,17 @@ def declare(
     base = base_of(model)
     family = family_of(base)
     loss_tweaks = loss_tweaks or LossTweaks()
-    units, called = _declare_units(model, config, mesh, modes, loss_tweaks, places, autocast_dtype)
+    ways = config.cp_method, config.expert_capacity_factor
+    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
+    units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
+    if config.shard_parameters:
+        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
+    elif config.shard_optimizer:
+        units = apply_zero1(units, mesh.shard_axes, autocast_dtype)
+    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
+    if places is None:
+        check_forwards(model, base, family, called, loss_tweaks.own)
+        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
     stage = place_units(
         units,
         mesh.pipe,
@@ -167,46 +173,14 @@ def start_runner(
     """Cuts a model as declared and returns its runner. Collective; for arguments see `build_runner`."""
     stage, called = declared
     with watched():
-        plan, scheduler = (choose_plan or _sequential(base_of(model), config))(stage.layout)
+        if choose_plan is None:  # `sequential` is equal on every rank and needs no measurement
+            plan = baseline_plan(stage.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
+            scheduler = Scheduler(config.schedule, config.pp_size)
+        else:
+            plan, scheduler = choose_plan(stage.layout)
         _fill_parameters(model, stage, mesh, options)
     streams = make_streams(mesh.device)
     return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype), called)
-
-
-def _declare_units(
-    model: Any,
-    config: HelixConfig,
-    mesh: Mesh,
-    modes: Sequence[str],
-    loss_tweaks: LossTweaks,
-    places: Collection[int] | None,
-    autocast_dtype: torch.dtype | None,
-) -> tuple[list[Unit], list[nn.Module]]:
-    """The units of the model, and the modules whose forwards are replaced or called by operators."""
-    base = base_of(model)
-    family = family_of(base)
-    ways = config.cp_method, config.expert_capacity_factor
-    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
-    units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
-    if config.shard_parameters:
-        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
-    elif config.shard_optimizer:
-        units = apply_zero1(units, mesh.shard_axes, autocast_dtype)
-    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
-    if places is None:
-        check_forwards(model, base, family, called, loss_tweaks.own)
-        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
-    return units, called
-
-
-def _sequential(base: Any, config: HelixConfig) -> ChoosePlan:
-    """Chooses `sequential`, which is equal on every rank and needs no measurement."""
-
-    def choose(layout: Layout) -> tuple[Plan, Scheduler]:
-        plan = baseline_plan(layout, model=type(base).__name__, mesh=config.option_sizes)
-        return plan, Scheduler(config.schedule, config.pp_size)
-
-    return choose
 
 
 def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:

@@ -173,9 +173,7 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
 
 def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
     """Refuses to train nothing, or weights that were frozen at the cut: their gradients are not in the plan.
-
-    Args:
-        was_trained: whether any weight was trained at the cut, on any rank.
+    `was_trained` says whether any weight was trained at the cut, on any rank.
 
     Raises:
         ValueError: names the first weight, and the remedy.

@@ -81,8 +81,7 @@ class Diagnostics:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        window = self._window_to_repeat("measure_overlap")
-        with watched(), plain_parameters():
+        with self._repeated_window("measure_overlap") as window:
             self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
         return self.overlap
 
@@ -92,9 +91,8 @@ class Diagnostics:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        window = self._window_to_repeat("compare_plans")
         profile = self.tuning.profile if self.tuning is not None else None
-        with watched(), plain_parameters():
+        with self._repeated_window("compare_plans") as window:
             comparison = compare(self.runner, window, rules, profile, repeats)
         self.overlap = comparison.overlaps[comparison.chosen]
         return comparison
@@ -105,8 +103,7 @@ class Diagnostics:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        window = self._window_to_repeat("measure_memory")
-        with watched(), plain_parameters():
+        with self._repeated_window("measure_memory") as window:
             return all_gather_object(peak_bytes(self.runner, window))
 
     def trace(self, path: str | Path) -> None:
@@ -115,20 +112,21 @@ class Diagnostics:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        window = self._window_to_repeat("trace")
-        with watched(), plain_parameters():
+        with self._repeated_window("trace") as window:
             spans = all_gather_object(
                 trace_window(self.runner, window, complete=bool(self.runner.layout.reductions)).spans
             )
         if rank() == 0:
             write_perfetto(path, spans)
 
-    def _window_to_repeat(self, asked: str) -> list[MicroBatch]:
+    @contextlib.contextmanager
+    def _repeated_window(self, asked: str) -> Iterator[list[MicroBatch]]:
         meet(f"{asked}() is called")
         if not self.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()
-        return self.last_window
+        with watched(), plain_parameters():
+            yield self.last_window
 
     # -- the logs ------------------------------------------------------------------------------------------------
 

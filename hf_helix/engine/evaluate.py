@@ -80,11 +80,8 @@ def count_targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
-    """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut. Collective.
-
-    Args:
-        logits: the logits of this rank [tokens, batch, slice of the vocabulary].
-    """
+    """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut, from the
+    logits of this rank [tokens, batch, slice of the vocabulary]. Collective."""
     tp, cp = runner.mesh.tp, runner.mesh.cp
     if tp.size > 1:
         length = runner.stage.model[runner.stage.head].placements[head].length

@@ -84,12 +84,7 @@ class Workload:
         ).runner
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
-        """Returns micro-batches of random tokens.
-
-        Args:
-            count: the number of micro-batches.
-            batch: sequences in a micro-batch.
-        """
+        """Returns `count` micro-batches of random tokens [batch, length]."""
         generator = torch.Generator().manual_seed(1)
         scale = LossScale(torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device))
         vocabulary, device = self.model.config.vocab_size, self.mesh.device

@@ -108,12 +108,8 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def unsharded(stage: Stage, what: str) -> Iterator[None]:
-    """Returns the context in which every rank has the full weights that replicas shard. Collective.
-
-    Args:
-        stage: the units of this rank.
-        what: the action, see `meet`.
-    """
+    """Returns the context in which every rank has the full weights that replicas shard; `what` is the action, see
+    `meet`. Collective."""
     with plain_parameters():
         for flat in stage.flat_parameters:
             flat.check_resharded()

@@ -187,16 +187,11 @@ class SequenceCut:
 
 
 def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:
-    """Returns the document of every token, by the rules of Transformers; tokens attend within a document.
+    """Returns the document of every token [batch, sequence], by the rules of Transformers; tokens attend within a
+    document. Padding, where the mask is 0, is in `PADDING`.
 
-    Args:
-        ids: [batch, sequence].
-        mask: 1 for tokens, 0 for padding [batch, sequence].
-        form: the form of the batch; None reads it.
-
-    Returns:
-        Documents [batch, sequence], `PADDING` for padding; None where every token attends to all earlier tokens, or
-        where only unread tokens attend to others (padding on the right, see `Form`).
+    Returns None where every token attends to all earlier tokens, or where only unread tokens attend to others (padding
+    on the right, see `Form`). The form of the batch is read if not given.
 
     Raises:
         ValueError: the mask does not have two dimensions.

@@ -30,7 +30,7 @@ from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.graph.experts import check_expert_count, expert_side_inputs, is_experts
-from hf_helix.models.lowering.lower import declare, declare_layer
+from hf_helix.models.lowering.lower import Lowering
 from hf_helix.models.lowering.segment_function import Share
 from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.model_code import forward_of, other_code
@@ -72,7 +72,6 @@ class DerivedFamily(Family):
     """
 
     needs_proof = True
-    is_traced = True
 
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
@@ -108,7 +107,8 @@ class DerivedFamily(Family):
         plan, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
         start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
-        x, parts = declare_layer(plan, b, layer, start, None if balance is None else balance.choices)
+        lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
+        x, parts = lowering.run(), lowering.parts
         if sums is None:
             return b.build(x)
         routers = self._routers_in(layer)
@@ -137,19 +137,16 @@ class DerivedFamily(Family):
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        return b.build(declare(plan, b, model, {}), *self.balance_start(b, model))
+        return b.build(Lowering(plan, b, model, {}).run(), *self.balance_start(b, model))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        logits = declare(plan, b, model, {plan.start[0]: x}, FULL)
+        logits = Lowering(plan, b, model, {plan.start[0]: x}).run(FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
-
-    def decoder(self, model: Any) -> nn.Module:
-        return self.calls.decoder.module
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        return declare(plan, b, model, {plan.start[0]: x})
+        return Lowering(plan, b, model, {plan.start[0]: x}).run()
 
     def balance(self, model: Any) -> Balance | None:
         """Returns the load-balancing loss of the latest units."""

@@ -33,13 +33,7 @@ class Instead(NamedTuple):
 
 
 def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], AbstractContextManager[object]]) -> None:
-    """Makes calls of a model with gradients an error.
-
-    Args:
-        model: the model.
-        instead: see `Instead`.
-        running: the context in which the model's own code runs without gradients.
-    """
+    """Makes calls of a model with gradients an error; without gradients its own code runs in the context `running`."""
 
     def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _use_allowed:
@@ -68,13 +62,9 @@ def run_generation(model: Any, running: Callable[[], AbstractContextManager[obje
 
 
 def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
-    """Replaces a method of a module. The signature stays: the Trainer uses that of `forward` to choose columns. In deep
-    copies of the module, whose calls would use the weights of the module itself, the method raises.
-
-    Args:
-        module: the module.
-        name: of the method.
-        run: called with the stock method and the arguments of a call.
+    """Replaces a method of a module by `run`, called with the stock method and the arguments of a call. The signature
+    stays: the Trainer uses that of `forward` to choose columns. In deep copies of the module, whose calls would use the
+    weights of the module itself, the method raises.
     """
     stock = getattr(module, name)
 

@@ -40,14 +40,13 @@ class Family(ABC):
             Transformers make their masks without positions.
         needs_proof: whether a model of the family is compared with the unsplit model before its first training, see
             `hf_helix.engine.proof.first_use`.
-        is_traced: whether the operators come from the model's own code, patched forwards included.
-        traced: the forward of each module at the time of the trace, by the module's id.
+        traced: where the operators come from the model's own code, patched forwards included: the forward of each
+            module at the time of the trace, by the module's id.
     """
 
     model_class: str
     packs_by_positions: bool = True
     needs_proof: bool = False
-    is_traced: bool = False
     traced: Mapping[int, Any] = MappingProxyType({})
 
     @abstractmethod

@@ -69,7 +69,7 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
             where = f"model.{name}" if name else "model"
             problems += _problems_of_hooks(where, module)
             problems += _problems_of_calls(where, module)
-            if family.is_traced and module is not base and id(module) in inside - by_weights:
+            if family.traced and module is not base and id(module) in inside - by_weights:
                 problems += _problems_of_change(where, module, family.traced.get(id(module)))
             else:
                 problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))

@@ -51,7 +51,7 @@ def family_of(model: Any) -> Family:
         return _derived(model)
     check_class(model, name)
     family = _DERIVED.get(model, REGISTERED[name])
-    is_settled = family.is_traced or getattr(model, "_is_cut_by_helix", False)
+    is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
 

@@ -79,14 +79,14 @@ def tokens_of(rows: int, batch: int, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def unit_of_experts(module: Any, sharing: ParallelContext, flat: bool = False, name: str = "experts") -> Unit:
+def unit_of_experts(module: Any, sharing: ParallelContext, name: str = "experts") -> Unit:
     """Experts alone: their tokens and weights enter, and side input `chosen` has the choices."""
     b = Builder("layer", "layers.0", sharing)
     x, weights = b.input("x"), b.input("weights")
     (chosen,) = b.segment_outputs(
         "choose", lambda chosen: (chosen,), (), side=("chosen",), non_differentiable=("picked",)
     )
-    return b.build(declare_experts(b, x, weights, chosen, module, name=name, flat=flat))
+    return b.build(declare_experts(b, x, weights, chosen, module, name=name))
 
 
 def side_of(given: dict[str, Tensor], tp_size: int = 1) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.lowering.lower import declare
+from hf_helix.models.lowering.lower import Lowering
 from hf_helix.models.lowering.segment_function import Share
 from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.placement.inference import infer_placements
@@ -78,7 +78,7 @@ def lowered(placements: Placements, module: nn.Module, axis: Axis) -> Unit:
     graph = placements.trace
     plan = SegmentPlan(placements, Share(axis.size, axis.rank), [graph.hidden], graph.result)
     b = Builder("layer", "layers.0", ParallelContext(axis))
-    return b.build(declare(plan, b, module, {graph.hidden: b.input("x")}))
+    return b.build(Lowering(plan, b, module, {graph.hidden: b.input("x")}).run())
 
 
 def steps(unit: Unit) -> list[str]:

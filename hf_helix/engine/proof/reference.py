@@ -11,13 +11,14 @@ and the given model is left as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_helix.checkpoint.reader import persistent_tensors
 from hf_helix.models.copies import copy_module
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.vocab_parallel import IGNORED
@@ -56,15 +57,11 @@ def scale_weights(model: nn.Module, seed: int = 0) -> None:
         tensor.mul_(GAIN / math.sqrt(fan) / tensor.square().mean().sqrt())
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yields the floating-point buffers of checkpoints, each once. Other buffers, such as ropes, are constants."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            saved = buffer is not None and name not in module._non_persistent_buffers_set
-            if saved and buffer is not None and buffer.is_floating_point() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
+    """Returns the floating-point buffers of checkpoints, each once. Other buffers, such as ropes, are constants."""
+    buffers = set(map(id, model.buffers()))
+    saved = {id(tensor): tensor for tensor in persistent_tensors(model).values()}
+    return [tensor for key, tensor in saved.items() if key in buffers and tensor.is_floating_point()]
 
 
 def make_batches(kind: str, vocab_size: int, pad: int, device: torch.device, place: int = 0) -> list[Batch]:

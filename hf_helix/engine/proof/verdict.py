@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_helix.engine.proof.reference import Outcome
 
-LOSS, GRADIENT, LOGITS = 1e-5, 1e-4, 1e-4
 SMALL = 1e-2
 """The share of the largest norm that is added to the norm of a gradient: some gradients are zero but for rounding."""
 
@@ -26,24 +25,40 @@ SHOWN = 3
 """The number of names in a line."""
 
 
+LOSS, GRADIENTS, LOGITS = "loss", "gradients", "logits"
+BARS = {LOSS: 1e-5, GRADIENTS: 1e-4, LOGITS: 1e-4}
+
+
 @dataclass(frozen=True)
 class Difference:
     """The difference of a value of the cut model from the unsplit model.
 
     Attributes:
+        kind: "loss", "gradients" or "logits".
         name: "loss", "logits", or the name of a parameter.
         error: the relative distance, see the module.
         bar: the largest error that counts as equal.
     """
 
+    kind: str
     name: str
     error: float
     bar: float
+
+    @classmethod
+    def of(cls, kind: str, error: float, name: str = "") -> Difference:
+        """Returns a difference with the bar of its kind."""
+        return cls(kind, name or kind, error, BARS[kind])
 
     @property
     def is_wrong(self) -> bool:
         """Whether the error is above its bar, or not a number."""
         return not self.error <= self.bar
+
+    @property
+    def bars(self) -> float:
+        """The error in bars; infinite where the error is not a number."""
+        return self.error / self.bar if self.error == self.error else float("inf")
 
     def __str__(self) -> str:
         return f"{self.name} {self.error:.1e}"
@@ -56,24 +71,21 @@ class ComparedWindow:
     Attributes:
         kind: the kind of its batches.
         plan: its plan.
-        loss: the worst loss.
-        gradient: the worst gradient.
-        logits: the logits of `predict()`.
-        wrong: all wrong values, the worst first.
+        differences: of every loss, of every gradient, and of the logits of `predict()`.
     """
 
     kind: str
     plan: str
-    loss: Difference
-    gradient: Difference
-    logits: Difference
-    wrong: tuple[Difference, ...] = ()
+    differences: tuple[Difference, ...]
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """All wrong values, the worst first."""
+        return sorted((d for d in self.differences if d.is_wrong), key=lambda d: d.bars, reverse=True)
 
     def __str__(self) -> str:
-        head = f"{self.kind}, {self.plan}: "
-        if not self.wrong:
-            return f"{head}loss {self.loss.error:.1e}, gradients {self.gradient.error:.1e}, {self.logits}"
-        return f"{head}different: {first_names(self.wrong)}"
+        found = f"different: {first_names(self.wrong)}" if self.wrong else _largest(self.differences)
+        return f"{self.kind}, {self.plan}: {found}"
 
 
 @dataclass(frozen=True)
@@ -118,35 +130,29 @@ class Proof:
     @property
     def wrong(self) -> list[Difference]:
         """The wrong values, each name once, the worst first."""
-        worst: dict[str, Difference] = {}
-        for difference in sorted((d for case in self.cases for d in case.wrong), key=_by_error):
-            worst[difference.name] = difference
-        return sorted(worst.values(), key=_by_error, reverse=True)
+        everything = sorted((d for case in self.cases for d in case.wrong), key=lambda d: d.bars)
+        worst = {difference.name: difference for difference in everything}
+        return sorted(worst.values(), key=lambda d: d.bars, reverse=True)
 
     def __str__(self) -> str:
         head = f"{self.model} at {self.layout}: {self.verdict}"
         if self.refusal or self.failure:
             return f"{head}: {self.refusal or self.failure}"
-        worst = [max((getattr(case, what) for case in self.cases), key=_by_error) for what in _COMPARED]
-        figures = ", ".join(
-            f"{what} {difference.error:.1e}" for what, difference in zip(_COMPARED.values(), worst, strict=True)
-        )
+        figures = _largest([difference for case in self.cases for difference in case.differences])
         names = f"; {first_names(self.wrong)}" if self.wrong else ""
         return f"{head} ({figures}; {self.seconds:.0f} s){names}"
+
+
+def _largest(differences: Sequence[Difference]) -> str:
+    """The largest error of each kind, as text."""
+    worst = [max((d for d in differences if d.kind == kind), key=lambda d: d.bars) for kind in BARS]
+    return ", ".join(f"{difference.kind} {difference.error:.1e}" for difference in worst)
 
 
 def first_names(wrong: Sequence[Difference], form: Callable[[Difference], str] = str) -> str:
     """Returns the first `SHOWN` wrong values as text, and the number of the others."""
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return ", ".join(map(form, wrong[:SHOWN])) + more
-
-
-_COMPARED = {"loss": "loss", "gradient": "gradients", "logits": "logits"}
-
-
-def _by_error(difference: Difference) -> float:
-    """The error in bars; infinite where the error is not a number."""
-    return difference.error / difference.bar if difference.error == difference.error else float("inf")
 
 
 def compare(
@@ -157,35 +163,29 @@ def compare(
     `exact` returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; it is called only
     where a value differs.
     """
-    loss, gradients, logits = _differences(outcome, wanted)
-    if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
-        truth = exact()
-        if truth is not None:
-            ours, theirs = _differences(outcome, truth), _differences(wanted, truth)
-            differences = zip((loss, gradients, logits), ours, theirs, strict=True)
-            loss, gradients, logits = (_excused(*parts) for parts in differences)
-    everything = (*loss, *gradients, *logits)
-    wrong = sorted((d for d in everything if d.is_wrong), key=_by_error, reverse=True)
-    worst = [max(part, key=_by_error) for part in (loss, gradients, logits)]
-    return ComparedWindow(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
+    differences = _differences(outcome, wanted)
+    if any(difference.is_wrong for difference in differences) and (truth := exact()) is not None:
+        parts = zip(differences, _differences(outcome, truth), _differences(wanted, truth), strict=True)
+        differences = [_excused(*each) for each in parts]
+    return ComparedWindow(kind, plan, tuple(differences))
 
 
-def _differences(outcome: Outcome, wanted: Outcome) -> tuple[list[Difference], list[Difference], list[Difference]]:
+def _differences(outcome: Outcome, wanted: Outcome) -> list[Difference]:
     """The differences of losses, of gradients and of logits."""
     losses = [
-        Difference("loss", abs(mine - theirs) / max(abs(theirs), 1.0), LOSS)
+        Difference.of(LOSS, abs(mine - theirs) / max(abs(theirs), 1.0))
         for mine, theirs in zip(outcome.losses, wanted.losses, strict=True)
     ]
     floor = SMALL * max(float(gradient.norm()) for gradient in wanted.gradients.values())
     gradients = [
-        Difference(name, _distance(outcome.gradients, name, gradient) / (float(gradient.norm()) + floor), GRADIENT)
+        Difference.of(GRADIENTS, _distance(outcome.gradients, name, gradient) / (float(gradient.norm()) + floor), name)
         for name, gradient in wanted.gradients.items()
     ]
     mine, theirs = outcome.logits, wanted.logits
     if mine.shape != theirs.shape:
-        return losses, gradients, [Difference(f"logits {list(mine.shape)}", float("inf"), LOGITS)]
+        return [*losses, *gradients, Difference.of(LOGITS, float("inf"), f"logits {list(mine.shape)}")]
     distance = float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
-    return losses, gradients, [Difference("logits", distance, LOGITS)]
+    return [*losses, *gradients, Difference.of(LOGITS, distance)]
 
 
 def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> float:
@@ -194,14 +194,9 @@ def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> flo
     return float("inf") if mine is None or mine.shape != wanted.shape else float((mine - wanted).norm())
 
 
-def _excused(given: Sequence[Difference], ours: Sequence[Difference], theirs: Sequence[Difference]) -> list[Difference]:
-    """The differences `given` of the cut from the unsplit model, with wider bars where fp64 shows equal rounding.
-
-    `ours` are the differences of the cut model from fp64, `theirs` the differences of the unsplit model from fp64.
-    """
-    return [
-        replace(difference, bar=min(ROUNDING * difference.bar, max(difference.bar, difference.error)))
-        if difference.is_wrong and mine.error <= difference.bar + 2 * own.error
-        else difference
-        for difference, mine, own in zip(given, ours, theirs, strict=True)
-    ]
+def _excused(given: Difference, ours: Difference, theirs: Difference) -> Difference:
+    """The difference `given` of the cut from the unsplit model, with a wider bar where fp64 shows equal rounding:
+    `ours` is the difference of the cut model from fp64, `theirs` that of the unsplit model."""
+    if not given.is_wrong or not ours.error <= given.bar + 2 * theirs.error:
+        return given
+    return replace(given, bar=min(ROUNDING * given.bar, max(given.bar, given.error)))

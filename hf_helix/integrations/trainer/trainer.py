@@ -23,7 +23,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint.random_weights import build_on_meta
+from hf_helix.checkpoint.load import build_on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes

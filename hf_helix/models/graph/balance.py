@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, __version__
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import counted_in
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter, counted_tokens
+from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 
 BALANCE = "balance"
 """The value that enters and leaves every unit."""
@@ -56,20 +56,6 @@ class Balance:
             return torch.zeros(shape, device=counted.device)
 
         return b.segment(BALANCE, nothing, side=(COUNTED,))
-
-    def part(self, b: Builder, logits: str, name: str = "balance.part") -> str:
-        """Adds the sums of one router, in the unit of its layer.
-
-        Args:
-            b: the builder of the layer.
-            logits: of the router for this rank's tokens [n, batch, experts] or [n * batch, experts].
-            name: the name of the operator and of its output.
-        """
-
-        def part(logits: Tensor, **side: Any) -> Tensor:
-            return part_of(logits.flatten(0, -2), counted_tokens(side, b.tp), self.choices)
-
-        return b.segment(name, part, logits, side=(COUNTED,))
 
     def add_loss(self, b: Builder, loss: str, balance: str) -> str:
         """Adds the load-balancing loss to the loss, in the unit of the head.
@@ -120,12 +106,8 @@ def balance_side_inputs(batch: Mapping[str, Any], batch_scale: float) -> dict[st
 
 
 def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
-    """Returns sums over tokens [1, 2, experts]: of the most probable experts, and of all experts' probabilities.
-
-    Args:
-        logits: of a router [tokens, experts].
-        counted: 1 for tokens that count, else 0 [tokens]; see `counted_tokens`.
-    """
+    """Returns sums over tokens [1, 2, experts]: of the most probable experts, and of all experts' probabilities, from
+    logits [tokens, experts] and 1 for tokens that count, else 0 [tokens]; see `counted_tokens`."""
     probabilities = logits.softmax(-1).float()
     counted = counted.float().unsqueeze(-1)
     best = probabilities.detach().topk(choices, -1).indices

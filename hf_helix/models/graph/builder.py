@@ -34,7 +34,8 @@ Used = nn.Module | nn.Parameter
 
 
 class Builder:
-    """The steps of a layer, as operators of one unit. Values are names: methods return the names of the added values.
+    """The steps of a layer, as operators of one unit. Values are names: methods return the names of the added values,
+    and take the name of an operator, `name`, and the names of its inputs. A single output has the operator's name.
 
     Args:
         name: the name of the unit's graph; units of one name have equal graphs where equal parameters train.
@@ -102,7 +103,11 @@ class Builder:
         return self.declare(name, SumOfParts(self.tp.size), (parts,), relative_cost=LIGHT / 2)[0]
 
     def replicate(self, name: str, value: str, axis: Axis) -> str:
-        """Adds the all-gather of [1, ...] over an axis to [ranks, ...]; all ranks use the result in the same way."""
+        """Adds the all-gather of [1, ...] over an axis to [ranks, ...]; all ranks use the result in the same way.
+
+        Args:
+            axis: the ranks.
+        """
         if axis.size == 1:
             return value
         return self.declare(name, AllGatherReplicated(axis), (value,), kind=axis.kind, backward_kind=Kind.COMPUTE)[0]
@@ -203,7 +208,6 @@ class Builder:
         """Adds a submodule, or any function of one output, under autograd. Selective recompute runs it again.
 
         Args:
-            name: the name of the operator and of its output.
             function: returns a tensor, or a tuple of one.
             inputs: the function's input values.
             side: the side inputs of the micro-batch passed as keywords.
@@ -255,9 +259,7 @@ class Builder:
         """Adds a norm over this rank's part of the sequence.
 
         Args:
-            name: the name of the operator and of its output.
             module: the norm.
-            value: the input.
             lowers: whether only linears read the output, so that autocast may cast the output before communication.
         """
 
@@ -272,11 +274,19 @@ class Builder:
         return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
-        """Adds a residual addition of two values of the same shape."""
+        """Adds a residual addition.
+
+        Args:
+            left, right: the summands, of the same shape.
+        """
         return self.declare(name, Add(), (left, right), relative_cost=LIGHT / 2)[0]
 
     def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
-        """Adds dropout, unless its probability is 0."""
+        """Adds dropout, unless its probability is 0.
+
+        Args:
+            module: the dropout with the probability.
+        """
         return value if module.p == 0 else self.declare(name, Dropout(module), (value,))[0]
 
     def column_parallel(
@@ -285,7 +295,6 @@ class Builder:
         """Adds linears over the full sequence, each cut by its output features.
 
         Args:
-            name: the name of the operator.
             linears: the linears by output: the value of `key` is `name.key`.
             value: the common input.
             blocks: the full lengths of parts of the output features to be cut separately, such as queries, keys and
@@ -304,7 +313,6 @@ class Builder:
         In either case a rank computes a part of the gradients of weights and biases, to be summed over the ranks.
 
         Args:
-            name: the name of the operator.
             linears: the linears by output: the value of `key` is `name.key`.
             value: the common input.
 
@@ -317,7 +325,6 @@ class Builder:
         """Adds a linear cut by its input features; the outputs are partial sums for `reduce_scatter`.
 
         Args:
-            name: the name of the operator and of its output.
             linear: the linear, perhaps with a low-rank adapter of PEFT.
             value: the input [sequence, batch, features / tp_size].
         """
@@ -333,7 +340,6 @@ class Builder:
         Reads the side input `ids` and, for noise, `length`.
 
         Args:
-            name: the name of the operator and of its output.
             embedding: the embedding.
             plain: whether the caller declares the extra computation of a subclass of `nn.Embedding` (a scale) by
                 operators after the lookup. Otherwise subclasses are refused.

@@ -93,10 +93,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def experts_form(module: nn.Module) -> ExpertForm:
-    """Returns the form of a module of fused experts.
-
-    Args:
-        module: its `forward` takes tokens [tokens, hidden], the experts chosen [tokens, k] and weights [tokens, k].
+    """Returns the form of a module of fused experts, whose `forward` takes tokens [tokens, hidden], the experts chosen
+    [tokens, k] and weights [tokens, k].
 
     Raises:
         ValueError: the module has no such form, or another computation; names the difference.
@@ -193,13 +191,8 @@ def _tiny(module: nn.Module, form: ExpertForm, generator: torch.Generator) -> An
 
 
 def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Returns the result of a form, choice by choice.
-
-    Args:
-        hidden: the tokens [tokens, hidden].
-        chosen: the experts [tokens, k].
-        weights: [tokens, k].
-    """
+    """Returns the result of a form, choice by choice: for tokens [tokens, hidden], experts chosen and weights
+    [tokens, k]."""
 
     def linear(rows: Tensor, weight: str, bias: str | None) -> Tensor:
         matrices = getattr(module, weight)[chosen]
@@ -240,7 +233,6 @@ def declare_experts(
     meter: RouterMeter | None = None,
     *,
     name: str = "experts",
-    flat: bool = False,
 ) -> str:
     """Adds the operators of experts: tokens to the chosen experts, the experts, and the way back.
 
@@ -252,7 +244,6 @@ def declare_experts(
         module: fused experts, see `experts_form`.
         meter: counts the router's choices; None for no counts.
         name: the beginning of the operators' names.
-        flat: whether the tokens and the sums are [n * batch, hidden].
 
     Returns:
         The weighted sums of the experts' outputs [n, batch, hidden].
@@ -273,7 +264,7 @@ def declare_experts(
     if form.norm is not None:
         rows = b.segment(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
     rows = way.combine(rows, counts)
-    collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(down.dtype, flat)
+    collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(down.dtype)
     return way.declare("unpermute", collect, (rows, weights, places), ("out",))[0]
 
 

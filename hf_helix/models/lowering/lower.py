@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, declare_attention
-from hf_helix.models.graph.builder import Builder
 from hf_helix.models.lowering.experts import Experts
-from hf_helix.models.lowering.segment_plan import DropoutIn, SegmentPlan
+from hf_helix.models.lowering.segment_plan import DropoutIn
 from hf_helix.models.placement.value_placement import COLUMN, FULL, PARTIAL, ROW, SHARD
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.models.trace.opaque_calls import (
@@ -34,35 +33,17 @@ from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
 
 
-def declare(plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
-    """Declares the operators of a module and returns the name of the module's result."""
-    lowering = _Lowering(plan, b, module, start)
-    lowering.run()
-    return lowering.value(plan.target, where)
-
-
-def declare_layer(
-    plan: SegmentPlan, b: Builder, layer: Any, start: dict[Node, str], choices: int | None
-) -> tuple[str, list[str]]:
-    """Declares the operators of a layer.
-
-    Returns:
-        The name of the layer's result, and with a load-balancing loss the names of the routers' sums.
-    """
-    lowering = _Lowering(plan, b, layer, start, choices)
-    lowering.run()
-    return lowering.value(plan.target, SHARD), lowering.parts
-
-
-class _Lowering(Experts):
+class Lowering(Experts):
     """Declares the operators of one module."""
 
-    def run(self) -> None:
+    def run(self, where: str = SHARD) -> str:
+        """Declares all operators, and returns the name of the module's result in the form `where`."""
         plan = self.plan
         for node in self.trace.nodes:
             is_mine = node in plan.values and node not in plan.start and node in plan.needed
             if is_mine and not self._is_there(node):
                 self._declare(node)
+        return self.value(plan.target, where)
 
     def _declare(self, node: Node) -> None:
         opaque = self.trace.opaque_call(node)
@@ -266,7 +247,7 @@ class _Lowering(Experts):
     def _layer(self, node: Node, opaque: OpaqueCall) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
 
-    _OF_CALLS: ClassVar[dict[str, Callable[[_Lowering, Node, OpaqueCall], None]]] = {
+    _OF_CALLS: ClassVar[dict[str, Callable[[Lowering, Node, OpaqueCall], None]]] = {
         LINEAR: _linear,
         NORM: _norm,
         DROPOUT: _dropout,

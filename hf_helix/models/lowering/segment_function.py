@@ -76,21 +76,10 @@ class SegmentFunction:
         return [module.get_submodule(path) for path in self.modules]
 
 
-def build_segment_function(
-    placements: Placements,
-    share: Share,
-    inputs: Sequence[Node],
-    outputs: Sequence[Node],
-    flat: Container[Node] = (),
-) -> SegmentFunction:
-    """Returns the function that computes nodes from others."""
-    return _Writer(placements, share, flat).write(inputs, outputs)
-
-
-class _Writer:
+class SegmentWriter:
     """Writes nodes of a trace into a new graph."""
 
-    def __init__(self, placements: Placements, share: Share, flat: Container[Node]) -> None:
+    def __init__(self, placements: Placements, share: Share, flat: Container[Node] = ()) -> None:
         self.placements = placements
         self.flat = flat
         self.trace: ModuleTrace = placements.trace
@@ -101,6 +90,7 @@ class _Writer:
         self.first: Node | None = None
 
     def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> SegmentFunction:
+        """Returns the function that computes nodes from others."""
         nodes = [node for node in self._needed(inputs, outputs) if node not in inputs]
         attributes = [node for node in nodes if node in self.trace.attributes]
         given = [node for node in nodes if node in self.trace.given]

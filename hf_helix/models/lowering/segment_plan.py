@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.balance import RouterRecord
-from hf_helix.models.lowering.segment_function import SegmentFunction, Share, build_segment_function
+from hf_helix.models.lowering.segment_function import SegmentFunction, SegmentWriter, Share
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
 from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, NORM
@@ -29,19 +29,17 @@ from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED
 
 
+@dataclass(frozen=True)
 class BatchFirstSegment:
     """A segment over values [batch, sequence, ...] without padding, for code that needs the position of every token."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
+    function: Callable[..., Tensor]
 
     def __call__(self, *values: Tensor, length: int, **side: Tensor) -> Tensor:
         padded = values[0].shape[0]
         result = self.function(*(value[:length].transpose(0, 1) for value in values), **side).transpose(0, 1)
-        extra = padded - result.shape[0]
-        if extra <= 0:
-            return result
-        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
+        extra = max(0, padded - result.shape[0])
+        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra)) if extra else result
 
 
 @dataclass(frozen=True)
@@ -213,13 +211,10 @@ class SegmentPlan:
         """Returns the node of a router's logits before a choice of experts; None for a trace without logits."""
         ancestors = self._ancestors(chosen) - self.values
         candidates = [node for node in self.trace.logits if node in ancestors and is_canonical(self.trace, node)]
-        if (
-            len(candidates) != 1
-            or self.placement(candidates[0]).where != SHARD
-            or self.placement(candidates[0]).dim is not None
-        ):
+        if len(candidates) != 1:
             return None
-        return candidates[0]
+        placement = self.placement(candidates[0])
+        return candidates[0] if placement.where == SHARD and placement.dim is None else None
 
     # -- segments --------------------------------------------------------------------------------------------------
 
@@ -247,6 +242,6 @@ class SegmentPlan:
         key = tuple(outputs)
         if key not in self._segments:
             inputs = self.inputs_of(outputs)
-            function = build_segment_function(self.placements, self.share, inputs, outputs, self.flat)
+            function = SegmentWriter(self.placements, self.share, self.flat).write(inputs, outputs)
             self._segments[key] = function, inputs
         return self._segments[key]

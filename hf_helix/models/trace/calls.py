@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,15 +239,8 @@ class LayerCalls:
     def _record(self, batch: int, length: int) -> dict[int, Any]:
         device = self._device
         positions = torch.arange(length, device=device).expand(1, -1)
-        calls: dict[int, Any] = {}
-
-        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[number] = (args, kwargs)
-            if len(calls) == len(self.decoder.layers):
-                raise _Enough
-
         try:
-            self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions, called)
+            calls, _ = self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions)
         except Underivable:
             raise
         except Exception as error:
@@ -257,17 +250,28 @@ class LayerCalls:
         return calls
 
     def _run(
-        self, ids: Tensor, positions: Tensor | None, called: Callable[..., Any], mask: Tensor | None = None
-    ) -> list[Tensor]:
-        """Runs the decoder and returns the ids looked up in tables of positions."""
-        weight = self._table.weight
-        embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
+        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None = None, layers: Collection[int] | None = None
+    ) -> tuple[dict[int, Any], list[Tensor]]:
+        """Runs the decoder until some layers are called; None for all layers.
+
+        Returns:
+            The arguments of every layer that was called, and the ids looked up in tables of positions.
+        """
+        wanted = set(range(len(self.decoder.layers)) if layers is None else layers)
+        calls: dict[int, Any] = {}
+
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[number] = args, kwargs
+            if wanted <= calls.keys():
+                raise _Enough
+
+        embeddings = self._table.weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
             with contextlib.suppress(_Enough):
                 stock_forward(self.decoder.module)(
                     inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
                 )
-            return list(looked_up)
+            return calls, looked_up
 
     def _counts_what_is_seen(self) -> bool:
         """Compares the positions that the decoder computes from a mask with plain positions and with `count_seen`."""
@@ -288,14 +292,8 @@ class LayerCalls:
 
     def _follow(self, ids: Tensor, positions: Tensor | None, mask: Tensor) -> list[Tensor]:
         """Returns the tensors among the arguments of layers, and the ids looked up in tables of positions."""
-        given: list[Tensor] = []
-
-        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            if number + 1 == len(self.decoder.layers):
-                raise _Enough
-
-        looked_up = self._run(ids, positions, called, mask)
+        calls, looked_up = self._run(ids, positions, mask)
+        given = [leaf for leaf in tree_leaves(list(calls.values())) if isinstance(leaf, Tensor)]
         return [*looked_up, *given]
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
@@ -317,21 +315,11 @@ class LayerCalls:
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)
 
     def tensors(self, ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Returns the tensor arguments of layers for a micro-batch.
-
-        Args:
-            ids: the tokens [batch, sequence].
-            positions: their positions [batch or 1, sequence].
-        """
-        wanted, tensors = self._wanted, {}
-        last = max(wanted, default=-1)
-
-        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for name, index in wanted.get(number, ()):
-                tensors[name] = tree_leaves((args, kwargs))[index]
-            if number == last:
-                raise _Enough
-
-        if wanted:
-            self._run(ids, positions, called)
-        return tensors
+        """Returns the tensor arguments of layers for a micro-batch: tokens [batch, sequence] and their positions [batch
+        or 1, sequence]."""
+        if not self._wanted:
+            return {}
+        calls, _ = self._run(ids, positions, layers=self._wanted)
+        return {
+            name: tree_leaves(calls[number])[index] for number, named in self._wanted.items() for name, index in named
+        }

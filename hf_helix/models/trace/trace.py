@@ -293,10 +293,7 @@ def trace(
     given: Sequence[Given],
     call: Callable[..., Any],
 ) -> ModuleTrace:
-    """Traces a skeleton.
-
-    Args:
-        hidden: an example of the value that enters [batch, sequence, ...].
+    """Traces a skeleton; `hidden` is an example of the value that enters [batch, sequence, ...].
 
     Raises:
         Underivable: the code cannot be traced.

@@ -240,16 +240,11 @@ class Permute(Computation):
 
 
 class Unpermute(Computation):
-    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden].
+    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden] of type `dtype`,
+    in which sums are taken at the least."""
 
-    Args:
-        dtype: of the output, in which sums are taken at the least.
-        flat: whether the output is [n * batch, hidden].
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float32, flat: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self.flat = flat
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, weights, places = inputs
@@ -258,7 +253,7 @@ class Unpermute(Computation):
         by_token = by_token.unflatten(0, weights.shape)
         if call.training:
             call.saved = by_token, weights, places
-        return (_weighted_sum(call, by_token, weights, self.dtype, self.flat),)
+        return (_weighted_sum(call, by_token, weights, self.dtype),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, -2).unsqueeze(1)
@@ -322,16 +317,15 @@ class PermuteToCapacity(Computation):
 class UnpermuteFromCapacity(Computation):
     """`Unpermute` with a capacity. Values: rows, weights, the row of each choice. Output: [n, batch, hidden]."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, flat: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self.flat = flat
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, weights, row = inputs
         by_token = functional.pad(rows, (0, 0, 0, 1))[row]
         if call.training:
             call.saved = by_token, weights, row, len(rows)
-        return (_weighted_sum(call, by_token, weights, self.dtype, self.flat),)
+        return (_weighted_sum(call, by_token, weights, self.dtype),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, -2)
@@ -348,13 +342,8 @@ def _is_of(expert: Tensor, num_experts: int) -> Tensor:
     return expert.unsqueeze(1) == torch.arange(num_experts, device=expert.device)
 
 
-def _weighted_sum(call: Call, by_token: Tensor, weights: Tensor, dtype: torch.dtype, flat: bool) -> Tensor:
-    """Returns the sums [n, batch, hidden] of rows [tokens, k, hidden] times their weights.
-
-    Args:
-        weights: [tokens, k].
-        flat: whether the sums are [n * batch, hidden].
-    """
+def _weighted_sum(call: Call, by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the sums [n, batch, hidden] of rows [tokens, k, hidden] times their weights [tokens, k]."""
     weights = weights.to(torch.promote_types(weights.dtype, dtype))
     sums = (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
-    return sums if flat else sums.unflatten(0, (-1, call.side[COUNTED].shape[1]))
+    return sums.unflatten(0, (-1, call.side[COUNTED].shape[1]))

@@ -463,7 +463,7 @@ def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
 
 def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
     """Were it drawn layer by layer, it would start from other weights than its own."""
-    from hf_helix.checkpoint.random_weights import check_pieces, modules_drawn_apart
+    from hf_helix.checkpoint.load import check_pieces, modules_drawn_apart
 
     model = outline("llama", {})
     pieces = modules_drawn_apart(model, model.model.layers)

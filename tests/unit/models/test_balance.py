@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.graph.balance import Balance, add_part, balance_of, balance_side_inputs, routers_of
+from hf_helix.models.graph.balance import Balance, add_part, balance_of, balance_side_inputs, part_of, routers_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.experts import expert_side_inputs
+from hf_helix.operators.moe.dispatch import COUNTED
 
 LAYERS, LENGTH, BATCH, EXPERTS, CHOICES = 3, 5, 2, 6, 2
 
@@ -99,9 +100,13 @@ def test_operators_add_what_transformers_adds(padded: bool, dense_between: bool)
     balance = Balance(EXPERTS, CHOICES, LAYERS, coefficient=0.3)
     b = Builder("all", "all", ParallelContext())
     loss, sums = b.input("tokens"), balance.start(b)
+
+    def part(logits: Tensor, counted: Tensor) -> Tensor:
+        return part_of(logits.flatten(0, -2), counted.flatten(), CHOICES)
+
     for number in range(LAYERS):
-        says = b.input(f"logits.{number}")
-        sums = b.add(f"sums.{number}", sums, balance.part(b, says, f"part.{number}"))
+        says = b.segment(f"part.{number}", part, b.input(f"logits.{number}"), side=(COUNTED,))
+        sums = b.add(f"sums.{number}", sums, says)
     if dense_between:
         sums = add_part(b, sums, None)
     unit = b.build(balance.add_loss(b, loss, sums))

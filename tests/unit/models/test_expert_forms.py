@@ -73,18 +73,14 @@ def in_operators(
     given: dict[str, Tensor],
     sharing: ParallelContext | None = None,
     recompute: str = "none",
-    flat: bool = False,
     precision: Precision | None = None,
 ) -> dict[str, Tensor]:
     """As `by_itself`, operator by operator."""
     module = copy.deepcopy(module)
-    unit = unit_of_experts(module, sharing or ParallelContext(), flat).recomputed(recompute)
-    x, gradient = given["x"], given["gradient"]
-    if flat:
-        x, gradient = x.flatten(0, 1), gradient.flatten(0, 1)
-    inputs = {"x": x, "weights": given["weights"]}
-    outputs, gradients = run_unit(unit, inputs, side_of(given), {"experts.out": gradient}, precision)
-    result = {"out": outputs["experts.out"].view_as(given["x"]), "d.x": gradients["x"].view_as(given["x"])}
+    unit = unit_of_experts(module, sharing or ParallelContext()).recomputed(recompute)
+    inputs = {"x": given["x"], "weights": given["weights"]}
+    outputs, gradients = run_unit(unit, inputs, side_of(given), {"experts.out": given["gradient"]}, precision)
+    result = {"out": outputs["experts.out"], "d.x": gradients["x"]}
     result["d.weights"] = gradients["weights"]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -109,12 +105,12 @@ def test_operators_give_what_the_module_gives(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", cases_of(DISTINCT))
-@pytest.mark.parametrize("case", ["capacity", "selective", "full", "flat"])
-def test_with_room_for_all_recomputed_and_flat(family: str, case: str) -> None:
+@pytest.mark.parametrize("case", ["capacity", "selective", "full"])
+def test_with_room_for_all_and_recomputed(family: str, case: str) -> None:
     module, given = module_of(family), tokens_of(7, 3)
     sharing = ParallelContext(capacity_factor=NUM_EXPERTS / CHOICES) if case == "capacity" else None
     mode = case if case in ("selective", "full") else "none"
-    close(in_operators(module, given, sharing, mode, flat=case == "flat"), by_itself(module, given))
+    close(in_operators(module, given, sharing, mode), by_itself(module, given))
 
 
 def test_tokens_without_room_leave_no_trace_in_biases() -> None:
