@@ -55,7 +55,7 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, plain_parameters
+from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -113,6 +113,7 @@ class Engine(Diagnostics):
         self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)
         self._snapshot = Snapshot(model, self._called)
+        self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
         self.graphs = self._make_graphs()
         self.seam = self._make_seam() if options.loss_tweaks.own else None
@@ -139,7 +140,10 @@ class Engine(Diagnostics):
     def _make_seam(self) -> Seam:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
-            self.check_value_bounds(batch)
+            if is_recording() and self.mesh.device.type != "cpu":
+                self._bounds.append(self.value_bounds([batch]))  # a look would wait for the device
+            else:
+                self.check_value_bounds(batch)
 
         self._divided.share_losses()
         seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
@@ -294,6 +298,9 @@ class Engine(Diagnostics):
         """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
         assert self.seam is not None
         self.seam.finish()
+        bounds, self._bounds = self._bounds, []
+        if bounds:
+            self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
         self.last_window = self.seam.window
         self._divided.note_gradients()
 

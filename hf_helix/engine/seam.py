@@ -92,6 +92,7 @@ class Seam:
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
+        self._kinds: dict[Key, tuple[Sequence[int], torch.dtype]] = {}  # of a token, as calls have returned them
         self._open = contextlib.ExitStack()
         self._is_open = False
         self._num_calls = 0
@@ -243,7 +244,11 @@ class Seam:
                 value, transfer = prepare_all_gather(axis, value)
                 transfer()
             value = self._cut.join(value)
-        whole = self.runner.share(value, key[0])[:length].transpose(0, 1)
+        known = self._kinds.get(key)
+        kind = None if known is None else ((self._cut.padded(length), sum(rows), *known[0]), known[1])
+        shared = self.runner.share(value, key[0], kind)
+        self._kinds[key] = shared.shape[2:], shared.dtype
+        whole = shared[:length].transpose(0, 1)
         return whole.flatten(0, 1) if is_flat else whole.contiguous()
 
     def _axes_of(self, key: Key) -> list[Axis]:

@@ -208,20 +208,25 @@ class Runner:
             dist.all_reduce(result, group=group)
         return result
 
-    def share(self, value: Tensor | None, unit: int | None = None) -> Tensor:
+    def share(
+        self, value: Tensor | None, unit: int | None = None, kind: tuple[Sequence[int], torch.dtype] | None = None
+    ) -> Tensor:
         """Returns a value of the rank with a unit on every rank of the pipeline.
 
         Args:
             value: None on the other ranks.
             unit: the index of the unit; None for the last.
+            kind: shape and type; None where the other ranks do not know them.
         """
         pipe = self.mesh.pipe
         if pipe.group is None:
             assert value is not None
             return value
         owner = pipe.ranks[self._last if unit is None else self.layout.rank_of(unit)]
-        about: Any = None if value is None else (tuple(value.shape), value.dtype)
-        shape, dtype = broadcast_object(about, owner, pipe.ranks)
+        if kind is None:
+            about: Any = None if value is None else (tuple(value.shape), value.dtype)
+            kind = broadcast_object(about, owner, pipe.ranks)
+        shape, dtype = kind
         shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if value is None else value.contiguous()
         dist.broadcast(shared, owner, group=pipe.group)
         return shared
