@@ -92,7 +92,7 @@ class LocalParameter:
         if self.shard is not None:
             boxes = dict(boxes_of(local, self.shard.start, self.shard.shape))
         dim = self.placement.dim
-        if dim is None:
+        if dim is None or self.axis.size == 1:
             return boxes
         pieces: dict[Offset, Tensor] = {}
         start = 0  # of a block in the slice
