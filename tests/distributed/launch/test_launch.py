@@ -44,6 +44,18 @@ def test_the_plugin_comes_before_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_layout_in_accelerates_own_words(tmp_path: Path) -> None:
+    config = launch_config(tmp_path, helix={"plan": "sequential"})
+    launch = yaml.safe_load(config.read_text())
+    launch["parallelism_config"]["parallelism_config_tp_size"] = 2
+    config.write_text(yaml.safe_dump(launch))
+    process = accelerate(config, SCRIPT)
+    output = output_of(process)
+    assert process.returncode == 0, output
+    assert "done: tp_size=2 plan=sequential" in output
+
+
+@pytest.mark.slow
 def test_options_given_nowhere(tmp_path: Path) -> None:
     config = launch_config(tmp_path)
     launch = yaml.safe_load(config.read_text())

@@ -44,7 +44,7 @@ def write(path: Path, text: str) -> Path:
 
 def test_the_defaults_are_one_rank_and_auto() -> None:
     assert dataclasses.asdict(HelixConfig()) == {
-        **dict.fromkeys(SIZES, 1),
+        **dict.fromkeys((*SIZES, "dp_replicate_size"), 1),
         **dict.fromkeys(("plan", "schedule"), "auto"),
         **dict.fromkeys(("compile", "cuda_graphs", "shard_optimizer", "shard_parameters"), False),
         **dict.fromkeys(("profile", "layers_per_stage", "expert_capacity_factor", "inter_node_axes"), None),
@@ -280,7 +280,7 @@ def test_a_wrong_block_of_the_launcher_names_its_file(launched: Path) -> None:
         resolve_config(None, None)
 
 
-@pytest.mark.parametrize("text", ["", "num_processes: 2\nparallelism_config: {tp_size: 2}"])
+@pytest.mark.parametrize("text", ["", "num_processes: 2\nparallelism_config: {parallelism_config_cp_backend: torch}"])
 def test_given_nowhere_shows_every_way(text: str, launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched.write_text(text)
     if not text:
