@@ -36,7 +36,7 @@ RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
-    **{name: f"a whole number, such as {name}=1" for name in SIZES},
+    **{name: f"a whole number, such as {name}=1" for name in (*SIZES, "dp_replicate_size")},
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
@@ -99,6 +99,10 @@ class HelixConfig:
         shard_parameters: shard the parameters, their gradients and the optimizer's states over the data-parallel ranks
             (ZeRO-3, FSDP): a layer's weights are gathered before it runs, concurrently with the computation of the two
             units before, and dropped after it. See docs/data_parallelism.md.
+        dp_replicate_size: with `shard_parameters` or `shard_optimizer`, how many times the data-parallel ranks hold all
+            shards (HSDP): gathers stay among the dp / dp_replicate_size ranks of a copy, which are neighbours, and only
+            sums of a shard's gradients go from copy to copy. The number of hosts keeps gathers inside hosts. 1 for a
+            single copy over all data-parallel ranks.
         recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
             `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
@@ -144,6 +148,7 @@ class HelixConfig:
     inter_node_axes: tuple[str, ...] | None = None
     recompute: str | None = None
     link: str | None = None
+    dp_replicate_size: int = 1
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Names an unknown option and the nearest known option, like the YAML; Python would name only the unknown."""
@@ -169,7 +174,7 @@ class HelixConfig:
         self._check_files()
 
     def _check_numbers(self) -> None:
-        for name in SIZES:
+        for name in (*SIZES, "dp_replicate_size"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, such as {name}=1; got {size}")
         share, factor = self.tuning_share, self.expert_capacity_factor
@@ -200,6 +205,11 @@ class HelixConfig:
                 raise ValueError(f"inter_node_axes={axis!r} is no axis; use some of {', '.join(AXES)}")
 
     def _check_sharding(self) -> None:
+        if self.dp_replicate_size > 1 and self.zero_stage == 0:
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "
+                "model already; add shard_parameters=True or shard_optimizer=True, or use dp_replicate_size=1"
+            )
         if not self.shard_parameters:
             return
         if self.shard_optimizer:

@@ -13,13 +13,11 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, argument, config_option, option
-from hf_helix.config import HelixConfig, nearest
+from hf_helix.config import HelixConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +64,7 @@ class CheckCommand(Command):
         from hf_helix.testing import prove_layouts
 
         asked = {name: size for name, size in self.of_config().items() if size is not None}
-        given = self.model if is_class(self.model) else _file_of(self.model)
+        given = self.model if is_class(self.model) else configuration_file(self.model)
         sys.path.insert(0, "")  # a console script has the folder of its own file there
         for module in self.imports or []:
             importlib.import_module(module)
@@ -88,19 +86,6 @@ class CheckCommand(Command):
         bad = any(proof.verdict in ("different", "failed") for proof in proofs)
         if bad or not any(proof.ok for proof in proofs):
             sys.exit(1)
-
-
-def _file_of(name: str) -> str:
-    """Returns the configuration of a folder or of a name on the Hub."""
-    from hf_helix.models.causal_lm import causal_lm_classes
-
-    near = nearest(name, causal_lm_classes())
-    if (near or name.endswith(("ForCausalLM", "LMHeadModel"))) and "/" not in name and not Path(name).exists():
-        raise ValueError(
-            f"{name} is no class of Transformers {version('transformers')}{near}; `hf-helix models` lists those "
-            "that are known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
-        )
-    return configuration_file(name)
 
 
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:

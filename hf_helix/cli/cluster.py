@@ -17,7 +17,7 @@ import yaml
 from hf_helix.cli.common import join, start
 from hf_helix.cli.options import Command, config_option, option
 from hf_helix.measure.progress import progress_bar
-from hf_helix.planning.timing.cluster import cluster_file, parse_cluster, shipped_clusters
+from hf_helix.planning.timing.cluster import cluster_file, load_cluster, parse_cluster, shipped_clusters
 
 HEADER = """\
 # What one device computes and what links carry, measured by `hf-helix cluster`; see `sources` below.
@@ -33,7 +33,8 @@ class ClusterCommand(Command):
     examples:
       hf-helix cluster --output here.yaml                        all GPUs of this host, or two processes on its CPU
       hf-helix cluster --output here.yaml --processes 4
-      hf-helix cluster --show h100x8                             the file of a known machine
+      hf-helix cluster --list                                    the files of known machines
+      hf-helix cluster --show h100x8                             one of them, to copy and change
       hf-helix cluster --output slow.yaml --link 300mbit         as if processes were joined by a slow link (CPU)
 
     It takes less than two minutes, in which nothing else should run: products, attention and memory by size, the cost
@@ -47,13 +48,16 @@ class ClusterCommand(Command):
     processes: int | None = option(
         None, "how many to start here; left out, one a GPU, or two on a CPU; not with torchrun"
     )
-    show: str | None = option(None, "print this file of hf_helix; without a name, list the files", nargs="?", const="")
+    list: bool = option(False, "list the files that hf_helix brings")
+    show: str | None = option(None, "print a file that hf_helix brings, such as h100x8")
     link: str | None = config_option("link")
 
     def run(self) -> None:
         """Measure, in processes started by a launcher, or here by torchrun."""
-        if self.show is not None:
-            print(cluster_file(self.show).read_text() if self.show else "\n".join(shipped_clusters()))
+        if self.list:
+            print("\n".join(f"{name:<15}{load_cluster(name).name}" for name in shipped_clusters()))
+        elif self.show is not None:
+            print(cluster_file(self.show).read_text(), end="")
         elif "WORLD_SIZE" not in os.environ:
             self._launch()
         elif self.processes is not None:

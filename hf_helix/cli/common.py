@@ -11,10 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, nearest
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -27,12 +28,15 @@ if TYPE_CHECKING:
 
 
 def configuration_file(model: str) -> str:
-    """A folder or file as it is; for a name on the Hub, the path of its config.json, else ValueError."""
+    """A folder or file as it is; for a name on the Hub, the path of its config.json; else, and for a class or what
+    looks like one, ValueError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
     if Path(model).exists():
         return model
+    if model.isidentifier():
+        _refuse_class(model)
     try:
         return hf_hub_download(model, "config.json")
     except (HfHubHTTPError, ValueError, OSError) as error:
@@ -42,6 +46,23 @@ def configuration_file(model: str) -> str:
             f"({type(error).__name__}: {reason}). Give a folder that model.save_pretrained() wrote, its config.json, "
             "or, with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B"
         ) from error
+
+
+def _refuse_class(name: str) -> None:
+    from hf_helix.models.causal_lm import causal_lm_classes
+
+    classes = causal_lm_classes()
+    near = nearest(name, classes)
+    if name in classes:
+        raise ValueError(
+            f"{name} is a class, which has no sizes; give a folder with a config.json, or a name on the Hub such as "
+            "Qwen/Qwen3-8B"
+        )
+    if near or name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise ValueError(
+            f"{name} is no class of Transformers {version('transformers')}{near}; `hf-helix models` lists those "
+            "that are known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
+        )
 
 
 def read_profile(file: Path, recompute: str | None) -> Profile:

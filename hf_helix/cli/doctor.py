@@ -57,7 +57,7 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
-        from hf_helix.doctor.report import dropped_lines, ranking_lines
+        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
@@ -89,7 +89,8 @@ class DoctorCommand(OnCluster):
             rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
             print(f"Links between nodes of {rate}, each for {sharing} devices; --network 10gbit asks about another one")
         print()
-        print("\n".join(ranking_lines(ranking, cluster, self.top)))
+        lines = [*ranking_lines(ranking, cluster, self.top), *help_lines(ranking, self.lora_r > 0, cluster.nodes > 1)]
+        print("\n".join(lines))
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
         _print_best(best, simulated, cluster)

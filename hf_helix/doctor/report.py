@@ -22,6 +22,9 @@ from hf_helix.planning.timing.sizes import size_text
 CLOSE = 0.05
 """Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
+FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
+EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
+
 STOCK_FSDP = "FSDP (ZeRO-3), stock"  # name of the baseline: fully sharded data parallelism of the stock Trainer
 WIDTH = 116  # columns of lists of layouts
 
@@ -87,24 +90,29 @@ def shards_line(best: Step, shared: Step) -> str:
 
 
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
-    """Yields the table of the best layouts, with plain data parallelism."""
+    """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and FSDP."""
     best, plain = ranking.steps[0], ranking.plain()
-    if is_plain(best.case):
-        spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
-        yield f"Plain data parallelism{spread} is the fastest of these: no layer has to be cut."
     shown = list(ranking.steps[:top])
     if plain is not None and plain not in shown:
         shown.append(plain)
-    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in shown]
-    rows += _fsdp_rows(ranking.fsdp, cluster)
+    stock = _fsdp_rows(ranking.fsdp, cluster)
+    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in shown] + stock
+    fastest = max((step for _, _, step in rows), key=lambda step: step.tokens_per_second)
+    if fastest is not best:
+        ahead = fastest.tokens_per_second / best.tokens_per_second - 1
+        close = "; they are as good as each other, as exact as this is" if ahead < CLOSE else ": train with that"
+        yield f"{STOCK_FSDP}, is the fastest of these, {ahead:.1%} ahead of {size_text(best.case.sizes)}{close}."
+    elif is_plain(best.case):
+        spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
+        yield f"Plain data parallelism{spread} is the fastest of these: no layer has to be cut."
     width = max(len(how) for _, how, _ in rows) + 1
     yield (
         f"{'layout':<28}{'micro-batches':<{width}}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"
         f"{'exposed':>9}{'sums':>7}{'memory':>10}"
     )
     for name, how, step in rows:
-        yield _row(name, f"{how:<{width}}", step, best, cluster)
-    if ranking.fsdp is not None and not _fsdp_rows(ranking.fsdp, cluster):
+        yield _row(name, f"{how:<{width}}", step, fastest, cluster)
+    if ranking.fsdp is not None and not stock:
         need, budget = bytes_text(ranking.fsdp.step.memory.total), bytes_text(cluster.device.memory)
         yield f"{STOCK_FSDP} does not work: needs {need} of a device that has {budget}, with all that saves memory."
     if plain is None:
@@ -113,11 +121,37 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     if len(ranking.steps) > 1:
         margin = 1 - ranking.steps[1].tokens_per_second / best.tokens_per_second
         close = "; they are as good as each other, as exact as this is" if margin < CLOSE else ""
-        yield f"The second is {margin:.1%} slower{close}."
-    if ranking.fsdp is not None and ranking.fsdp.step.tokens_per_second > best.tokens_per_second:
-        yield "Stock FSDP is faster by this, but its row leaves out what the host takes to issue operators."
-    yield "micro-batches: how many x sequences in each; exposed: communication that nothing hides; sums: of gradients."
+        yield f"The second layout is {margin:.1%} slower than the first{close}."
+    yield from _meanings([how for _, how, _ in rows])
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
+
+
+def _meanings(options: Sequence[str]) -> Iterator[str]:
+    """Yields what the columns say."""
+    strand = "; one strand: micro-batches one after the other" if any("one strand" in each for each in options) else ""
+    yield (
+        "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits, for\n"
+        "computation or links of others; exposed: communication that nothing hides; sums: of gradients, after\n"
+        f"the last backward; memory: of the fullest device{strand}."
+    )
+
+
+def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]:
+    """Yields what would help where few layouts fit, or where links hold up the best.
+
+    Args:
+        adapters: whether adapters alone are trained.
+        several: whether the cluster has several nodes.
+    """
+    best, fitting = ranking.steps[0], len(ranking.steps)
+    lora = [] if adapters else ["adapters (--lora_r 16)"]
+    if fitting <= FEW < fitting + len(ranking.dropped):
+        ways = [*lora, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
+        yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
+    exposed = sum(best.exposed.values()) / best.seconds
+    if exposed > EXPOSED:
+        ways = [*lora, "more tokens in a step (--batch_tokens)", *["a faster network (--network 100gbit)"] * several]
+        yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:

@@ -46,8 +46,8 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
         )
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
-            "the model was loaded with a distributed_config, so Transformers has cut it already; "
-            "load it without one, HelixTrainer cuts it"
+            "the model was loaded with a distributed_config, so Transformers has cut it already; load it without one, "
+            "and give the same to HelixTrainer(helix_config=...), which cuts it"
         )
     if loss_tweaks.label_smoothing and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError(

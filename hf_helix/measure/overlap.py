@@ -334,9 +334,11 @@ def bytes_summed(runner: Runner) -> int:
 
 
 def _sent(bucket: Bucket, runner: Runner) -> int:
-    if bucket.flat is not None:  # a reduce-scatter
+    if bucket.flat is not None:  # a reduce-scatter, and an all-reduce over the copies of the shard
         size = torch.promote_types(bucket.flat.shard.dtype, torch.float32).itemsize
-        return (bucket.flat.gather_axis.size - 1) * bucket.flat.shard.numel() * size
+        copies = bucket.flat.copies.size if bucket.flat.copies is not None else 1
+        shard = bucket.flat.shard.numel() * size
+        return (bucket.flat.gather_axis.size - 1) * shard + 2 * (copies - 1) * shard // copies
     total = 0
     for parameter, placement in bucket.placements.items():  # an all-reduce
         group = runner.mesh.replica_group_of(placement)

@@ -2,7 +2,8 @@
 
 In:   the arguments of the script, the environment, and the command line of the launcher.
 Out:  a `HelixConfig`.
-Must hold: the first of the four counts; without any of the four, the error shows all four.
+Must hold: the first `HelixConfig` of the four counts, and layouts in the words of Transformers and Accelerate are added
+to it wherever they stand (see `layout`); without any of the four, the error shows all four.
 
 `accelerate launch` does not pass the path of its YAML to its workers, so the command lines of parent processes are
 read.
@@ -13,10 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from hf_helix.config import HelixConfig, has_helix_block, read_yaml
+from hf_helix.integrations.accelerate.layout import Layout, layout_of, layout_of_yaml, with_layout
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
@@ -27,32 +30,66 @@ WHERE = f"""use helix_config=HelixConfig(tp_size=2), or another of these ways (t
   4. the YAML of `accelerate launch --config_file ...`:
        parallelism_config:
          helix:
-           tp_size: 2"""
+           tp_size: 2
+DistributedConfig of Transformers and ParallelismConfig of Accelerate serve for the layout in 1 and 2."""
 
 
-def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
+def resolve_config(given: Any, plugin: Any) -> HelixConfig:
     """Returns the configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
 
+    Args:
+        given, plugin: a `HelixConfig`, a layout of another library (see `layout_of`), or None.
+
     Raises:
-        TypeError: the argument is no `HelixConfig`.
-        ValueError: no options; shows every way to give options.
+        TypeError: an argument is none of these.
+        ValueError: no options, which shows every way to give options; or contradicting layouts.
     """
-    for config in (given, plugin):
-        if config is not None:
-            if not isinstance(config, HelixConfig):
-                raise TypeError(f"helix_config must be a HelixConfig, got {type(config).__name__}: {config!r}")
-            return config
+    layouts: list[Layout] = []
+    configs: list[HelixConfig] = []
+    for each in (given, plugin):
+        if isinstance(each, HelixConfig):
+            configs.append(each)
+        elif (layout := layout_of(each)) is not None:
+            layouts.append(layout)
+        elif each is not None:
+            raise TypeError(f"helix_config must be a HelixConfig, got {type(each).__name__}: {each!r}")
+    file = launcher_config_file() if configs else options_file()
+    block = _layout_block(file)
+    if block and (layout := layout_of_yaml(block, str(file))) is not None:
+        layouts.append(layout)
+    config = configs[0] if configs else options_in(file)
+    if config is None and not layouts:
+        empty = f": {file} has parallelism_config without helix" if block else ""
+        raise ValueError(f"no helix options were given{empty}; {WHERE}")
+    config = config or HelixConfig()
+    for layout in layouts:
+        config = with_layout(config, layout)
+    return config
+
+
+def options_file() -> Path | None:
+    """Returns the file of the environment, or else the launcher's YAML; None without any."""
     path = os.environ.get(CONFIG_FILE_VARIABLE)
-    if path:
-        return HelixConfig.from_file(path)
-    launched = launcher_config_file()
-    if launched is not None:
-        options = read_yaml(launched)
-        if has_helix_block(options):
-            return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
-        if isinstance(options, Mapping) and options.get("parallelism_config"):
-            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix; {WHERE}")
-    raise ValueError(f"no helix options were given; {WHERE}")
+    return Path(path) if path else launcher_config_file()
+
+
+def options_in(file: Path | None) -> HelixConfig | None:
+    """Returns the options in a file of `options_file`; None where it has none."""
+    if file is None:
+        return None
+    if os.environ.get(CONFIG_FILE_VARIABLE) and not _layout_block(file):  # with options at its top
+        return HelixConfig.from_file(file)
+    options: Any = read_yaml(file)
+    if not has_helix_block(options):
+        return None
+    return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(file))
+
+
+def _layout_block(file: Path | None) -> Mapping[str, Any]:
+    """Returns the block `parallelism_config` of a YAML; empty without one."""
+    options = read_yaml(file) if file is not None else None
+    block = options.get("parallelism_config") if isinstance(options, Mapping) else None
+    return block if isinstance(block, Mapping) else {}
 
 
 def launcher_config_file() -> Path | None:

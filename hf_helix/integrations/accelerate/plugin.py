@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
 from hf_helix.integrations.accelerate.checks import check_accelerator
-from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.launcher import options_file, options_in, resolve_config
+from hf_helix.integrations.accelerate.layout import OtherLayout
 from hf_helix.integrations.accelerate.loop import prepare
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.runtime.distributed.mesh import Mesh, check_joined, mesh_of
@@ -38,7 +39,7 @@ def launch_options() -> HelixConfig | None:
     """Returns the options of the environment or the launcher's YAML; the environment and the YAML exist before CUDA
     starts."""
     try:
-        return resolve_config(None, None)
+        return options_in(options_file())
     except (TypeError, ValueError):
         return None  # the first reader of the options raises the error
 
@@ -89,11 +90,12 @@ class HelixPlugin(ParallelismConfig):
     """The layout for `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 
     Args:
-        config: the options, or keywords: `HelixPlugin(tp_size=2)`. By default from the environment or the launcher's
-            YAML (see `launcher`).
+        config: the options, or keywords: `HelixPlugin(tp_size=2)`; or a layout as `DistributedConfig` of Transformers
+            or `ParallelismConfig` of Accelerate. By default from the environment or the launcher's YAML (see
+            `launcher`).
     """
 
-    def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
+    def __init__(self, config: HelixConfig | OtherLayout | None = None, **options: Any) -> None:
         if config is not None and options:
             raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
         self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)

@@ -23,7 +23,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
-from hf_helix.integrations.accelerate.plugin import HelixPlugin
 from hf_helix.integrations.optimizers import (
     ELEMENTWISE_OPTIMIZERS,
     FUSED_OPTIMIZERS,
@@ -86,9 +85,6 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
             f"{args.n_gpu} GPUs in one process: use one process per GPU, "
             f"`accelerate launch --num_processes {args.n_gpu}`"
         )
-    plugin = args.parallelism_config
-    if plugin is not None and not isinstance(plugin, HelixPlugin) and plugin.total_size > 1:
-        problems.append(f"parallelism_config={plugin!r}: use HelixPlugin(...), or none")
     if problems:
         raise ValueError("HelixTrainer cannot honour " + "\n  ".join(problems))
 

@@ -30,6 +30,7 @@ from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.layout import OtherLayout
 from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.optimizers import watch_steps
@@ -83,9 +84,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
-        helix_config: the options; by default from `args.parallelism_config`, the environment or the launcher's YAML
-            (see
-            `hf_helix.config`).
+        helix_config: the options, or a layout as `DistributedConfig` of Transformers or `ParallelismConfig` of
+            Accelerate; by default from `args.parallelism_config`, the environment or the launcher's YAML (see
+            `hf_helix.integrations.accelerate.launcher`).
         weights: a checkpoint folder for a model on the meta device; each rank reads its slices. Without the folder,
             such a model starts at random. `model="path/to/folder"` gives model and weights.
 
@@ -99,7 +100,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def __init__(
         self,
         *args: Any,
-        helix_config: HelixConfig | None = None,
+        helix_config: HelixConfig | OtherLayout | None = None,
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
@@ -136,12 +137,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- construction --------------------------------------------------------------------------------------------
 
-    def _checked_layout(self, call: TrainerCall, given: HelixConfig | None) -> HelixPlugin:
+    def _checked_layout(self, call: TrainerCall, given: Any) -> HelixPlugin:
         """Returns the plugin with the layout, after a check of every argument on this rank."""
         arguments = call.get("args")
-        plugin = arguments.parallelism_config
-        plugin = plugin if isinstance(plugin, HelixPlugin) else None
-        config = resolve_config(given, plugin.config if plugin else None)
+        words = arguments.parallelism_config
+        plugin = words if isinstance(words, HelixPlugin) else None
+        config = resolve_config(given, plugin.config if plugin else words)
         for notice in check_environment(config.pp_size):
             logger.warning(notice)
         self._stock.check_call(type(self), call)

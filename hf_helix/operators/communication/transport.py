@@ -236,15 +236,18 @@ class ReplicaAxes:
         gather: for gathers of weights.
         reduce: for gradient reduction. Under ZeRO-3, gathers and reductions run on two streams, and each has a
             transport of its own.
+        copies: over the ranks with other copies of the same shard (HSDP); None for a single copy.
     """
 
     gather: Axis
     reduce: Axis
+    copies: Axis | None = None
 
     def map(self, change: Callable[[Axis], Axis]) -> ReplicaAxes:
         """Returns the axes changed by a function; equal axes stay equal."""
         gather = change(self.gather)
-        return ReplicaAxes(gather, gather if self.reduce is self.gather else change(self.reduce))
+        reduce = gather if self.reduce is self.gather else change(self.reduce)
+        return ReplicaAxes(gather, reduce, self.copies and change(self.copies))
 
 
 # -- group transports ----------------------------------------------------------------------------------------------

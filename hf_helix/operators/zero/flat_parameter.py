@@ -79,6 +79,7 @@ class FlatParameter:
         gather_axis: the ranks of the gather.
         reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
         cast_to: the type of the gathered buffer; None for the type of the parameters.
+        copies: the ranks with other copies of the same shard, which add to its gradient; None for a single copy.
         shard: this rank's shard.
         shards: its parts, by parameter.
         unsharded: the full buffer for operators at present; None between uses.
@@ -89,6 +90,7 @@ class FlatParameter:
     gather_axis: Axis
     reduce_axis: Axis
     cast_to: torch.dtype | None = None
+    copies: Axis | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
     unsharded: Tensor | None = field(init=False, default=None, repr=False)

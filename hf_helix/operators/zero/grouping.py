@@ -68,7 +68,7 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None)
+        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies)
         for index in users_of_group:
             by_unit[index].append(flat)
     return by_unit

@@ -52,6 +52,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hf_helix.config import nearest
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.text import shorten_list
 
@@ -260,7 +261,8 @@ def cluster_file(source: str | Path) -> Path:
         path = shipped.get(str(source).lower().removesuffix(".yaml"), path)
     if not path.is_file():
         raise ValueError(
-            f"cluster={str(source)!r} is neither a file nor a cluster that hf_helix brings; use one of "
+            f"cluster={str(source)!r} is neither a file nor a cluster that hf_helix brings"
+            f"{nearest(str(source).lower(), shipped)}; use one of "
             f"{', '.join(shipped)}, or a file of your own: `hf-helix cluster --show h100x8` prints one to copy and "
             "change (docs/doctor.md#clusters), `hf-helix cluster --output here.yaml` measures this machine"
         )

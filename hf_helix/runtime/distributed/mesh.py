@@ -61,6 +61,7 @@ def check_world(
     cp_size: int = 1,
     ep_size: int = 1,
     fits: Callable[[int], bool] | None = None,
+    dp_replicate_size: int = 1,
 ) -> None:
     """Raises ValueError where the sizes do not divide the world, see `build_mesh`.
 
@@ -70,6 +71,7 @@ def check_world(
     left = world
     taken: list[str] = []
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
+    sizes["dp_replicate_size"] = dp_replicate_size
     for name, size in sizes.items():
         if left % size == 0:
             taken += [f"{name}={size}"] * (size > 1)
@@ -90,6 +92,8 @@ def check_world(
         )
         if name == "ep_size":
             what += ", since experts are shared by data-parallel ranks"
+        if name == "dp_replicate_size":
+            what += ", since copies of the shards are divided among data-parallel ranks"
         raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")
 
 
@@ -227,6 +231,7 @@ def build_mesh(
     inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
     zero_stage: int = 0,
+    dp_replicate_size: int = 1,
 ) -> Mesh:
     """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
 
@@ -239,6 +244,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
         zero_stage: see `HelixConfig.zero_stage`.
+        dp_replicate_size: see `HelixConfig`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -247,14 +253,14 @@ def build_mesh(
     device = torch.device(device)
     world = world_size()
     check_joined(world)
-    check_world(world, tp_size, pp_size, cp_size, ep_size)
+    check_world(world, tp_size, pp_size, cp_size, ep_size, dp_replicate_size=dp_replicate_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, group
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage)
+        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -264,7 +270,8 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh for a configuration, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.zero_stage)
+    zero = config.zero_stage, config.dp_replicate_size
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, *zero)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -277,7 +284,11 @@ def forget_meshes() -> None:
 
 
 def _new_mesh(
-    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, zero_stage: int
+    sizes: dict[str, int],
+    device: torch.device,
+    inter_node_axes: Collection[str] | None,
+    zero_stage: int,
+    dp_replicate_size: int,
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
@@ -287,7 +298,7 @@ def _new_mesh(
     groups.control_group()  # later, not all ranks may come to need it at the same time
     if backend == groups.NCCL:
         groups.order_launches(pp_size)
-    rows = _rows_of(sizes)
+    rows = _rows_of(sizes, dp_replicate_size)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
     device_mesh = _device_mesh(device, dp_size, shared)
@@ -306,25 +317,33 @@ def _new_mesh(
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
+    copies = None
+    if dp_replicate_size > 1:
+        copies = Axis(GroupTransport(groups.group_of(rows["copies"], use="gradients")), Kind.GRADIENTS)
+
     def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
-        if zero_stage == 0 or group is None:
+        if zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
             return None
+        kind = reduction_kind
+        if copies is not None:
+            group = groups.group_of(rows[name], use="gradients")
+            kind = Kind.INTER_NODE if {name, *["cp"] * (cp_size > 1)} & set(inter_node_axes) else Kind.INTRA_NODE
         reduce = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
         if zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
-            return ReplicaAxes(reduce, reduce)
-        gather = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), reduction_kind)
-        return ReplicaAxes(gather, reduce)
+            return ReplicaAxes(reduce, reduce, copies)
+        gather = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
+        return ReplicaAxes(gather, reduce, copies)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
     replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use="gradients")
-    replica_axes = axes_over("replicas", replica_group)
+    replica_axes = axes_over("shards", replica_group)
     expert_replica_group, expert_replica_axes = replica_group, replica_axes
     if ep_size > 1:
         expert_replica_group = None
         if rows["expert_replicas"].shape[-1] > 1:
             expert_replica_group = groups.group_of(rows["expert_replicas"], use="gradients")
-        expert_replica_axes = axes_over("expert_replicas", expert_replica_group)
+        expert_replica_axes = axes_over("expert_shards", expert_replica_group)
     pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
@@ -336,12 +355,13 @@ def _new_mesh(
     return mesh
 
 
-def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, torch.Tensor]:
     """Returns the ranks that each axis connects: a row is the last dimension."""
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     world = dp_size * pp_size * cp_size * tp_size
     # Dimensions: replicas of the experts, ep, pp, cp, tp.
     places = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    copies = places.unflatten(0, (dp_replicate_size, -1))
     return {
         "tp": places,
         "cp": places.movedim(3, -1),
@@ -351,6 +371,9 @@ def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         "experts": places.movedim(1, 3).flatten(3),
         "replicas": places.permute(2, 4, 0, 1, 3).flatten(2),
         "expert_replicas": places.permute(1, 2, 4, 0, 3).flatten(3),
+        "shards": copies.permute(0, 3, 5, 1, 2, 4).flatten(3),
+        "expert_shards": copies.permute(0, 2, 3, 5, 1, 4).flatten(4),
+        "copies": copies.movedim(0, -1),
     }
 
 
@@ -370,7 +393,9 @@ def connect(mesh: Mesh) -> None:
     All ranks go through the groups in one order, and wait for the device once, at the end.
     """
     one = torch.ones(1, device=mesh.device)
-    for group in dict.fromkeys((mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group)):
+    reducing = [axis.group for each in mesh._shard_axes if each for axis in (each.reduce, each.copies) if axis]
+    others = mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group
+    for group in dict.fromkeys((*others, *reducing)):
         if group is not None:
             dist.all_reduce(one, group=group)
     dist.all_reduce(one)

@@ -65,9 +65,9 @@ class FlatParameterGradients:
             for parameter, place in zip(self._with_gradient, self._places, strict=True):
                 parameter.grad = place
 
-    def reduce_scatter(self, divisor: int) -> TransferFn:
-        """Gives the shards their gradients, not filled yet, and returns a function to fill them with sums / `divisor`.
-        Collective."""
+    def reduce_scatter(self, divisor: int, link: EmulatedLink | None = None) -> TransferFn:
+        """Gives the shards their gradients, not filled yet, and returns a function to fill them with sums / `divisor`,
+        over the ranks of a copy and then over the copies (`link` is the emulated link between these). Collective."""
         local: list[Any] = [parameter.grad for parameter in self._with_gradient]
         shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
         parts = self._flat.split_shard(shard)
@@ -84,6 +84,8 @@ class FlatParameterGradients:
             if not self._is_moved:
                 torch._foreach_copy_(self._places, local)
             scatter()
+            if self._flat.copies is not None and self._flat.copies.group is not None:
+                all_reduce(shard, self._flat.copies.group, link)
             if divisor > 1:
                 shard.div_(divisor)
             if not self._is_moved:
@@ -156,7 +158,7 @@ class GradientReducer:
         parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
         tp = self._mesh.tp
         summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
-        work = gradients.reduce_scatter(self._mesh.dp_size)
+        work = gradients.reduce_scatter(self._mesh.dp_size, self._mesh.link)
         self._events.append(self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter"))
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:

@@ -85,7 +85,8 @@ SHARDS = {"ZeRO-1": "shard_optimizer", "ZeRO-3": "shard_parameters"}
 def options_of(layout: str, **training: Any) -> dict[str, Any]:
     """Options of a job on a layout such as "tp2 ZeRO-3": ranks that share a batch take as many micro-batches more."""
     sizes = {f"{word[:2]}_size": int(word[2:]) for word in layout.split() if word[:2] in ("tp", "pp", "cp", "ep")}
-    shards = {option: True for word, option in SHARDS.items() if word in layout}
+    shards: dict[str, Any] = {option: True for word, option in SHARDS.items() if word in layout}
+    shards |= {"dp_replicate_size": 2} if "twice" in layout else {}
     steps = math.prod(size for name, size in sizes.items() if name != "ep_size")
     return {
         "helix": {"plan": "greedy", **sizes, **shards},
@@ -309,6 +310,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 ZeRO-3 to pp2 ZeRO-1": {},
     "ep2 ZeRO-1 to ep4": EXPERTS,
     "dp4 ZeRO-3 to tp2 ZeRO-3": {},
+    "dp4 ZeRO-3 twice to tp2 ZeRO-1": {},
+    "dp4 ZeRO-1 twice to dp4 ZeRO-3": {},
     "tp2 ZeRO-3 to tp4": FUSED,
     "ep2 ZeRO-3 to pp2 ZeRO-3": EXPERTS,
     "pp2 dp2 to pp4": FUSED,

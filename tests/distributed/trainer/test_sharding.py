@@ -66,7 +66,7 @@ def windows(
         how much in parts of the norm; how many shards there are; what is wrong after a window.
     """
     freeze = model.pop("freeze", ())
-    whole = make(folder, {**helix, "plan": "sequential"}, model, training, freeze)
+    whole = make(folder, {**helix, "dp_replicate_size": 1, "plan": "sequential"}, model, training, freeze)
     whole.model.train()
     expected = [loss.item() for loss in whole.helix.runner.train_window(window_of(whole, 3, 2, LENGTHS))]
     gradients = {name: parameter.grad for name, parameter in whole.model.named_parameters()}
@@ -400,6 +400,11 @@ OF_BOTH: Windows = {
     "llama cp2": (2, {"cp_size": 2}, {}, {}),
     "llama pp2": (4, {"pp_size": 2}, {"num_hidden_layers": 4}, {}),
     "llama dp4": (4, {}, {}, {}),
+    "llama dp4 in two copies": (4, {"dp_replicate_size": 2}, {}, {}),
+    "llama bf16 dp4 in two copies": (4, {"dp_replicate_size": 2}, TIED, BF16),
+    "llama cp2 in two copies": (4, {"cp_size": 2, "dp_replicate_size": 2}, {}, {}),
+    "mixtral ep2 in two copies": (8, {"ep_size": 2, "dp_replicate_size": 2}, MIXTRAL, {}),
+    "mixtral ep2 in two copies, whole experts": (4, {"ep_size": 2, "dp_replicate_size": 2}, MIXTRAL, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
     "qwen3_moe bf16": (2, {}, {"family": "qwen3_moe"}, BF16),
     "llama with dropout": (2, {}, {"attention_dropout": 0.3}, {}),
@@ -482,6 +487,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
     "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "llama dp4": (4, {}, {"training": CLIPPED}),
+    "llama dp4 in two copies": (4, {"dp_replicate_size": 2}, {"training": CLIPPED}),
     "llama, recomputed": (2, {}, {"training": {**CLIPPED, "gradient_checkpointing": True}}),
 }
 OF_ONE = [

@@ -100,8 +100,8 @@ def test_a_model_that_is_nowhere(model: str, hub: Path, capsys: pytest.CaptureFi
 
 
 def test_files_of_clusters_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["cluster", "--show"])
-    assert "h100x8" in capsys.readouterr().out.split()
+    main(["cluster", "--list"])
+    assert "h100x8         a node of 8 H100\n" in capsys.readouterr().out
     main(["cluster", "--show", "H100x8"])
     assert capsys.readouterr().out.startswith("name: a node of 8 H100\n")
 

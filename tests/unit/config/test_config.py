@@ -249,7 +249,7 @@ def test_a_wrong_block_of_the_launcher_names_its_file(launched: Path) -> None:
         resolve_config(None, None)
 
 
-@pytest.mark.parametrize("text", ["", "num_processes: 2\nparallelism_config: {tp_size: 2}"])
+@pytest.mark.parametrize("text", ["", "num_processes: 2\nparallelism_config: {parallelism_config_cp_backend: torch}"])
 def test_given_nowhere_shows_every_way(text: str, launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched.write_text(text)
     if not text:

@@ -99,3 +99,14 @@ def test_the_loss_of_transformers_holds_three_times_the_logits_in_fp32():
     few, many = (counted(on_meta(num_hidden_layers=LAYERS, vocab_size=size), bf16=True) for size in (2**14, 2**15))
     more = step_of(many, SLOW).memory.activations - step_of(few, SLOW).memory.activations
     assert more == pytest.approx(12 * 2 * 32 * 2**14)
+
+
+def test_the_host_of_stock_fsdp_issues_as_ours_does(amounts: Amounts):
+    """Where the host is slower than the device, a step takes its time: 1.1 times that of one strand of hf_helix."""
+    slow = replace(FAST, device=replace(FAST.device, issue_seconds=1e-3))
+    stock = step_of(amounts, slow)
+    ours = simulate_step(amounts, stock.case, slow, Fidelity.REDUCED)
+    assert stock.window == pytest.approx(1.1 * (ours.window - ours.casts))
+    assert step_of(amounts, FAST).window < 0.1 * stock.window
+    on_cpu = replace(slow, device=replace(slow.device, host_runs_ahead=False))
+    assert step_of(amounts, on_cpu).window == pytest.approx(stock.window / 1.1, rel=0.01), "as part of every operator"

@@ -187,7 +187,10 @@ def test_a_key_in_other_letters_is_named():
 
 
 def test_a_name_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"cluster='a41x64' is neither a file nor .*; use one of a40x64, .*hf-helix"):
+    with pytest.raises(
+        ValueError,
+        match=r"cluster='a41x64' is neither a file nor .* \(did you mean 'a40x64'\?\); use one of a100-.*hf-helix",
+    ):
         load_cluster("a41x64")
     file = tmp_path / "mine.yaml"
     file.write_text("name: [unclosed")
