@@ -26,11 +26,25 @@ from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
 from hf_helix.operators.param_shard import Placement
+from hf_helix.planning.plan.registry import RULES
 from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
 from hf_helix.runtime.failures.values import Limits
 from hf_helix.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
+
+
+def check_plan_of_calls(config: HelixConfig) -> None:
+    """Refuses plans of measured times for a loss of the user's own, whose windows are not measured.
+
+    Raises:
+        ValueError: names the plan, and one that needs no times.
+    """
+    if config.plan in RULES and RULES[config.plan].needs_profile and config.profile is None:
+        raise ValueError(
+            f"plan={config.plan!r} with a loss of one's own: it is made of measured times, and windows in which code "
+            "of one's own calls the model are not measured; use plan='greedy', or profile=... of measured times"
+        )
 
 
 def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None = None) -> None:

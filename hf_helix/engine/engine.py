@@ -29,6 +29,7 @@ from hf_helix.engine.build import RunOptions, build_runner
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
+    check_plan_of_calls,
     check_sizes,
     check_trained,
     limits_of,
@@ -91,6 +92,8 @@ class Engine(Diagnostics):
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
         check_model(model, options.loss_tweaks, options.weights)
+        if options.loss_tweaks.own:
+            check_plan_of_calls(config)
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
