@@ -6,8 +6,8 @@ Must hold: no argument and no hook of the stock Trainer is silently ignored; doc
 of each argument.
 
 Refusals here concern `TrainingArguments`, other arguments of a Trainer, and overrides of its methods and attributes.
-The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches, `trl`
-for SFTTrainer, `evaluation` for outputs beside logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
+The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches,
+`evaluation` for outputs beside logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
 an `Accelerator` and data loaders.
 """
 
@@ -44,6 +44,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "torch_compile",
         bool,
         "torch_compile=False, operators are issued one by one; HelixConfig(compile=True)",
+    ),
+    (
+        "activation_offloading",
+        bool,
+        "activation_offloading=False: it expects the backward pass of a micro-batch right after its forward pass",
     ),
     ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),

@@ -1,7 +1,7 @@
 """The Trainer class under `HelixTrainerMixin`, and the arguments of its constructor.
 
 In:   the arguments of a trainer's constructor.
-Out:  the same arguments, by name; the changes that the class makes to a model, made before the model is cut.
+Out:  the same arguments, by name; what the class logs beside the loss.
 Must hold: `StockTrainer` describes `transformers.Trainer`; other classes have subclasses, as in `trl.py`.
 """
 
@@ -108,30 +108,3 @@ class StockTrainer:
     def log_entries(self, training: bool) -> dict[str, float]:
         """Returns the class's additions to a log."""
         return {}
-
-    def settle(self, call: TrainerCall) -> None:
-        """Fills in the arguments, and the model, as the class itself would."""
-        if call.get("args") is None:
-            call.set("args", TrainingArguments(output_dir="tmp_trainer"))
-
-    def model_options(self, args: Any) -> dict[str, Any]:
-        """The options of `from_pretrained` for a model given as a folder."""
-        return dict(getattr(args, "model_init_kwargs", None) or {})
-
-    def check_call(self, kind: type, call: TrainerCall) -> None:
-        """Refuses features of the class that hf_helix cannot honour.
-
-        Raises:
-            ValueError: names every such option and a value that works.
-        """
-
-    def add_adapters(self, model: Any, call: TrainerCall) -> Any:
-        """The model with the adapters that the class would add after the cut."""
-        return model
-
-    def check_model(self, model: Any, args: Any) -> None:
-        """Refuses a model whose loss the class would change.
-
-        Raises:
-            ValueError: names the change to make.
-        """

@@ -45,7 +45,13 @@ from hf_helix.integrations.trainer.online import count_batches_once, gathering_o
 from hf_helix.integrations.trainer.own_loss import has_own_loss
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
-from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
+from hf_helix.integrations.trainer.trl import (
+    StockSFTTrainer,
+    is_read_by_slices,
+    is_sft,
+    model_options,
+    settle_arguments,
+)
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
@@ -106,10 +112,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     ) -> None:
         call = TrainerCall(args, kwargs)
         self._stock = StockSFTTrainer() if is_sft(type(self)) else StockTrainer()
-        self._stock.settle(call)
+        settle_arguments(type(self), call)
         arguments: TrainingArguments = call.get("args")
         self._weights = weights
-        self._plugin = self._checked_layout(call, helix_config)
+        self._plugin = self._checked_layout(arguments, helix_config)
         self.helix_config = self._plugin.config
         self._connect_ranks(arguments, call.get("model"))
         ranks_per_batch = self.helix_config.ranks_per_batch
@@ -117,17 +123,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._gathering = functools.partial(gathering_once, ranks_per_batch) if counts_once else contextlib.nullcontext
         if counts_once:
             settle_generation(call, ranks_per_batch)
-        model = self._whole_model(call)
-        self._own_loss = has_own_loss(type(self), call, model)
-        if model is not None:
-            call.set("model", model)
-            if not self._own_loss:
-                self._cut(model, arguments)
+        self._make_model(call)
+        self._loss_function = call.get("compute_loss_func")
         super().__init__(*call.positional, **call.named)
-        if self._own_loss and getattr(self, "helix", None) is None:
-            self._cut(self.model, self.args)
-            run_in_mixed_precision(self.model, self.accelerator)
-            cut_fused_head()
+        if self._own_loss:
+            self._cut(self.model)
             if counts_once:
                 count_batches_once(self, ranks_per_batch)
             if self.place_model_on_device:
@@ -137,15 +137,13 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- construction --------------------------------------------------------------------------------------------
 
-    def _checked_layout(self, call: TrainerCall, given: Any) -> HelixPlugin:
+    def _checked_layout(self, arguments: TrainingArguments, given: Any) -> HelixPlugin:
         """Returns the plugin with the layout, after a check of every argument on this rank."""
-        arguments = call.get("args")
         words = arguments.parallelism_config
         plugin = words if isinstance(words, HelixPlugin) else None
         config = resolve_config(given, plugin.config if plugin else words)
         for notice in check_environment(config.pp_size):
             logger.warning(notice)
-        self._stock.check_call(type(self), call)
         check_arguments(arguments, config)
         return HelixPlugin(config) if plugin is None or plugin.config != config else plugin
 
@@ -161,24 +159,30 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         start_watch()
         make_output_dir(args)
 
-    def _whole_model(self, call: TrainerCall) -> Any:
-        """Returns the model before the cut, with its adapters; None if `model_init` makes the model later. A model
-        given as a folder is made without weights, since each rank reads its slices.
-        """
+    def _make_model(self, call: TrainerCall) -> None:
+        """Makes a model given as a folder without weights, since each rank reads its slices; a class of TRL reads
+        other models given by name itself, whole on every rank."""
         model = call.get("model")
-        if isinstance(model, (str, os.PathLike)):
-            if self._weights is not None:
-                raise ValueError(
-                    f"model={str(model)!r} is read with the weights in its folder, and weights={str(self._weights)!r} "
-                    "is given, too; leave it out, or give a model on the meta device with it"
-                )
-            self._weights = Path(model)
-            model = build_on_meta(model, **self._stock.model_options(call.get("args")))
-        return self._stock.add_adapters(model, call)
+        if not isinstance(model, (str, os.PathLike)) or not is_read_by_slices(type(self), call):
+            return
+        if self._weights is not None:
+            raise ValueError(
+                f"model={str(model)!r} is read with the weights in its folder, and weights={str(self._weights)!r} "
+                "is given, too; leave it out, or give a model on the meta device with it"
+            )
+        self._weights = Path(model)
+        call.set("model", build_on_meta(model, **model_options(type(self), call.get("args"))))
 
-    def _cut(self, model: Any, args: TrainingArguments) -> None:
+    def _take_model(self, model: Any) -> None:
+        """Cuts the model that a class hands to `Trainer.__init__`; one that its own code calls is cut when that code
+        has made what else it needs of the whole model."""
+        self._own_loss = has_own_loss(self, model, self._loss_function)
+        if not self._own_loss:
+            self._cut(model)
+
+    def _cut(self, model: Any) -> None:
         """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""
-        self._stock.check_model(model, args)
+        args = self.args
         before: Engine | None = getattr(self, "helix", None)
         self.helix = Engine(
             model,
@@ -198,6 +202,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             before.close()
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
+        if self._own_loss:
+            run_in_mixed_precision(model, self.accelerator)
+            cut_fused_head()
 
     def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
         if self._own_loss:
@@ -218,7 +225,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts the model."""
         model = super().call_model_init(trial)
-        self._cut(model, self.args)
+        if getattr(self, "helix", None) is None:
+            self._take_model(model)
+        else:
+            self._cut(model)
         return model
 
     # -- the engine ----------------------------------------------------------------------------------------------
@@ -299,10 +309,13 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @overrides("Trainer", "a second trainer of the process would get the layout of the first")
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the Accelerator as the stock method does, and restricts the layout to this Accelerator."""
+        """Makes the Accelerator as the stock method does, and restricts the layout to this Accelerator. It is the first
+        thing that `Trainer.__init__` does, so here the model is what a class has made of it."""
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
+        if self.model is not None and getattr(self, "helix", None) is None:
+            self._take_model(self.model)
 
     @overrides("Trainer", "the card would not say how the model was trained", needs=("tags",))
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -1,23 +1,23 @@
-"""TRL's `SFTTrainer` under `HelixTrainerMixin`.
+"""TRL's trainers under `HelixTrainerMixin`: their arguments, and the figures that `SFTTrainer` logs.
 
-In:   the arguments of the trainer, and its model before the cut.
-Out:  the model with its adapters, or an error with the option that cannot be honoured and an alternative.
-Must hold: the loss is the model's own (`loss_type="nll"`), so `SFTTrainer.compute_loss`, which computes the same loss
-and figures for the logs, need not be called. TRL is not imported.
+In:   the arguments of a trainer's constructor; the outputs of the cut model.
+Out:  the arguments as the class settles them; the figures of SFTTrainer's own `compute_loss`.
+Must hold: where the loss of SFTTrainer is the built-in one, `SFTTrainer.compute_loss`, which computes the same loss and
+figures for the logs, need not be called. TRL is not imported.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import TrainingArguments
 
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.integrations.metrics import gather_samples
@@ -26,16 +26,8 @@ from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
 
-# Field of SFTConfig, test for refused values, alternative.
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("loss_type", lambda kind: kind != "nll", "loss_type='nll': others are not computed over a cut vocabulary yet"),
-    ("activation_offloading", bool, "activation_offloading=False: operators keep activations, not autograd"),
-    (
-        "chat_template_path",
-        lambda path: path is not None and Path(path).suffix not in (".jinja", ".j2"),
-        "the path of a .jinja file, or trl.clone_chat_template(model, tokenizer, path) before: it may add tokens",
-    ),
-)
+# Classes that read a model given by name as a causal language model, and change no weight of it.
+_CAUSAL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
 def is_sft(kind: type) -> bool:
@@ -48,13 +40,66 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _class_of_trl(kind: type) -> type | None:
+    """Returns the class of TRL under a trainer's class, if any."""
+    return next((base for base in kind.__mro__ if base.__module__.startswith("trl.")), None)
+
+
+def settle_arguments(kind: type, call: TrainerCall) -> None:
+    """Makes the training arguments that a class makes of none; SFTTrainer makes its own of other arguments, too."""
+    args, model, trl = call.get("args"), call.get("model"), _class_of_trl(kind)
+    if trl is None:
+        call.set("args", TrainingArguments(output_dir="tmp_trainer") if args is None else args)
+        return
+    name = trl.__name__.removesuffix("Trainer")
+    config: Any = getattr(sys.modules[trl.__module__], f"{name}Config")
+    if args is None:
+        of_model = Path(model if isinstance(model, (str, os.PathLike)) else model.config.name_or_path).name
+        call.set("args", config(f"{of_model}-{name}"))
+    elif name_of(trl) == SFT_TRAINER and not isinstance(args, config):
+        call.set("args", config(**{each.name: getattr(args, each.name) for each in fields(args) if each.init}))
+
+
+def is_read_by_slices(kind: type, call: TrainerCall) -> bool:
+    """Returns whether each rank can read its slices of a model given by name: the class does not read it by itself, or
+    would read a causal language model from a folder, and leave its weights as they are."""
+    trl, args, folder = _class_of_trl(kind), call.get("args"), Path(call.get("model"))
+    if trl is None:
+        return True
+    changes = [call.get("peft_config"), call.get("quantization_config"), getattr(args, "trust_remote_code", False)]
+    template = str(getattr(args, "chat_template_path", None) or ".jinja")  # a model's template adds tokens
+    is_kept = not any(changes) and template.endswith((".jinja", ".j2"))
+    return trl.__name__ in _CAUSAL and is_kept and (folder / "config.json").is_file()
+
+
+def model_options(kind: type, args: Any) -> dict[str, Any]:
+    """Returns the options of `from_pretrained` for a model given as a folder. TRL's classes read it in fp32 unless the
+    arguments have another dtype."""
+    usual = {} if _class_of_trl(kind) is None else {"dtype": torch.float32}
+    return {**usual, **(getattr(args, "model_init_kwargs", None) or {})}
+
+
+def settle_routers(args: Any, model: Any) -> bool:
+    """Writes into a model's configuration whether SFTTrainer adds a loss of routers, which it would do after the cut.
+
+    Returns:
+        Whether it does; it weighs that loss in its own way.
+    """
+    config, asked = model.config.get_text_config(), args.router_aux_loss_coef
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+    is_added = hasattr(config, "output_router_logits") and coefficient != 0.0
+    if hasattr(config, "router_aux_loss_coef"):
+        config.output_router_logits, config.router_aux_loss_coef = is_added, coefficient
+    return is_added
+
+
 def _tokens_of(batch: Any) -> Tensor:
     """Returns the number of tokens of a micro-batch without padding, as a scalar; joined rows have no padding."""
     return batch["attention_mask"].sum() if "attention_mask" in batch else (batch["position_ids"][0] >= 0).sum()
 
 
 class StockSFTTrainer(StockTrainer):
-    """TRL's `SFTTrainer`, which reads a model in fp32, adds adapters, and adds the loss of routers."""
+    """TRL's `SFTTrainer`, which logs entropy, accuracy and tokens beside the loss."""
 
     figures = True
 
@@ -81,57 +126,3 @@ class StockSFTTrainer(StockTrainer):
         entries = {name: float((sums / targets.clamp(min=1)).mean()) for name, sums in means.items()}
         entries["num_tokens"] = int(self._tokens)
         return entries if training else {f"eval_{name}": value for name, value in entries.items()}
-
-    def settle(self, call: TrainerCall) -> None:
-        """Makes an `SFTConfig` of other arguments as SFTTrainer does, and reads a model given by name that gets
-        adapters: no folder has the weights of model and adapters.
-        """
-        args, model, config = call.get("args"), call.get("model"), sys.modules[_MODULE].SFTConfig
-        is_named = isinstance(model, (str, os.PathLike))
-        if args is None:
-            call.set("args", config(f"{Path(model if is_named else model.config.name_or_path).name}-SFT"))
-        elif not isinstance(args, config):
-            call.set("args", config(**{each.name: getattr(args, each.name) for each in fields(args) if each.init}))
-        if is_named and call.get("peft_config") is not None:
-            options = self.model_options(call.get("args"))
-            call.set("model", AutoModelForCausalLM.from_pretrained(model, **options))
-
-    def model_options(self, args: Any) -> dict[str, Any]:
-        """Returns the options of SFTTrainer, which reads a model in fp32 unless the arguments have another dtype."""
-        return {"dtype": torch.float32, **super().model_options(args)}
-
-    def check_call(self, kind: type, call: TrainerCall) -> None:
-        """Refuses features of SFTTrainer that need an uncut model, or full logits, which no rank has."""
-        name, args = kind.__name__, call.get("args")
-        problems = [
-            f"{field}={getattr(args, field, None)!r}: use {instead}"
-            for field, is_refused, instead in _REFUSED
-            if is_refused(getattr(args, field, None))
-        ]
-        if problems:
-            raise ValueError(f"{name} cannot honour " + "\n  ".join(problems))
-
-    def add_adapters(self, model: Any, call: TrainerCall) -> Any:
-        """Returns the model with the adapters of `peft_config`, drawn with SFTTrainer's seed."""
-        if call.get("peft_config") is None:
-            return model
-        from peft import get_peft_model  # only scripts with a `peft_config` need PEFT
-
-        set_seed(call.get("args").seed)
-        adapted = get_peft_model(model, call.get("peft_config"))
-        call.set("peft_config", None)
-        return adapted
-
-    def check_model(self, model: Any, args: Any) -> None:
-        """Refuses the loss of routers, which TRL activates by itself and weighs differently from the stock Trainer."""
-        config = model.config.get_text_config()
-        if not hasattr(config, "output_router_logits"):
-            return
-        asked = getattr(args, "router_aux_loss_coef", None)
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-        if coefficient or config.output_router_logits:
-            raise ValueError(
-                f"router_aux_loss_coef={asked!r} with output_router_logits={config.output_router_logits}: use "
-                "SFTConfig(router_aux_loss_coef=0.0), and model.config.output_router_logits = False; the loss of "
-                "routers is built for HelixTrainer only"
-            )
