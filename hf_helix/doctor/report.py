@@ -23,6 +23,7 @@ CLOSE = 0.05
 """Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
+IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
 
 STOCK_FSDP = "FSDP (ZeRO-3), stock"  # name of the baseline: fully sharded data parallelism of the stock Trainer
@@ -137,7 +138,7 @@ def _meanings(options: Sequence[str]) -> Iterator[str]:
 
 
 def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]:
-    """Yields what would help where few layouts fit, or where links hold up the best.
+    """Yields what would help where few layouts fit, or where links or the host hold up the best.
 
     Args:
         adapters: whether adapters alone are trained.
@@ -152,6 +153,8 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     if exposed > EXPOSED:
         ways = [*lora, "more tokens in a step (--batch_tokens)", *["a faster network (--network 100gbit)"] * several]
         yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
+    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
+        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:

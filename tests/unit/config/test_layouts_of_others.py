@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from accelerate import ParallelismConfig
@@ -26,29 +27,53 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
+class Said(NamedTuple):
+    """A layout that is made in the test: older versions of Transformers lack some words."""
+
+    kind: type
+    words: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__} {self.words}"
+
+    def made(self) -> Any:
+        if not self.words.keys() <= {each.name for each in dataclasses.fields(self.kind)}:
+            pytest.skip("this version of Transformers does not have these words")
+        return self.kind(**self.words)
+
+
+def distributed(**words: Any) -> Said:
+    return Said(DistributedConfig, words)
+
+
+def parallelism(**words: Any) -> Said:
+    return Said(ParallelismConfig, words)
+
+
 def sharded(**options: Any) -> HelixConfig:
     return HelixConfig(shard_parameters=True, **options)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("said", "expected"),
     [
-        (DistributedConfig(tp_size=8), HelixConfig(tp_size=8)),
-        (DistributedConfig(tp_size=4, pp_size=2), HelixConfig(tp_size=4, pp_size=2)),
-        (DistributedConfig(fsdp_size=8), sharded()),
-        (DistributedConfig(fsdp_size=4, dp_replicate_size=2), sharded(dp_replicate_size=2)),
-        (DistributedConfig(tp_size=2, fsdp_size=2, dp_replicate_size=2), sharded(tp_size=2, dp_replicate_size=2)),
-        (DistributedConfig(tp_size=2, fsdp_size=4, ep_size=4), sharded(tp_size=2, ep_size=2)),
-        (DistributedConfig(dp_replicate_size=8), HelixConfig()),
-        (DistributedConfig(tp_size=8, tp_plan="auto", enable_sequence_parallel=True), HelixConfig(tp_size=8)),
-        (ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), sharded(dp_replicate_size=2)),
-        (ParallelismConfig(tp_size=2, cp_size=2, dp_shard_size=2), sharded(tp_size=2, cp_size=2)),
-        (ParallelismConfig(dp_replicate_size=8), HelixConfig()),
-        (ParallelismConfig(), HelixConfig()),
+        (distributed(tp_size=8), HelixConfig(tp_size=8)),
+        (distributed(tp_size=4, pp_size=2), HelixConfig(tp_size=4, pp_size=2)),
+        (distributed(fsdp_size=8), sharded()),
+        (distributed(fsdp_size=4, dp_replicate_size=2), sharded(dp_replicate_size=2)),
+        (distributed(tp_size=2, fsdp_size=2, dp_replicate_size=2), sharded(tp_size=2, dp_replicate_size=2)),
+        (distributed(tp_size=2, fsdp_size=4, ep_size=4), sharded(tp_size=2, ep_size=2)),
+        (distributed(dp_replicate_size=8), HelixConfig()),
+        (distributed(tp_size=8, tp_plan="auto", enable_sequence_parallel=True), HelixConfig(tp_size=8)),
+        (parallelism(dp_replicate_size=2, dp_shard_size=4), sharded(dp_replicate_size=2)),
+        (parallelism(tp_size=2, cp_size=2, dp_shard_size=2), sharded(tp_size=2, cp_size=2)),
+        (parallelism(dp_replicate_size=8), HelixConfig()),
+        (parallelism(), HelixConfig()),
     ],
     ids=str,
 )
-def test_a_layout_keeps_its_meaning(given: Any, expected: HelixConfig) -> None:
+def test_a_layout_keeps_its_meaning(said: Said, expected: HelixConfig) -> None:
+    given = said.made()
     assert resolve_config(given, None) == resolve_config(None, given) == expected
     assert HelixPlugin(given).config == expected
 
@@ -80,24 +105,25 @@ def test_options_of_the_environment_are_added(tmp_path: Path, monkeypatch: pytes
 WRONG: list[tuple[Any, Any, str]] = [
     (
         HelixConfig(tp_size=4),
-        DistributedConfig(tp_size=8),
+        distributed(tp_size=8),
         "DistributedConfig(tp_size=8) says tp_size=8, and the",
     ),
-    (DistributedConfig(tp_size=8), ParallelismConfig(tp_size=2, dp_shard_size=4), "says tp_size=2, and the helix"),
-    (HelixConfig(shard_optimizer=True), DistributedConfig(fsdp_size=8), "fsdp_size=8): shard_parameters=True with sha"),
-    (DistributedConfig(tp_size=2), None, "1 data-parallel rank, and 8 processes, 2 for a batch, have 4; use fsdp_size"),
-    (ParallelismConfig(tp_size=2, dp_shard_size=2), None, "or start 4 processes"),
-    (DistributedConfig(tp_size=8, tp_plan={}), None, "with tp_plan={}: use None or 'auto'"),
-    (DistributedConfig(fsdp_size=8, fsdp_cpu_offload=True), None, "fsdp_cpu_offload=True: use False"),
-    (DistributedConfig(fsdp_size=8, fsdp_mixed_precision=True), None, "with TrainingArguments(bf16=True)"),
-    (ParallelismConfig(sp_size=2, dp_shard_size=4), None, "sp_size=2: use sp_size=1, and cp_size"),
+    (distributed(tp_size=8), parallelism(tp_size=2, dp_shard_size=4), "says tp_size=2, and the helix"),
+    (HelixConfig(shard_optimizer=True), distributed(fsdp_size=8), "fsdp_size=8): shard_parameters=True with sha"),
+    (distributed(tp_size=2), None, "1 data-parallel rank, and 8 processes, 2 for a batch, have 4; use fsdp_size"),
+    (parallelism(tp_size=2, dp_shard_size=2), None, "or start 4 processes"),
+    (distributed(tp_size=8, tp_plan={}), None, "with tp_plan={}: use None or 'auto'"),
+    (distributed(fsdp_size=8, fsdp_cpu_offload=True), None, "fsdp_cpu_offload=True: use False"),
+    (distributed(fsdp_size=8, fsdp_mixed_precision=True), None, "with TrainingArguments(bf16=True)"),
+    (parallelism(sp_size=2, dp_shard_size=4), None, "sp_size=2: use sp_size=1, and cp_size"),
 ]
 
 
 @pytest.mark.parametrize(("given", "plugin", "words"), WRONG, ids=[words for *_, words in WRONG])
 def test_contradictions_and_what_cannot_be_honoured_are_errors_by_name(given: Any, plugin: Any, words: str) -> None:
+    made = [each.made() if isinstance(each, Said) else each for each in (given, plugin)]
     with pytest.raises(ValueError, match=re.escape(words)):
-        resolve_config(given, plugin)
+        resolve_config(*made)
 
 
 def test_the_file_of_accelerate_config_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hf_helix.doctor.layouts import Dropped, Ranking
 from hf_helix.doctor.report import help_lines, ranking_lines
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.planning.graph.operator import Kind
 
 CLUSTER = cluster_with(devices_per_node=2)
 
@@ -77,4 +78,11 @@ def test_what_helps_is_said_where_links_hold_it_up(step: Step) -> None:
     assert helps(held, adapters=True, several=True) == [
         "The links hold it up: 50% of the best step is exposed. What helps: more tokens in a step (--batch_tokens), a "
         "faster network (--network 100gbit)."
+    ]
+
+
+def test_what_helps_is_said_where_the_host_holds_it_up(step: Step) -> None:
+    held = replace(step, window=4 * step.loads[Kind.COMPUTE])
+    assert helps(held) == [
+        "The host holds it up: the device waits 75% of the window for it. What helps: cuda_graphs=True."
     ]
