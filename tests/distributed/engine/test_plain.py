@@ -172,6 +172,10 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     ids = torch.arange(1, 17).view(2, 8)
     errors = {}
     losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in (whole, cut)] if own_loss else []
+    if own_loss:
+        for name in ("output_attentions", "output_router_logits"):
+            with pytest.raises(ValueError, match=rf"with gradients and {name}=True: a call takes .*leave it out"):
+                cut(input_ids=ids, **{name: True})
     with torch.no_grad():
         caches = [model(input_ids=ids[:, :6], use_cache=True).past_key_values for model in (whole, cut)]
         calls: dict[str, list[dict[str, Any]]] = {
