@@ -126,8 +126,8 @@ class Seam:
         if stray := self._stray(given):
             raise ValueError(
                 f"the model is called with gradients and {', '.join(stray)}: a call takes {', '.join(_READ)}, "
-                f"{_HIDDEN} and, of routers that are followed, {_ROUTERS}; leave it out (attentions are never stored), "
-                "or call the model under torch.no_grad()"
+                f"{_HIDDEN}=True and, of a mixture whose routers are followed, {_ROUTERS}=True (attention weights are "
+                "never computed); leave it out, or call the model under torch.no_grad()"
             )
         batch = {name: given[name] for name in _READ if name in given}
         self._check(batch)

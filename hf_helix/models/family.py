@@ -215,14 +215,12 @@ class Family(ABC):
 
     def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
         """Returns a function of the side inputs that allocates a layer's outputs: [sequence shard, batch, hidden], and
-        the sums of a load-balancing loss unless the loss is the caller's own.
-
-        Called after the units are declared and before the model is cut.
+        the sums of a load-balancing loss. Called after the units are declared and before the model is cut.
 
         Args:
             model: the Transformers model.
-            tp_size: the number of shards of a sequence.
-            own: whether a caller computes the loss.
+            tp_size: the number of tensor-parallel ranks.
+            own: whether the loss is the caller's own, so that layers pass no sums on.
         """
         weight = model.get_input_embeddings().weight
         hidden, dtype, balance = weight.shape[1], weight.dtype, None if own else self.balance(model)

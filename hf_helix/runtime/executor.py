@@ -284,17 +284,17 @@ class Executor:
         """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
 
-    def take(self, strand: Strand, key: Key, is_read: bool = False) -> Tensor:
-        """Returns a value that no program frees, once the compute stream may read it.
-
-        Args:
-            strand: the micro-batch.
-            key: the value.
-            is_read: whether an operator still reads the value; if not, it is forgotten.
-        """
+    def peek(self, strand: Strand, key: Key) -> Tensor:
+        """Returns a value that no program frees, once the compute stream may read it."""
         if key in strand.events:
             self._wait(strand.events.pop(key))
-        return strand.values[key] if is_read else strand.values.pop(key)
+        return strand.values[key]
+
+    def take(self, strand: Strand, key: Key) -> Tensor:
+        """Returns a value as `peek` does, and forgets it."""
+        value = self.peek(strand, key)
+        del strand.values[key]
+        return value
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
         """Returns the label of an operator in a trace, such as `B2.layers.3.mlp.down.W`.

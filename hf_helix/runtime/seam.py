@@ -94,7 +94,8 @@ class CalledDecoder:
         executor.run(program, batches, self.runner.absent_gradients, training=True, strands=strands)
         held, read = [strands[count + place] for place in range(count)], segments.read_backward
         here = [key for key in (self.output, *asked) if self.is_here(key)]
-        values = {key: [executor.take(strand, key, key in read) for strand in held] for key in here}
+        takes = {key: executor.peek if key in read else executor.take for key in here}
+        values = {key: [take(strand, key) for strand in held] for key, take in takes.items()}
         return DecoderCall(pieces, held), values
 
     @plain_parameters()

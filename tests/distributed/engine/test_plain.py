@@ -175,6 +175,10 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     with engine.seam.training(step=0) if engine.seam else contextlib.nullcontext():
         models = (whole, cut) if own_loss else ()
         losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in models]
+    if own_loss:
+        for name in ("output_attentions", "output_router_logits"):
+            with pytest.raises(ValueError, match=rf"with gradients and {name}=True: a call takes .*leave it out"):
+                cut(input_ids=ids, **{name: True})
     with torch.no_grad():
         caches = [model(input_ids=ids[:, :6], use_cache=True).past_key_values for model in (whole, cut)]
         calls: dict[str, list[dict[str, Any]]] = {

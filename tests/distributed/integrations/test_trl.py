@@ -10,6 +10,7 @@ import torch
 from support.sft_jobs import save_tokenizer
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dog", "while", "rain", "fell", "over", "hills")
+CONFIG, HEADS, SCORES = "Config", "ForCausalLM", "ForSequenceClassification"
 LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
 
 
@@ -36,20 +37,25 @@ def variety(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(each)) % 7) / 7 for each in completions]
 
 
-def follow(folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, lora: bool = False) -> dict[str, Any]:
+def follow(
+    folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, lora: bool = False, model: str = "Llama"
+) -> dict[str, Any]:
+    import transformers
     import trl
     from peft import LoraConfig
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from hf_helix import HelixConfig, HelixTrainerMixin
 
     online = kind in ("grpo", "rloo")
     name = {"reward": "Reward"}.get(kind, kind.upper())
     stock, arguments = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
-    words = AutoTokenizer.from_pretrained(tokenizer)
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=283, num_key_value_heads=2, pad_token_id=words.pad_token_id, **sizes)
+    if model != "Llama":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    of_model = {name: getattr(transformers, f"{model}{name}") for name in (CONFIG, HEADS, SCORES)}
+    config = of_model[CONFIG](vocab_size=283, num_key_value_heads=2, pad_token_id=words.pad_token_id, **sizes)
     config.num_labels = 1 if kind == "reward" else 2
     training: dict[str, Any] = {
         "output_dir": folder,
@@ -76,11 +82,13 @@ def follow(folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str,
         options["eval_dataset"] = rows(kind, 8)
     if kind in ("dpo", "kto") and not lora:
         torch.manual_seed(7)  # of equal models, the sign of a difference is that of its rounding
-        options["ref_model"] = LlamaForCausalLM(config)
+        options["ref_model"] = of_model[HEADS](config)
     if lora:
-        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        options["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "down_proj" if model == "Llama" else "o_proj"]
+        )
     torch.manual_seed(0)
-    options["model"] = (LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM)(config)
+    options["model"] = of_model[SCORES if kind == "reward" else HEADS](config)
     options["args"] = arguments(**training)
     if helix is None:
         trainer: Any = stock(**options)
@@ -99,31 +107,42 @@ TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("kind", "helix", "lora"),
-    [("dpo", TP, False)]
+    ("kind", "helix", "lora", "model"),
+    [("dpo", TP, False, "Llama")]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            ("dpo", PP, False),
-            ("dpo", CP, False),
-            ("dpo", TP, True),
-            ("dpo", PP, True),
-            ("kto", TP, False),
-            ("kto", PP, False),
-            ("reward", TP, False),
-            ("reward", PP, False),
-            ("grpo", TP, False),
-            ("grpo", PP, False),
-            ("grpo", CP, True),
-            ("rloo", TP, True),
+            ("dpo", PP, False, "Llama"),
+            ("dpo", CP, False, "Llama"),
+            ("dpo", TP, True, "Llama"),
+            ("dpo", PP, True, "Llama"),
+            ("kto", TP, False, "Llama"),
+            ("kto", PP, False, "Llama"),
+            ("reward", TP, False, "Llama"),
+            ("reward", PP, False, "Llama"),
+            ("grpo", TP, False, "Llama"),
+            ("grpo", PP, False, "Llama"),
+            ("grpo", CP, True, "Llama"),
+            ("rloo", TP, True, "Llama"),
+            ("dpo", TP, False, "Mixtral"),
+            ("dpo", PP, False, "Mixtral"),
+            ("dpo", CP, False, "Qwen3Moe"),
+            ("dpo", TP, True, "Qwen3Moe"),
+            ("kto", PP, False, "Qwen3Moe"),
+            ("reward", TP, False, "Mixtral"),
+            ("grpo", TP, False, "Qwen3Moe"),
+            ("grpo", PP, False, "Mixtral"),
         ]
     ],
     ids=str,
 )
-def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], lora: bool, cluster_of: Any, tmp_path: Path) -> None:
+def test_as_the_stock_trainer(
+    kind: str, helix: dict[str, Any], lora: bool, model: str, cluster_of: Any, tmp_path: Path
+) -> None:
     save_tokenizer(tmp_path / "words")
-    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "lora": lora}
+    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "lora": lora, "model": model}
     wanted = follow(str(tmp_path / "stock"), helix=None, **job)
+    assert ("aux_loss" in wanted["log"][0]) == (model != "Llama" and kind != "reward")
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **job):
         for found, stock in zip(result["log"], wanted["log"], strict=True):
             # Rewards are differences of log-probabilities of about 20, of which this is one millionth.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import arguments
+from support.models import arguments, tiny
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
 
@@ -35,6 +36,21 @@ def weighted(logits: Any, labels: torch.Tensor, vocab_size: int, **_: Any) -> to
     weights = torch.linspace(0.5, 1.5, vocab_size)
     rows = logits[:, :-1].reshape(-1, vocab_size).float()
     return functional.cross_entropy(rows, labels[:, 1:].reshape(-1), weight=weights)
+
+
+def distilled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Of every hidden state, and of the logits."""
+    states = outputs.hidden_states
+    near = [functional.cosine_similarity(a, b, -1).mean() for a, b in itertools.pairwise(states)]
+    return focal(outputs, labels, num_items_in_batch) - 0.1 * sum(place * each for place, each in enumerate(near))
+
+
+def routed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    squares = [each.float().logsumexp(-1).pow(2).mean() for each in outputs.router_logits]
+    return focal(outputs, labels, num_items_in_batch) + outputs.aux_loss + 0.1 * sum(squares)
+
+
+RULES = {"focal": focal, "hidden states": distilled, "routers": routed}
 
 
 class ZLoss:
@@ -80,10 +96,18 @@ def rows(count: int, kind: str) -> list[dict[str, Any]]:
     ]
 
 
+def flattened(given: Any) -> list[Any]:
+    return [leaf for each in given for leaf in flattened(each)] if isinstance(given, tuple) else [given]
+
+
 def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    classes = {"classes": LlamaForSequenceClassification, "a head of its own": WithValues}
-    model = classes.get(kind, LlamaForCausalLM)(LlamaConfig(**SIZES))
+    if kind == "routers":
+        model: Any = tiny("mixtral", **SIZES, output_router_logits=True)
+    else:
+        classes = {"classes": LlamaForSequenceClassification, "a head of its own": WithValues}
+        config = LlamaConfig(**SIZES, output_hidden_states=kind == "hidden states")
+        model = classes.get(kind, LlamaForCausalLM)(config)
     if kind == "loss_function":
         model.loss_function = weighted
     training = {
@@ -95,7 +119,7 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
         "learning_rate": 1e-3,
     }
     options = {"model": model, "args": arguments(folder, **training), "train_dataset": rows(24, kind)}
-    options |= {"eval_dataset": rows(6, kind), "compute_loss_func": focal if kind == "focal" else None}
+    options |= {"eval_dataset": rows(6, kind), "compute_loss_func": RULES.get(kind)}
     if helix is None:
         trainer: Any = (StockZLoss if kind == "z-loss" else Trainer)(**options)
     else:
@@ -107,7 +131,7 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
     names = ("loss", "grad_norm", "eval_loss")
     return {
         "log": [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history],
-        "predicted": torch.as_tensor(predicted.predictions),
+        "predicted": [torch.as_tensor(each) for each in flattened(predicted.predictions)],
         "fused": trainer.helix.seam.called.num_fused if helix is not None else 6,
     }
 
@@ -117,7 +141,7 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
     [("focal", {"tp_size": 2})]
     + [
         pytest.param(kind, helix, marks=pytest.mark.slow)
-        for kind in ("focal", "z-loss", "loss_function", "classes", "a head of its own")
+        for kind in ("focal", "z-loss", "loss_function", "classes", "a head of its own", "hidden states", "routers")
         for helix in ({"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2})
         if (kind, helix) != ("focal", {"tp_size": 2})
     ],
@@ -129,6 +153,7 @@ def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any,
         for found, stock in zip(result["log"], wanted["log"], strict=True):
             assert found == pytest.approx(stock, rel=1e-4)
         torch.testing.assert_close(result["predicted"], wanted["predicted"], rtol=1e-4, atol=1e-5)
+        assert len(wanted["predicted"]) == {"hidden states": 7, "routers": 7}.get(kind, 1)
         assert result["fused"] == wanted["fused"]
     saved, stock = (load_file(tmp_path / name / "model.safetensors") for name in ("helix", "stock"))
     assert saved.keys() == stock.keys()

@@ -212,6 +212,14 @@ def test_a_collective_before_another_reader_needs_a_sum_and_after_it_does_not():
     assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].accumulates == ("d.x@gather",)
 
 
+def test_the_gradient_of_a_shown_value_enters_beside_those_of_outputs():
+    route = Operator(name="route", kind=Kind.COMPUTE, reads=("x",), writes=("weights", "logits"))
+    backward = derive_backward(Graph("g", (route, compute("out", "weights")), ("x",), ("out",), shown=("logits",)))
+    assert backward["route"].reads == ("d.weights", "d.logits")
+    assert backward.inputs == ("d.out",)
+    assert "d.logits" in backward.saved_values
+
+
 @pytest.mark.parametrize(
     ("operators", "outputs", "problem"),
     [
