@@ -1,9 +1,11 @@
 """Differences of a cut model from the unsplit model, and the verdict.
 
-In:   losses, gradients by name and logits of both models; of the unsplit model also in fp64.
+In:   losses, gradients by name and logits of both models; of the unsplit model also in fp64, or with moved weights.
 Out:  the worst differences of a window, and the names of wrong values; a `Proof` of all windows.
 Must hold: a loss may differ by 1e-5 of itself, a gradient by 1e-4 of its norm, logits by 1e-4 of the largest; a
-difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars.
+difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars. Where
+fp64 is no reference, since kernels compute in fp32 inside, the unsplit model's own error is what it changes when every
+weight moves by one step of fp32.
 """
 
 from __future__ import annotations
@@ -150,18 +152,33 @@ def _by_error(difference: Difference) -> float:
 
 
 def compare(
-    kind: str, plan: str, outcome: Outcome, wanted: Outcome, exact: Callable[[], Outcome | None]
+    kind: str,
+    plan: str,
+    outcome: Outcome,
+    wanted: Outcome,
+    exact: Callable[[], Outcome | None],
+    moved: Callable[[], Outcome | None] = lambda: None,
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit model.
 
-    `exact` returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; it is called only
-    where a value differs.
+    Args:
+        kind: the kind of the batches.
+        plan: the rule of the plan.
+        outcome: of the cut model.
+        wanted: of the unsplit model.
+        exact: returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; called only
+            where a value differs.
+        moved: returns the outcome of the unsplit model with weights moved by one step of fp32, or None if fp64 is a
+            reference; called only where a value still differs.
     """
     loss, gradients, logits = _differences(outcome, wanted)
-    if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
-        truth = exact()
-        if truth is not None:
-            ours, theirs = _differences(outcome, truth), _differences(wanted, truth)
+    for other, is_truth in ((exact, True), (moved, False)):
+        if not any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
+            break
+        reference = other()
+        if reference is not None:
+            ours = _differences(outcome, reference if is_truth else wanted)
+            theirs = _differences(wanted, reference)
             differences = zip((loss, gradients, logits), ours, theirs, strict=True)
             loss, gradients, logits = (_excused(*parts) for parts in differences)
     everything = (*loss, *gradients, *logits)
@@ -197,7 +214,8 @@ def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> flo
 def _excused(given: Sequence[Difference], ours: Sequence[Difference], theirs: Sequence[Difference]) -> list[Difference]:
     """The differences `given` of the cut from the unsplit model, with wider bars where fp64 shows equal rounding.
 
-    `ours` are the differences of the cut model from fp64, `theirs` the differences of the unsplit model from fp64.
+    `ours` are the differences of the cut model from fp64, `theirs` the differences of the unsplit model from fp64; or
+    from the unsplit model, and from the unsplit model with moved weights.
     """
     return [
         replace(difference, bar=min(ROUNDING * difference.bar, max(difference.bar, difference.error)))
