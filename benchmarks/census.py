@@ -28,12 +28,13 @@ import transformers
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.prove import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.causal_lm import causal_lm_classes
+from hf_helix.models.causal_lm import causal_lm_classes, text_classes
 from hf_helix.models.census import (
     FAILED,
     FILE,
     PROVEN,
     REFUSED,
+    TEXT,
     Census,
     Finding,
     format_census,
@@ -140,7 +141,8 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
 
 def subjects() -> list[str]:
     """Returns the names of all classes, each followed by those of its variants."""
-    return [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
+    causal = [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
+    return [*causal, *(f"{name}{TEXT}" for name in sorted(text_classes()))]
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
@@ -152,7 +154,7 @@ def subject_of(name: str) -> Subject:
     """Returns what is proven under a name of `subjects`."""
     name, bracket, options = name.partition("[")
     subject = Subject.of(name)
-    if not bracket:
+    if not bracket or f"{bracket}{options}" == TEXT:
         return subject
     assert subject.kind is not None
     return replace(subject, config=subject.kind.config_class(**variants(name)[bracket + options]))

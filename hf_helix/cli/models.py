@@ -105,9 +105,12 @@ def headline(census: Census) -> str:
     """Returns the number of proven classes, with the versions, as a line."""
     if not census.classes:
         return "No census has been taken."
+    on_text = census.proven_on_text("tp2", "pp2")
+    towers = f", and on text {len(on_text)} classes with towers of images or sound," if on_text else ""
     return (
         f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.names)} causal-LM classes of Transformers "
-        f"{census.versions['transformers']} are proven at tp2 and pp2 (torch {census.versions['torch']}, {census.date})"
+        f"{census.versions['transformers']}{towers} are proven at tp2 and pp2 (torch {census.versions['torch']}, "
+        f"{census.date})"
     )
 
 

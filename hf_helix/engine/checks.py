@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.models.causal_lm import check_head
+from hf_helix.models.causal_lm import check_head, has_towers
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
@@ -54,6 +54,12 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             f"label_smoothing_factor={loss_tweaks.label_smoothing} with a model whose loss has a part for the balance "
             "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
             "model.config.output_router_logits = False"
+        )
+    if loss_tweaks.label_smoothing and has_towers(base_of(model)):
+        raise ValueError(
+            f"label_smoothing_factor={loss_tweaks.label_smoothing} with {type(base_of(model)).__name__}: the stock "
+            "Trainer smooths the loss of a token's own label there, not of the next token's; use "
+            "label_smoothing_factor=0.0"
         )
     if not loss_tweaks.own:
         check_head(base_of(model))
@@ -106,13 +112,14 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
 
 def limits_of(base: Any) -> Limits:
     """Returns the bounds of ids, labels and positions: the rows of the tables of a full model."""
-    rope = getattr(base.config, "rope_parameters", None) or {}
+    options = base.config.get_text_config()
+    rope = getattr(options, "rope_parameters", None) or {}
     is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
     return Limits(
         ids=base.get_input_embeddings().weight.shape[0],
         labels=table.weight.shape[0] if (table := base.get_output_embeddings()) is not None else sys.maxsize,
         positions=family_of(base).num_positions(base),
-        trained_length=getattr(base.config, "max_position_embeddings", None) if is_plain else None,
+        trained_length=getattr(options, "max_position_embeddings", None) if is_plain else None,
     )
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut, targets_of
+from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut
 from hf_helix.models.family import Family
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.vocab_parallel import IGNORED
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
@@ -72,11 +71,6 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
     return [
         {name: batch[name] if parts is None else parts[place] for name, parts in cut.items()} for place in range(count)
     ]
-
-
-def count_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Returns the number of tokens in the loss of a batch, as a scalar."""
-    return (targets_of(batch) != IGNORED).sum()
 
 
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:

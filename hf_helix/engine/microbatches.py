@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.models.batch_inputs import FORM, SequenceCut, forms_of
+from hf_helix.models.batch_inputs import FORM, SequenceCut, count_targets, forms_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.dispatch import SHARD_TOKENS
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -27,11 +27,12 @@ class LossScale(NamedTuple):
     """The factors of losses, before gradients are averaged over the data-parallel ranks.
 
     Attributes:
-        tokens: the factor of the summed loss of the tokens of a micro-batch; a scalar.
+        tokens: the factor of the summed loss of the tokens of a micro-batch; a scalar. None for the mean loss of every
+            micro-batch, times `batch`.
         batch: the factor of other losses of a micro-batch, such as losses of routers.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     batch: float = 1.0
 
 
@@ -56,7 +57,9 @@ class WindowMaker:
             scale: the factors of the losses.
             key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
         """
-        prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale)
+        self._family.check_batch(batch)
+        tokens = scale.tokens if scale.tokens is not None else scale.batch / count_targets(batch)
+        prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, tokens, scale.batch)
         return MicroBatch(prepare, key, *batch["input_ids"].shape)
 
     def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:

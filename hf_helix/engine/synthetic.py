@@ -87,7 +87,7 @@ class Workload:
         """Returns `count` micro-batches of random tokens [batch, length]."""
         generator = torch.Generator().manual_seed(1)
         scale = LossScale(torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device))
-        vocabulary, device = self.model.config.vocab_size, self.mesh.device
+        vocabulary, device = self.model.config.get_text_config().vocab_size, self.mesh.device
         window = []
         for place in range(count):
             ids = torch.randint(0, vocabulary, (batch, length), generator=generator).to(device)

@@ -83,17 +83,24 @@ def digest_of_code(code: CodeType) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _constants(function: FunctionType) -> list[Any]:
+    """Returns the constants of a function without its docstring."""
+    return [value for value in function.__code__.co_consts if value is None or value != function.__doc__]
+
+
 def same_code(one: Any, other: Any) -> bool:
     """Returns whether two functions are copies in two files, together with the called functions of their files.
 
-    Names of parameters and defaults count, annotations do not. Functions that close over variables are no copies: the
-    results depend on the variables.
+    Names of parameters and defaults count, annotations and docstrings do not. Functions that close over variables are
+    no copies: the results depend on the variables.
     """
     if one is other:
         return True
     if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
         return False
-    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE):
+    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE if part != "co_consts"):
+        return False
+    if _constants(one) != _constants(other):
         return False
     if (one.__defaults__, one.__kwdefaults__) != (other.__defaults__, other.__kwdefaults__):
         return False

@@ -78,6 +78,11 @@ def targets_of(batch: Mapping[str, Any]) -> Tensor:
     return targets
 
 
+def count_targets(batch: Mapping[str, Any]) -> Tensor:
+    """Returns the number of tokens in the loss of a batch, as a scalar."""
+    return (targets_of(batch) != IGNORED).sum()
+
+
 def starts_of(positions: Tensor) -> Tensor:
     """Returns True at the start of a document, i.e. at a position other than the previous plus one [batch, sequence].
 

@@ -12,7 +12,11 @@ from typing import Any
 
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from hf_helix.models.census import read_census
 
@@ -22,13 +26,27 @@ def causal_lm_classes() -> list[str]:
     return sorted({name for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for name in _classes_of(model_type)})
 
 
+def text_classes() -> set[str]:
+    """Returns the names of classes with towers beside a causal language model, which text alone trains."""
+    names: set[str] = set()
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+        for classes in mapping.values():
+            names |= {classes} if isinstance(classes, str) else {*classes}
+    return names - {*causal_lm_classes()}
+
+
+def has_towers(model: Any) -> bool:
+    """Returns whether a model is of a class with towers beside a causal language model, or of a subclass."""
+    return not text_classes().isdisjoint(kind.__name__ for kind in type(model).__mro__)
+
+
 def check_causal_lm_class(name: str, instead: str = "") -> None:
     """Refuses a model class of Transformers that is no causal language model.
 
     Raises:
         ValueError: names the class to use, or the causal-LM class of the same configuration, if any.
     """
-    if name not in causal_lm_classes():
+    if name not in {*causal_lm_classes(), *text_classes()}:
         advice = instead or _advice(getattr(transformers, name).config_class)
         raise ValueError(f"{name} is no causal language model: {advice}")
 
@@ -37,7 +55,7 @@ def has_causal_head(model: Any) -> bool:
     """Returns whether a model has a language-model head, and is no other class of Transformers."""
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
-    return has_head and (not is_stock or name in causal_lm_classes())
+    return has_head and (not is_stock or name in {*causal_lm_classes(), *text_classes()})
 
 
 def check_head(model: Any) -> None:
@@ -49,7 +67,7 @@ def check_head(model: Any) -> None:
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
-    if is_stock and name not in causal_lm_classes():
+    if is_stock and name not in {*causal_lm_classes(), *text_classes()}:
         check_causal_lm_class(name, text_part(model))
 
 

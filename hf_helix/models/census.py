@@ -20,6 +20,9 @@ FILE = Path(__file__).parent / "census.json"
 
 PROVEN, REFUSED, FAILED = "proven", "refused", "failed"
 
+TEXT = "[text]"
+"""What the name of a class ends with that has towers beside a causal language model, and is proven on text alone."""
+
 
 class Finding(NamedTuple):
     """The finding for a class on a layout.
@@ -66,6 +69,11 @@ class Census:
     def names(self) -> list[str]:
         """The classes without variants."""
         return [name for name in self.classes if "[" not in name]
+
+    def proven_on_text(self, *layouts: str) -> list[str]:
+        """Returns the classes with towers that are proven on all given layouts, see `TEXT`."""
+        named = [name for name in self.classes if name.endswith(TEXT)]
+        return [name for name in named if all(self.classes[name][layout].status == PROVEN for layout in layouts)]
 
     @property
     def is_current(self) -> bool:

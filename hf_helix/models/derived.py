@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.alike import description
-from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.causal_lm import text_part
+from hf_helix.models.batch_inputs import SequenceCut, form_of
+from hf_helix.models.causal_lm import has_towers, text_part
 from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.graph.attention import causal_masks
 from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
@@ -43,16 +43,32 @@ from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
     PLACES,
+    SEEN,
     Given,
     ModuleTrace,
     Underivable,
     args_of,
     trace,
 )
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
 POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
 """The positions of tokens as an argument of the full model."""
+
+DOCUMENTS_OF_KERNELS = ("seq_idx", "cu_seq_lens_q")
+OF_DOCUMENTS = (
+    "by which Transformers keeps packed documents apart in recurrent layers, which is not built: use a row for each "
+    "document, or a collator that gives position_ids alone, with which states run over the ends of documents, as in "
+    "Transformers"
+)
+
+TOWER_INPUTS = dict.fromkeys(
+    ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values"),
+    "for a tower beside the text model; towers are idle here, and text alone is trained: leave it out, or use the "
+    "stock Trainer",
+)
+"""The entries of a batch for towers."""
 
 DECLARE = (
     "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
@@ -93,6 +109,10 @@ class DerivedFamily(Family):
                 raise Underivable("only some of its layers tell packed documents apart")
             self.packs_by_positions = by_positions != {False}
             self._windows = {mask.sliding_window for mask in masks}
+            self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
+            documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
+            towers = TOWER_INPUTS if has_towers(base) else {}
+            self.unread = {**documents, **towers}
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +157,21 @@ class DerivedFamily(Family):
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        return b.build(Lowering(plan, b, model, {}).run(), *self.balance_start(b, model))
+        x = Lowering(plan, b, model, {}).run()
+        idle = self.idle(model)
+        for parameter in idle:
+            parameter.requires_grad_(False)  # as in Transformers, where it gets no gradient and no step
+        b.place(idle, COPIED)
+        return b.build(x, *self.balance_start(b, model))
+
+    def idle(self, model: Any) -> list[nn.Parameter]:
+        """Returns the parameters of towers, which text alone does not reach, such as those of images."""
+        if not self.unread.keys() & TOWER_INPUTS.keys():
+            return []
+        used = {*self.calls.decoder.module.parameters(), *model.get_input_embeddings().parameters()}
+        if (head := model.get_output_embeddings()) is not None:
+            used |= set(head.parameters())
+        return [parameter for parameter in model.parameters() if parameter not in used]
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
@@ -206,6 +240,9 @@ class DerivedFamily(Family):
             recorded.clear()
             result = module(x, *args, **kwargs)
             self.calls.is_tuple = isinstance(result, tuple)
+            rest = self.calls.decoder.rest
+            if rest and result[1:] != rest:
+                raise Underivable("its layers hand a second value from one to the next, which is not built")
             return (result[0] if isinstance(result, tuple) else result, *(x for x in recorded if isinstance(x, Tensor)))
 
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
@@ -221,7 +258,7 @@ class DerivedFamily(Family):
         layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
         for number, layer in enumerate(layers):
             opaque = opaque_calls.add(LAYER, str(number))
-            layer.forward = _as_opaque(opaque, self.calls.is_tuple)
+            layer.forward = _as_opaque(opaque, self.calls.is_tuple, decoder.rest)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
         opaque_calls.set_table(next(name for name, module in model.named_modules() if module is table), table)
@@ -263,6 +300,7 @@ class DerivedFamily(Family):
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check(self, config: Any, tp_size: int) -> None:
+        config = config.get_text_config()
         heads = {
             words: getattr(config, name)
             for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
@@ -303,6 +341,10 @@ class DerivedFamily(Family):
         self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
         side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
+        if self.is_recurrent:
+            mask = batch.get("attention_mask")
+            is_hiding = mask is not None and mask.dim() == 2 and form_of(batch).is_masked
+            side[SEEN] = cut.take(batch["attention_mask"], 1).t() if is_hiding else None
         if not self._has_experts:
             return side
         balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
@@ -328,10 +370,10 @@ class DerivedFamily(Family):
         return inputs
 
 
-def _as_opaque(number: int, is_tuple: bool) -> Any:
+def _as_opaque(number: int, is_tuple: bool, rest: tuple[None, ...]) -> Any:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = OPS.unary(hidden_states, number)
-        return (result,) if is_tuple else result
+        return (result, *rest) if is_tuple else result
 
     return forward
 

@@ -40,6 +40,8 @@ class Family(ABC):
             Transformers make their masks without positions.
         needs_proof: whether a model of the family is compared with the unsplit model before its first training, see
             `hf_helix.engine.proof.first_use`.
+        is_recurrent: whether layers mix tokens by a recurrence or a convolution.
+        unread: entries of a batch that the cut model would not read; for each, what it is for, and what to do instead.
         traced: where the operators come from the model's own code, patched forwards included: the forward of each
             module at the time of the trace, by the module's id.
     """
@@ -47,6 +49,8 @@ class Family(ABC):
     model_class: str
     packs_by_positions: bool = True
     needs_proof: bool = False
+    is_recurrent: bool = False
+    unread: Mapping[str, str] = MappingProxyType({})
     traced: Mapping[int, Any] = MappingProxyType({})
 
     @abstractmethod
@@ -278,6 +282,12 @@ class Family(ABC):
             documents = functional.pad(documents, (0, extra), value=ABSENT)
         side |= {DOCUMENTS: documents, MASKED: mask is not None}
         return {**side, **self.context_inputs(model, ids, counted, cut)}
+
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError for a batch with inputs that the cut model would not read, see `unread`."""
+        for name, instead in self.unread.items():
+            if batch.get(name) is not None:
+                raise ValueError(f"the batch has {name}, {instead}")
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the positions [batch or 1, sequence] of tokens given without positions: from 0 on, padding counted.

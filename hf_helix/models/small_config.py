@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 Values = dict[str, Any]
 
+MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
 OPEN: dict[str, Values] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -32,9 +33,12 @@ OPEN: dict[str, Values] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14, 17, 20, 23, 26, 29]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -89,7 +93,7 @@ SIZES = {
     "original_max_position_embeddings mamba_d_state state_size ssm_state_size mamba_d_head mamba_headdim "
     "mamba_head_dim gated_norm_rank laurel_rank adapter_rank",
     ROTARY_SIZE: "qk_rope_head_dim rotary_dim sliding_window attention_chunk_size floor_scale log_scaling_n_floor "
-    "chunk_size mamba_chunk_size mamba_n_heads index_topk index_block_size ffn_round_up_to_multiple_of",
+    "chunk_size mamba_chunk_size mamba_n_heads mamba_num_heads index_topk index_block_size ffn_round_up_to_multiple_of",
     HEADS: "num_attention_heads swa_num_attention_heads encoder_attention_heads decoder_attention_heads "
     "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
     2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers decoder_layers linear_num_key_heads "

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.models.graph.experts import is_experts
+
 # Dense bf16 TFLOP/s, from the vendors' data sheets, by what the device's name holds as whole words.
 PEAKS = {
     "B200": 2250.0,
@@ -30,6 +32,10 @@ PEAKS = {
     "RTX 4090": 165.2,
     "V100": 125.0,
 }
+
+
+WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
+"""What `config.layer_types` calls layers without attention."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +56,23 @@ class TokenFlops:
 
 def token_flops(model: Any) -> TokenFlops:
     """Returns the work of a token in a decoder model, before the model is cut: 6 per weight that a token meets, 4 per
-    frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture."""
+    frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture. The
+    states of recurrent layers are not counted, since their work is small beside that of their projections."""
+    config = model.config.get_text_config()
+    experts = {weight for module in model.modules() if is_experts(module) for weight in module.parameters()}
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
     unused = tables.union(*(module.parameters() for module in kept))
     weights = {weight for weight in model.parameters() if weight.dim() > 1} - unused
     linear = 0.0
     for weight in weights | ({head.weight} if (head := model.get_output_embeddings()) is not None else set()):
-        share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1.0
+        share = config.num_experts_per_tok / len(weight) if weight in experts else 1.0
         linear += weight.numel() * share * (6.0 if weight.requires_grad else 4.0)
-    config = model.config
-    heads = config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    heads = getattr(config, "num_attention_heads", 1)
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TokenFlops(linear, 12.0 * config.num_hidden_layers * heads * dim)
+    return TokenFlops(linear, 12.0 * layers * heads * dim)
 
 
 def peak_tflops(device_name: str) -> float | None:

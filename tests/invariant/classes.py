@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from support.derived_models import HOME
+from support.derived_models import HOME, HYBRIDS
 from support.models import FAMILIES
 from support.parity import KINDS, LENGTHS
 
@@ -250,9 +250,9 @@ def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> No
         name: a function of `support.derived_models`, and a word for what is changed.
         where: see `add`.
         slow: see `add`.
-        changes: to the model, and `recompute` of `HelixConfig`.
+        changes: to the model, `recompute` of `HelixConfig`, and `lengths`.
     """
-    options = {key: changes.pop(key) for key in ("recompute",) if key in changes}
+    options = {key: changes.pop(key) for key in ("recompute", "lengths") if key in changes}
     add(f"derived {name}", {"family": f"{HOME}{name.split()[0]}", **changes}, where, slow, cache=True, **options)
 
 
@@ -271,6 +271,17 @@ for name in ("gemma3", "phi3", "olmo2", "qwen2_moe", "deepseek_v3"):
     add_derived(f"{name} eager", "tp2:left", slow=True, **EAGER)
 add_derived("gemma2 untied", "tp2:dense pp2:dense", slow=True, tie_word_embeddings=False)
 add_derived("phi3 tied", "tp2:dense pp2:dense", slow=True, **TIED)
+
+OVER_A_CHUNK = (70, 9, 13)  # of a recurrence
+add_derived("qwen3_5", "tp2:left", lengths=OVER_A_CHUNK)
+for name in HYBRIDS:
+    add_derived(name, "tp2:left tp2:dense pp2:packed", slow=True, lengths=OVER_A_CHUNK)
+for name in ("qwen3_next", "nemotron_h", "lfm2"):
+    add_derived(name, "tp2+pp2:left tp2+dp2:right", slow=True)
+    for mode in ("selective", "full"):
+        add_derived(f"{name} {mode}", "tp2:left", slow=True, recompute=mode)
+for name in ("qwen3_5_moe", "nemotron_h", "granite_moe_hybrid"):
+    add_derived(name, "dp2+ep2:left tp2+dp2+ep2:right", slow=True)
 
 
 def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from invariant.classes import GPTS
-from support.derived_models import HOME
+from support.derived_models import HOME, HYBRIDS, TEXT_PARTS
 
 Case = dict[str, Any]
 CLIPPED = {"max_grad_norm": 0.3}
@@ -49,6 +49,22 @@ CASES |= {
     }
     for name, layers in {"gemma2": 2, "gemma3": 2, "phi3": 2, "olmo2": 4, "deepseek_v3": 4}.items()  # pipelines need 4
 }
+CASES |= {
+    f"hybrid {name}": {
+        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4},
+        "data": {"lengths": (70, 9, 13), "padding": "left"},
+        "training": {"gradient_accumulation_steps": 2, "max_steps": 4, **CLIPPED},
+    }
+    for name in HYBRIDS
+}
+CASES |= {
+    f"text of {name}": {
+        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4},
+        "data": {"lengths": (17, 9, 13), "padding": "left"},
+        "training": {"gradient_accumulation_steps": 2, "max_steps": 4, **CLIPPED},  # the mean of two means
+    }
+    for name in TEXT_PARTS
+}
 ONE, SHORTER = "gqa, untied, accumulation 1, clipping", "gqa, tied, accumulation 5, padded left, last window shorter"
 MEASURED = {"cache": False, "tuning_share": 1.0}
 
@@ -66,6 +82,8 @@ def runs() -> list[Any]:
         *((f"derived {name}", 2, {"tp_size": 2, "plan": "auto"}, True) for name in ("gemma3", "phi3", "olmo2")),
         ("derived deepseek_v3", 4, {"tp_size": 2, "pp_size": 2, "plan": "greedy"}, True),
     ]
+    for case in [*(f"hybrid {name}" for name in HYBRIDS), *(f"text of {name}" for name in TEXT_PARTS)]:
+        result += [(case, 2, {axis: 2, "plan": "greedy"}, True) for axis in ("tp_size", "pp_size")]
     for plan in ("greedy", "intra_batch", "auto"):
         result += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
     return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in result]

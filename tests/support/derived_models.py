@@ -7,7 +7,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from support.models import llama, made
+import torch
+import transformers
+from support.models import VOCABULARY, llama, made
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -26,6 +28,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 from transformers.models.gemma2 import modeling_gemma2
+
+from hf_helix.models.small_config import default_config
 
 HOME = "support.derived_models:"
 """What the names of these functions begin with where `tiny` is told one."""
@@ -78,6 +82,49 @@ def deepseek_v3(**changes: Any) -> DeepseekV3ForCausalLM:
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
     layers = {"first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_key_value_heads": 4}
     return made(DeepseekV3ForCausalLM, DeepseekV3Config, {**latent, **experts, **layers, **changes})
+
+
+def small(name: str, **changes: Any) -> Any:
+    """A small model of a class, with a layer of every kind that the class has."""
+    attention, layers = changes.pop("attn_implementation", None), changes.pop("num_hidden_layers", 3)
+    config = default_config(name, layers)
+    config.get_text_config().update({"vocab_size": VOCABULARY, **changes})
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return getattr(transformers, name)(config)
+
+
+qwen3_next = functools.partial(small, "Qwen3NextForCausalLM")  # one linear for queries, keys, values and gates
+qwen3_5 = functools.partial(small, "Qwen3_5ForCausalLM")
+qwen3_5_moe = functools.partial(small, "Qwen3_5MoeForCausalLM")
+olmo_hybrid = functools.partial(small, "OlmoHybridForCausalLM")  # three convolutions, norms behind the mixers
+kimi_linear = functools.partial(small, "KimiLinearForCausalLM")  # a decay for every feature, latent attention
+bailing_hybrid = functools.partial(small, "BailingHybridForCausalLM")
+nemotron_h = functools.partial(small, "NemotronHForCausalLM")  # several groups of state features, a mixer a layer
+granite_moe_hybrid = functools.partial(small, "GraniteMoeHybridForCausalLM")  # one group
+bamba = functools.partial(small, "BambaForCausalLM")  # layers return pairs
+falcon_h1 = functools.partial(small, "FalconH1ForCausalLM")  # attention beside the mixer, multipliers in a buffer
+mamba2 = functools.partial(small, "Mamba2ForCausalLM")  # no attention at all
+mamba = functools.partial(small, "MambaForCausalLM")  # a scan by channel, whose state features all channels share
+falcon_mamba = functools.partial(small, "FalconMambaForCausalLM")  # norms of time steps and state features
+jamba = functools.partial(small, "JambaForCausalLM")
+lfm2 = functools.partial(small, "Lfm2ForCausalLM")  # short convolutions
+lfm2_moe = functools.partial(small, "Lfm2MoeForCausalLM")
+lfm3 = functools.partial(small, "Lfm3ForCausalLM")
+
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h"),
+    *("granite_moe_hybrid", "bamba", "falcon_h1", "mamba2", "mamba", "falcon_mamba", "jamba"),
+    *("lfm2", "lfm2_moe", "lfm3"),
+)
+"""The functions of classes with recurrent layers."""
+
+
+qwen3_5_text = functools.partial(small, "Qwen3_5ForConditionalGeneration")
+gemma3_text = functools.partial(small, "Gemma3ForConditionalGeneration")
+llava_text = functools.partial(small, "LlavaForConditionalGeneration")
+TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text")
+"""The functions of classes with towers beside their text."""
 
 
 def patched(patch: str, **changes: Any) -> Gemma2ForCausalLM:

@@ -13,6 +13,7 @@ looked at, and nothing of the proof stays in memory.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -20,7 +21,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -36,6 +37,7 @@ from hf_helix.models.alike import digest_of_code, text_of
 from hf_helix.models.copies import rebound
 from hf_helix.models.registry import family_of
 from hf_helix.models.trace.calls import Decoder
+from hf_helix.models.trace.mixers import PACKAGES
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
@@ -302,10 +304,20 @@ def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, 
         "options": f"cp_method={config.cp_method} recompute={config.recompute} schedule={config.schedule}",
         "attention": str(model.config._attn_implementation),
         "device": mesh.device.type,
+        "kernels": _kernels(),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
+
+
+def _kernels() -> str:
+    """The installed packages with kernels for recurrent layers."""
+    found = []
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def _source_digest(kind: type) -> str:

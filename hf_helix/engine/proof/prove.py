@@ -32,6 +32,8 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.proof.reference import (
     ITEMS,
     KINDS,
+    LENGTHS,
+    LONG,
     Batch,
     Outcome,
     Unsplit,
@@ -223,6 +225,7 @@ class _Copy:
         self.joined_elsewhere: set[str] = set()
         self.compares = mesh.pipe.rank == mesh.cp.rank == mesh.tp.rank == 0
         self.unsplit = Unsplit(self.model, mesh.device) if self.compares else None
+        self.is_recurrent = family_of(self.model).is_recurrent
         self.windows = self._make_windows()
 
     def _make_windows(self) -> list[dict[str, list[Batch]]]:
@@ -230,10 +233,11 @@ class _Copy:
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         vocab_size = min(table.weight.shape[0] for table in tables if table is not None)  # that are read and written
+        lengths = (*LENGTHS, LONG) if self.is_recurrent else LENGTHS
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
         windows = []
         for place in range(distinct):
-            window = {kind: make_batches(kind, vocab_size, pad, self.mesh.device, place) for kind in KINDS}
+            window = {kind: make_batches(kind, vocab_size, pad, self.mesh.device, place, lengths) for kind in KINDS}
             window[MIXED] = [batches[n % len(batches)] for n, batches in enumerate(window.values())]
             windows.append(window)
         return windows
@@ -338,7 +342,10 @@ class _Copy:
             except (RuntimeError, NotImplementedError):  # an operator without fp64
                 return None
 
-        return compare(kind, plan, outcome, expected, exact)
+        def moved() -> Outcome | None:
+            return self._expected(unsplit.moved(), kind, batches) if self.is_recurrent else None
+
+        return compare(kind, plan, outcome, expected, exact, moved)
 
     def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
         """The outcome of the unsplit model for a window, with gradients averaged over data-parallel ranks."""

@@ -30,6 +30,10 @@ KINDS = (ROWS, LEFT, RIGHT, PACKED)
 LENGTHS = (21, 14)
 """The lengths of the sequences of a window: neither divides among the ranks of tp 2 x cp 2, the second among two."""
 
+LONG = 134
+"""A further length for models with recurrent layers: over two chunks of their kernels, which compute 64 tokens at once.
+"""
+
 ITEMS = 64
 """The divisor of losses in every window, so that losses and gradients of batches add up."""
 
@@ -64,10 +68,12 @@ def _saved_buffers(model: nn.Module) -> list[Tensor]:
     return [tensor for key, tensor in saved.items() if key in buffers and tensor.is_floating_point()]
 
 
-def make_batches(kind: str, vocab_size: int, pad: int, device: torch.device, place: int = 0) -> list[Batch]:
+def make_batches(
+    kind: str, vocab_size: int, pad: int, device: torch.device, place: int = 0, lengths: Sequence[int] = LENGTHS
+) -> list[Batch]:
     """Returns the batches of a window of a kind, as a data collator makes them, for the data-parallel rank `place`."""
     generator = torch.Generator().manual_seed(1 + KINDS.index(kind) + len(KINDS) * place)
-    made = [_make_batch(kind, length, vocab_size, pad, generator) for length in LENGTHS]
+    made = [_make_batch(kind, length, vocab_size, pad, generator) for length in lengths]
     return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
 
 
@@ -156,6 +162,7 @@ class Unsplit:
         self.model = copy_module(model).to(device=device, dtype=dtype)
         self._known: dict[int, tuple[Batch, Outcome]] = {}  # by identity; the batch is kept, so that it stays unique
         self._exact: Unsplit | None = None
+        self._moved: Unsplit | None = None
 
     def exact(self) -> Unsplit:
         """Returns the same model in fp64."""
@@ -163,6 +170,16 @@ class Unsplit:
             self._exact = Unsplit(self.model, self.model.device, torch.float64)
             self._exact.model.set_experts_implementation("eager")  # grouped products have no fp64
         return self._exact
+
+    def moved(self) -> Unsplit:
+        """Returns the same model with every weight one step of its type up or down, at random."""
+        if self._moved is None:
+            self._moved = Unsplit(self.model, self.model.device)
+            generator = torch.Generator().manual_seed(0)
+            for parameter in self._moved.model.parameters():
+                up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+                parameter.data = torch.nextafter(parameter.data, torch.where(up, math.inf, -math.inf))
+        return self._moved
 
     def run(self, batches: Sequence[Batch]) -> Outcome:
         """Returns the losses, the sum of the gradients, and the logits of the first batch."""

@@ -1,9 +1,11 @@
 """Differences of a cut model from the unsplit model, and the verdict.
 
-In:   losses, gradients by name and logits of both models; of the unsplit model also in fp64.
+In:   losses, gradients by name and logits of both models; of the unsplit model also in fp64, or with moved weights.
 Out:  the worst differences of a window, and the names of wrong values; a `Proof` of all windows.
 Must hold: a loss may differ by 1e-5 of itself, a gradient by 1e-4 of its norm, logits by 1e-4 of the largest; a
-difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars.
+difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars. Where
+fp64 is no reference, since kernels compute in fp32 inside, the unsplit model's own error is what it changes when every
+weight moves by one step of fp32.
 """
 
 from __future__ import annotations
@@ -156,17 +158,31 @@ def first_names(wrong: Sequence[Difference], form: Callable[[Difference], str] =
 
 
 def compare(
-    kind: str, plan: str, outcome: Outcome, wanted: Outcome, exact: Callable[[], Outcome | None]
+    kind: str,
+    plan: str,
+    outcome: Outcome,
+    wanted: Outcome,
+    exact: Callable[[], Outcome | None],
+    moved: Callable[[], Outcome | None] = lambda: None,
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit model.
 
-    `exact` returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; it is called only
-    where a value differs.
+    Args:
+        kind: the kind of the batches.
+        plan: the rule of the plan.
+        outcome: of the cut model.
+        wanted: of the unsplit model.
+        exact: returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; called only
+            where a value differs.
+        moved: returns the outcome of the unsplit model with weights moved by one step of fp32, or None if fp64 is a
+            reference; called only where a value still differs.
     """
     differences = _differences(outcome, wanted)
-    if any(difference.is_wrong for difference in differences) and (truth := exact()) is not None:
-        parts = zip(differences, _differences(outcome, truth), _differences(wanted, truth), strict=True)
-        differences = [_excused(*each) for each in parts]
+    for other, is_truth in ((exact, True), (moved, False)):
+        if any(difference.is_wrong for difference in differences) and (reference := other()) is not None:
+            ours = _differences(outcome, reference if is_truth else wanted)
+            parts = zip(differences, ours, _differences(wanted, reference), strict=True)
+            differences = [_excused(*each) for each in parts]
     return ComparedWindow(kind, plan, tuple(differences))
 
 
@@ -196,7 +212,8 @@ def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> flo
 
 def _excused(given: Difference, ours: Difference, theirs: Difference) -> Difference:
     """The difference `given` of the cut from the unsplit model, with a wider bar where fp64 shows equal rounding:
-    `ours` is the difference of the cut model from fp64, `theirs` that of the unsplit model."""
+    `ours` is the difference of the cut model from fp64, `theirs` that of the unsplit model; or from the unsplit model,
+    and from the unsplit model with moved weights."""
     if not given.is_wrong or not ours.error <= given.bar + 2 * theirs.error:
         return given
     return replace(given, bar=min(ROUNDING * given.bar, max(given.bar, given.error)))

@@ -28,13 +28,13 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.integrations.upstream import check_class, overrides
+from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet

@@ -205,12 +205,6 @@ def check_overrides(trainer: Any) -> None:
                 f"{name}.{hook} was assigned after the model was cut for the built-in loss; give compute_loss_func to "
                 "the trainer, or override compute_loss in its class"
             )
-    if not trainer.model_accepts_loss_kwargs:
-        raise ValueError(
-            f"{name}.model_accepts_loss_kwargs is False, so the stock Trainer would take the mean loss of every "
-            "micro-batch by itself; here tokens are counted over the window: leave model_accepts_loss_kwargs, and "
-            "model.accepts_loss_kwargs, True"
-        )
     if getattr(trainer, "loss_is_scaled_for_ga", None) is False:
         raise ValueError(f"{name}.loss_is_scaled_for_ga is False, and the loss of a window is scaled: leave it None")
     smoother, factor = trainer.label_smoother, trainer.args.label_smoothing_factor

@@ -45,6 +45,7 @@ class TrainerAttributes:
     is_world_process_zero: Callable[[], bool]
     push_to_hub: Callable[..., Any]
     place_model_on_device: bool
+    model_accepts_loss_kwargs: bool
 
     helix: Engine
     """The cut model: its plan, its tuning, measurements, and `figures`, all figures of the last log."""

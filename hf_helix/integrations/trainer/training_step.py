@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
+from hf_helix.models.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import agree_on_number, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
@@ -171,7 +171,7 @@ class WindowHooks(TrainerAttributes):
         if window.losses is None:
             if type(self).training_step is not WindowHooks.training_step:
                 meet("a window is trained")  # a user's override may have started with work on a single rank
-            window.losses = self._run_window(window, self.loss_scale(num_items_in_batch))
+            window.losses = self._run_window(window, self.loss_scale(num_items_in_batch, self._num_parts))
         loss = window.losses[window.num_returned]
         window.num_returned += 1
         if window.num_returned == len(window.batches):
@@ -212,14 +212,15 @@ class WindowHooks(TrainerAttributes):
         step = self.state.global_step
         losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
-        has_labels = scale.tokens.isfinite()
-        self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
+        has_labels = scale.tokens is None or scale.tokens.isfinite()
+        self._health.note_losses(losses if has_labels is True else losses.where(has_labels, 0.0), step + 1)
         return losses
 
     def _tune(self, window: FetchedWindow, num_items: Any) -> None:
         """Lets the engine measure and choose a plan when tuning is due; prints and writes the result. Collective."""
         ready = window.prepared(self._prepare_inputs)
-        self._say_tuning(self.helix.tune(ready, self.loss_scale(num_items), self.state.global_step, self._steps_left))
+        scale = self.loss_scale(num_items, self._num_parts)
+        self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
 
     @property
     def _steps_left(self) -> int | None:
@@ -241,7 +242,12 @@ class WindowHooks(TrainerAttributes):
         assert self._window is not None
         self.helix.settle_link(self._window.prepared(self._prepare_inputs), scale, self.state.global_step)
 
-    def loss_scale(self, num_items: Any) -> LossScale:
+    @property
+    def _num_parts(self) -> int:
+        """The number of micro-batches of the present step."""
+        return getattr(self, "current_gradient_accumulation_steps", 1)
+
+    def loss_scale(self, num_items: Any, num_parts: int = 1) -> LossScale:
         """Returns the factors for the losses of a window.
 
         As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
@@ -250,7 +256,11 @@ class WindowHooks(TrainerAttributes):
 
         Args:
             num_items: the number of tokens of the window with a label; None for a sum of losses.
+            num_parts: the number of micro-batches. The stock Trainer takes the mean of their mean losses if the model
+                does not accept the number of tokens, as models with towers beside the text do not.
         """
+        if not self.model_accepts_loss_kwargs:
+            return LossScale(None, 1 / num_parts)
         averages = self.args.average_tokens_across_devices
         factor = self.helix.mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
         tokens = torch.as_tensor(
@@ -264,7 +274,7 @@ class WindowHooks(TrainerAttributes):
         """
         if num_items is not None:
             return self.loss_scale(num_items)
-        part = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
+        part = 1 / self._num_parts
         return LossScale((part / count_targets(inputs)).to(self.args.device), part)
 
     def _check_window_ran(self) -> None:

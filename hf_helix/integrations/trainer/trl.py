@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_helix.engine.evaluate import count_targets
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
+from hf_helix.models.batch_inputs import count_targets
 
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"

@@ -22,7 +22,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forwa
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.alike import same_code
-from hf_helix.models.graph.builder import Builder, Used
+from hf_helix.models.graph.builder import Builder, Cut, Used
 from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact
@@ -55,7 +55,7 @@ def causal_masks(
     for window in set(sliding_windows):
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
         masks[window] = create(
-            model.config,
+            model.config.get_text_config(),
             embeddings,
             mask,
             None,  # the cache, whose name Transformers 5.24 has changed
@@ -197,7 +197,7 @@ def declare_attention(
     *values: str,
     side: Sequence[str] = ROPE,
     uses: Sequence[Used] = (),
-    cut: Sequence[Used] = (),
+    cut: Sequence[Cut] = (),
     name: str = "attention",
 ) -> str:
     """Adds the attention of a layer, over a full or a shared sequence.

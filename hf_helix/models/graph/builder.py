@@ -32,6 +32,9 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator
 Used = nn.Module | nn.Parameter
 """What a function reads: a submodule with all of its parameters, or one parameter."""
 
+Cut = Used | tuple[nn.Parameter, Placement]
+"""What a function reads a part of: cut along dimension 0, or a parameter with its cut."""
+
 
 class Builder:
     """The steps of a layer, as operators of one unit. Values are names: methods return the names of the added values,
@@ -89,6 +92,33 @@ class Builder:
     def reduce_scatter(self, name: str, value: str) -> str:
         """Adds the reduce-scatter of a sequence: from partial sums over the whole to this rank's part of their sum."""
         return self._collective(name, ReduceScatter(self.tp), value)
+
+    def gather_features(self, name: str, value: str, dim: int) -> str:
+        """Adds the all-gather of features: from this rank's share of a dimension to the whole dimension.
+
+        Args:
+            name: the name of the result; begins the names of the operators.
+            value: the share [tokens, batch, ...].
+            dim: the dimension.
+        """
+        if self.tp.size == 1:
+            return value
+
+        def join(parts: Tensor) -> Tensor:
+            return parts.unflatten(0, (self.tp.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
+        return self.declare(name, Segment(join), (parts,), relative_cost=LIGHT / 2)[0]
+
+    def take_part(self, name: str, value: str) -> str:
+        """Adds the cut of a full sequence that every rank has: this rank's part. The gradient is a partial sum."""
+        if self.tp.size == 1:
+            return value
+
+        def take(whole: Tensor) -> Tensor:
+            return whole.chunk(self.tp.size)[self.tp.rank].contiguous()
+
+        return self.declare(name, Segment(take), (value,), relative_cost=LIGHT / 2)[0]
 
     def sum_over_ranks(self, name: str, value: str) -> str:
         """Adds the sum of a small value [tokens, ...] over the tensor-parallel ranks; each rank uses the sum in its own
@@ -197,7 +227,7 @@ class Builder:
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[Used] = (),
-        cut: Sequence[Used] = (),
+        cut: Sequence[Cut] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         compiles: bool = True,
@@ -213,8 +243,8 @@ class Builder:
             side: the side inputs of the micro-batch passed as keywords.
             uses: the submodules called or read by the function, and single parameters.
             cut: submodules and parameters of which this rank holds the part for its share of the heads or features, cut
-                along dimension 0 (the weight of a norm over all heads, an attention sink for each head). Parameters of
-                `uses` may be among them.
+                along dimension 0 (the weight of a norm over all heads, an attention sink for each head), or a parameter
+                with its cut. Parameters of `uses` may be among them.
             on_shard: whether the inputs are this rank's part of the sequence or of the heads; then gradients of the
                 parameters that are not cut are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
@@ -237,7 +267,7 @@ class Builder:
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[Used] = (),
-        cut: Sequence[Used] = (),
+        cut: Sequence[Cut] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
@@ -443,16 +473,19 @@ class Builder:
             self.place([adapter.bias], bias)
 
     def _parameters(
-        self, function: object, uses: Sequence[Used], cut: Sequence[Used], on_shard: bool
+        self, function: object, uses: Sequence[Used], cut: Sequence[Cut], on_shard: bool
     ) -> list[nn.Parameter]:
         """Returns the parameters differentiated by a function under autograd: full copies, and cut parameters."""
         if isinstance(function, nn.Module):
             uses = () if any(function is each for each in cut) else (function,)
         self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
-        copied, shares = _parameters_of(uses), _parameters_of(cut)
+        placed = dict(each for each in cut if isinstance(each, tuple))
+        rows = _parameters_of([each for each in cut if not isinstance(each, tuple)])
+        copied, shares = _parameters_of(uses), dict.fromkeys([*rows, *placed])
         copies = [parameter for parameter in copied if parameter not in shares]
         self.place(copies, COPIED_ON_SHARDS if on_shard else COPIED)
-        self.place(shares, CUT_ROWS)
+        for parameter in shares:
+            self.place([parameter], placed.get(parameter, CUT_ROWS))
         return list(copied | shares)
 
 

@@ -23,6 +23,7 @@ from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, feat
 from hf_helix.models.trace.opaque_calls import EXPERTS, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
+from hf_helix.operators.param_shard import Placement
 
 
 class ValueNames:
@@ -55,6 +56,8 @@ class ValueNames:
             name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
         elif where == FULL and have != FULL:
             name = self.b.all_gather(self._name(node, "gather"), self.value(node, SHARD))
+        elif where == SHARD and have == FULL and self.plan.placement(node).dim is None:
+            name = self.b.take_part(self._name(node, "part"), self.names[node, FULL])
         else:
             raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
         self.names[node, where] = name
@@ -76,12 +79,12 @@ class ValueNames:
         return True
 
     def _function(
-        self, segment: SegmentFunction, outputs: Sequence[Node], inputs: Sequence[Node]
+        self, segment: SegmentFunction, outputs: Sequence[Node], inputs: Sequence[Node], mixes: bool = False
     ) -> tuple[Callable[..., Any], tuple[str, ...]]:
         """Returns a segment as a function over values [tokens, batch, ...], and the names of its side inputs."""
         bound = segment.bind(self.module)
         side = tuple(name for name in segment.side if name != PLACES)
-        if not side:
+        if not side and not mixes:
             return (LocalPositionsSegment(bound, self.b.tp.rank) if segment.side else bound), segment.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
@@ -90,11 +93,14 @@ class ValueNames:
     def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:
         """Returns the modules and parameters of a segment for `Builder.segment`: `uses` (full on all ranks) and
         `cut`."""
-        cut = {self.trace.attributes[node] for node in self.plan.placements.decisions.cut}
+        decided = self.plan.placements.decisions.cut.items()
+        cut = {
+            self.trace.attributes[node]: Placement(dim=dim, blocks=_several(blocks)) for node, (dim, blocks) in decided
+        }
         parameters = segment.parameters(self.module)
         return {
             "uses": [*segment.called(self.module), *(parameter for name, parameter in parameters if name not in cut)],
-            "cut": [parameter for name, parameter in parameters if name in cut],
+            "cut": [(parameter, cut[name]) for name, parameter in parameters if name in cut],
         }
 
     def _is_there(self, node: Node) -> bool:
@@ -121,6 +127,10 @@ class ValueNames:
             free = f"{name}.{number}"
         self.used.add(free)
         return free
+
+
+def _several(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    return blocks if len(blocks) > 1 else ()
 
 
 # -- experts -------------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
-from hf_helix.models.trace.opaque_calls import DTYPE
+from hf_helix.models.trace.opaque_calls import DTYPE, OPS
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
-from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.param_shard import Placement, cut_bounds
 
 META = torch.device("meta")
 
@@ -95,7 +95,8 @@ class SegmentWriter:
         attributes = [node for node in nodes if node in self.trace.attributes]
         given = [node for node in nodes if node in self.trace.given]
         opaque_calls = [node for node in nodes if self.trace.opaque_call(node) is not None]
-        modules = list(dict.fromkeys(self.trace.path_of(node) for node in opaque_calls))
+        mixers = [node for node in opaque_calls if node.target is OPS.mixer.default]
+        modules = list(dict.fromkeys(self.trace.path_of(node) for node in opaque_calls if node not in mixers))
         names = [self.trace.attributes[node] for node in attributes]
         owners = {node: self.graph.placeholder(f"owner{i}") for i, node in enumerate(attributes)}
         called = {path: self.graph.placeholder(f"module{i}") for i, path in enumerate(modules)}
@@ -105,9 +106,17 @@ class SegmentWriter:
             self._enter(node, self.graph.placeholder(self.trace.given[node]))
         for node, name in zip(attributes, names, strict=True):
             self.made[node] = self.graph.call_function(getattr, (owners[node], name.rpartition(".")[2]))
+            if node in self.trace.buffers and node in self.placements.decisions.cut:
+                self.made[node] = self._share_of_buffer(node)
         for node in nodes:
             if node in self.trace.constants:
                 self.made[node] = self._constant(self.trace.constants[node])
+            elif node in mixers:
+                values = tuple(self._value(value) for value in args_of(node)[0])
+                self.made[node] = self.graph.call_function(self.trace.details_of(node)["call"].function(), values)
+            elif node.target is OPS.gated_norm.default:
+                values = tuple(self._value(value) for value in args_of(node)[:2])
+                self.made[node] = self.graph.call_function(_call, (called[self.trace.path_of(node)], *values))
             elif node in opaque_calls:
                 path = self.trace.path_of(node)
                 self.made[node] = self.graph.call_function(normed, (called[path], self._value(args_of(node)[0])))
@@ -123,6 +132,13 @@ class SegmentWriter:
                 gate = modules[0] if args_of(opaque_calls[0])[0] is inputs[0] else None
         side = tuple(self.trace.given[node] for node in given)
         return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate)
+
+    def _share_of_buffer(self, node: Node) -> Node:
+        """Writes this rank's share of a buffer, which every rank has in full."""
+        dim, blocks = self.placements.decisions.cut[node]
+        bounds = Placement(dim=dim, blocks=blocks).bounds(self.share.size, self.share.rank)
+        slices = [self.graph.call_function(torch.ops.aten.slice.Tensor, (self.made[node], dim, *b)) for b in bounds]
+        return self.graph.call_function(torch.ops.aten.cat.default, (slices, dim))
 
     def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
         """Returns the nodes that the outputs need, in the order of the trace."""
@@ -205,7 +221,8 @@ class SegmentWriter:
         args = list(args_of(node))
         kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
         name = name_of(node)
-        placement = self.placements.values.get(node, ValuePlacement(FREE))
+        known = self.placements.shares.get(node) or self.placements.values.get(node)
+        placement = known or ValuePlacement(FREE)
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
             args[1] = self._lengths(args[1], placement)
@@ -281,6 +298,10 @@ def _is_part(node: Node) -> bool:
     anyway."""
     of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
     return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
+
+
+def _call(module: nn.Module, *values: Tensor) -> Any:
+    return module(*values)
 
 
 def _is_size(node: Node) -> bool:

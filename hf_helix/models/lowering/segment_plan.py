@@ -23,7 +23,7 @@ from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.lowering.segment_function import SegmentFunction, SegmentWriter, Share
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
-from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, NORM
+from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, GATED_NORM, MIXER, NORM
 from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED
@@ -136,7 +136,7 @@ class SegmentPlan:
     def is_operator(self, node: Node) -> bool:
         """Returns whether an opaque call is an operator by itself, and not part of a segment."""
         opaque = self.trace.opaque_call(node)
-        if opaque is None or opaque.kind == ELEMENTWISE:
+        if opaque is None or opaque.kind in (ELEMENTWISE, GATED_NORM):
             return False
         if opaque.kind in (NORM, DROPOUT):
             placement = self.placement(node)
@@ -195,10 +195,12 @@ class SegmentPlan:
 
     def _must_be_value(self, node: Node, user: Node) -> bool:
         opaque = self.trace.opaque_call(user)
-        if user in self.folded:
+        if user in self.folded or node in self.placements.decisions.gathered:
             return True
         if user in self.values:
-            return (opaque is None and self.is_residual(user)) or (opaque is not None and opaque.kind != ATTENTION)
+            return (opaque is None and self.is_residual(user)) or (
+                opaque is not None and opaque.kind not in (ATTENTION, MIXER)
+            )
         if user not in self.placements.values:
             return False
         return self.placement(user).where not in (FREE, self.placement(node).where) or self.placement(node).is_summand

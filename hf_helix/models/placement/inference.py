@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from hf_helix.models.placement.mixers import place_gated_norm, place_mixer
 from hf_helix.models.placement.rules import Placements, Rule, rule_of
 from hf_helix.models.placement.value_placement import (
     COLUMN,
@@ -36,9 +37,12 @@ from hf_helix.models.trace.opaque_calls import (
     DROPOUT,
     ELEMENTWISE,
     EXPERTS,
+    GATED_NORM,
+    HIDE,
     LAYER,
     LINEAR,
     LOOKUP,
+    MIXER,
     NORM,
 )
 from hf_helix.models.trace.trace import PLACES, ModuleTrace, Underivable, args_of, has_value
@@ -58,6 +62,7 @@ def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -
             return placements
         except Restart:
             placements.values.clear()
+            placements.shares.clear()
             placements.decisions.styles.clear()
 
 
@@ -66,8 +71,8 @@ def _run_round(p: Placements) -> None:
     p.values[trace.hidden] = p.hidden
     for node in (*trace.attributes, *trace.constants, *trace.given):
         p.values[node] = ValuePlacement(FREE)
-    for node in p.decisions.cut:
-        p.values[node] = ValuePlacement(FREE, dim=0, blocks=(trace.shape(node)[0],))
+    for node, (dim, blocks) in p.decisions.cut.items():
+        p.values[node] = ValuePlacement(FREE, dim=dim, blocks=blocks)
     for node, name in trace.given.items():
         if name == PLACES:
             p.values[node] = ValuePlacement(SHARD)
@@ -76,6 +81,9 @@ def _run_round(p: Placements) -> None:
             opaque = trace.opaque_call(node)
             rule = rule_of(node) if opaque is None else _OPAQUE_RULES[opaque.kind]
             p.values[node] = rule(p, node)
+            if node in p.decisions.gathered:
+                p.shares[node] = p.values[node]
+                p.values[node] = ValuePlacement(FULL, origins=p.values[node].origins)
     _gather_early(p)
     _gather_once(p)
 
@@ -131,7 +139,7 @@ def _linear(p: Placements, node: Node) -> ValuePlacement:
         p.demote({path}, node)
     edges = sorted({0, features, *p.decisions.boundaries.get(path, ())})
     blocks = tuple(last - first for first, last in itertools.pairwise(edges))
-    return ValuePlacement(FULL, dim=p.dims(node) - 1, blocks=blocks, origins=frozenset({path}), is_direct=True)
+    return ValuePlacement(FULL, dim=p.dims(node) - 1, blocks=blocks, origins=frozenset({path}), start=0)
 
 
 def _norm(p: Placements, node: Node) -> ValuePlacement:
@@ -140,7 +148,7 @@ def _norm(p: Placements, node: Node) -> ValuePlacement:
         if p.feeds_attention(node):
             raise NeedsInlining(p.trace.path_of(node))
         p.demote(given.origins, node)
-    return replace(given, where=where_reduced(given), is_direct=False, expanded=None)
+    return replace(given, where=where_reduced(given), start=None, expanded=None)
 
 
 def _elementwise(p: Placements, node: Node) -> ValuePlacement:
@@ -186,6 +194,11 @@ def _lookup(p: Placements, node: Node) -> ValuePlacement:
     return ValuePlacement(PARTIAL)
 
 
+def _hide(p: Placements, node: Node) -> ValuePlacement:
+    given = p.of(args_of(node)[0])
+    return replace(given, where=where_reduced(given))
+
+
 _OPAQUE_RULES: dict[str, Rule] = {
     LINEAR: _linear,
     NORM: _norm,
@@ -195,4 +208,7 @@ _OPAQUE_RULES: dict[str, Rule] = {
     EXPERTS: _experts,
     LAYER: _layer,
     LOOKUP: _lookup,
+    MIXER: place_mixer,
+    GATED_NORM: place_gated_norm,
+    HIDE: _hide,
 }

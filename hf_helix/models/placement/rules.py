@@ -33,9 +33,11 @@ from hf_helix.models.placement.value_placement import (
     bounds_of_slice,
     dim_of,
     edges_of,
+    is_canonical,
     is_sum,
     name_of,
     tensors_of,
+    where_reduced,
 )
 from hf_helix.models.trace.opaque_calls import ATTENTION, LINEAR
 from hf_helix.models.trace.trace import SEQUENCE, ModuleTrace, Underivable, args_of
@@ -51,6 +53,7 @@ class Placements:
 
     Attributes:
         values: the placement of every tensor, by node.
+        shares: the placement of every gathered value before the gather.
         decisions: see `PlacementDecisions`.
     """
 
@@ -60,6 +63,7 @@ class Placements:
         self.hidden = hidden
         self.decisions = PlacementDecisions()
         self.values: dict[Node, ValuePlacement] = {}
+        self.shares: dict[Node, ValuePlacement] = {}
 
     def of(self, value: Any) -> ValuePlacement:
         """Returns the placement of a value."""
@@ -77,7 +81,7 @@ class Placements:
         """Returns a placement after dimensions have moved from the keys to the values of `dims`."""
         dim = None if given.dim is None else dims[given.dim]
         is_same = given.expanded is not None and dims[given.expanded[1]] == given.expanded[1]
-        return replace(given, dim=dim, is_direct=False, expanded=given.expanded if is_same else None)
+        return replace(given, dim=dim, expanded=given.expanded if is_same else None)
 
     def join(self, operands: Sequence[Node]) -> str:
         """Returns where a computation of several values runs: on the sequence shard or on the full sequence."""
@@ -88,11 +92,24 @@ class Placements:
         of_all = any(self.of(value).where == FREE and SEQUENCE in self.trace.shape(value) for value in operands)
         return FULL if FULL in forms or of_all else SHARD
 
-    def cut(self, parameter: Node) -> None:
-        """Decides that a parameter is cut along its first dimension."""
-        if parameter not in self.decisions.cut:
-            self.decisions.cut[parameter] = None
-            raise Restart
+    def cut(self, parameter: Node, dim: int = 0, blocks: tuple[int, ...] = ()) -> None:
+        """Decides that a parameter or buffer is cut. A later decision may only add boundaries of blocks.
+
+        Args:
+            parameter: the node of the parameter or buffer.
+            dim: the dimension of the cut.
+            blocks: the lengths of blocks along the dimension, or numbers of heads with features each; by default a
+                single block.
+        """
+        length = self.trace.shape(parameter)[dim]
+        blocks = tuple(block * length // sum(blocks) for block in blocks) or (length,)
+        before, known = self.decisions.cut.get(parameter, (dim, ()))
+        if (before, known) == (dim, blocks):
+            return
+        if before != dim or not set(edges_of(known)) < set(edges_of(blocks)):
+            raise Underivable(f"{self.trace.attributes[parameter]} would have to be cut in two ways")
+        self.decisions.cut[parameter] = dim, blocks
+        raise Restart
 
     def demote(self, origins: Iterable[str], node: Node) -> NoReturn:
         """Decides that linears run replicated on the sequence shard, because `node` cannot run on their shares."""
@@ -103,6 +120,7 @@ class Placements:
         self.decisions.demoted |= new
         self.decisions.cut.clear()  # these decisions were made for shares that no longer exist
         self.decisions.shortened.clear()
+        self.decisions.gathered.clear()
         raise Restart
 
     def feeds_attention(self, node: Node) -> bool:
@@ -142,7 +160,7 @@ def _view(p: Placements, node: Node) -> ValuePlacement:
     dim = _viewed(p, p.trace.shape(args_of(node)[0]), p.trace.shape(node), given.dim)
     if dim is None:
         p.demote(given.origins, node)
-    return replace(given, dim=dim, blocks=(p.trace.shape(node)[dim],), is_direct=False, expanded=None)
+    return replace(given, dim=dim, blocks=(p.trace.shape(node)[dim],), start=None, expanded=None)
 
 
 def _viewed(p: Placements, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
@@ -206,7 +224,7 @@ def _expand(p: Placements, node: Node) -> ValuePlacement:
     dim = None if given.dim is None else given.dim + shift
     grown = [i for i, size in enumerate(after) if size > 1 and (i < shift or before[i - shift] == 1)]
     expanded = (node, grown[0]) if len(grown) == 1 and dim is None else None
-    return replace(given, dim=dim, is_direct=False, expanded=expanded)
+    return replace(given, dim=dim, start=None, expanded=expanded)
 
 
 def _slice(p: Placements, node: Node) -> ValuePlacement:
@@ -224,7 +242,8 @@ def _slice(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _split(p: Placements, node: Node) -> ValuePlacement:
-    return replace(p.of(args_of(node)[0]), expanded=None)
+    given = p.of(args_of(node)[0])
+    return replace(given, where=where_reduced(given), expanded=None)
 
 
 def _getitem(p: Placements, node: Node) -> ValuePlacement:
@@ -232,7 +251,7 @@ def _getitem(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(source)
     if name_of(source) == "rope":
         heads = p.of(args_of(source)[args_of(node)[1]])
-        return replace(heads, where=given.where, is_direct=False, expanded=None)
+        return replace(heads, where=given.where, start=None, expanded=None)
     if given.dim is None or name_of(source) not in ("split", "split_with_sizes", "chunk", "unbind"):
         return given
     if name_of(source) == "unbind":
@@ -253,13 +272,17 @@ def _parts(p: Placements, node: Node, given: ValuePlacement, parts: Sequence[tup
     edges = edges_of(given.blocks)
     wanted = {edge for part in parts for edge in part}
     if not wanted <= set(edges):
-        if not given.is_direct or len(given.origins) != 1:
+        if given.start is None or len(given.origins) != 1:
             p.demote(given.origins, node)
         (origin,) = given.origins
-        p.decisions.boundaries.setdefault(origin, set()).update(wanted)
+        p.decisions.boundaries.setdefault(origin, set()).update(given.start + edge for edge in wanted)
         raise Restart
     return [
-        replace(given, blocks=given.blocks[edges.index(first) : edges.index(last)], is_direct=False)
+        replace(
+            given,
+            blocks=given.blocks[edges.index(first) : edges.index(last)],
+            start=None if given.start is None else given.start + first,
+        )
         for first, last in parts
     ]
 
@@ -293,28 +316,31 @@ def _pointwise(p: Placements, node: Node) -> ValuePlacement:
         return ValuePlacement(PARTIAL, origins=p.origins_of(operands))
     where = p.join(operands)
     if not shares:
+        is_mixed = {p.of(value).where for value in operands} == {SHARD, FULL}
+        if is_mixed and is_canonical(p.trace, node) and is_sum(p.trace, node):
+            where = SHARD  # of a full term, this rank's part is added
         return ValuePlacement(where, origins=p.origins_of(operands))
-    first, share = shares[0]
+    computed = [(value, other) for value, other in shares if other.where != FREE]
+    first, share = (computed or shares)[0]
     dim = dims - p.dims(first) + dim_of(share)
     blocks = share.blocks
-    for value, other in shares[1:]:
-        if dims - p.dims(value) + dim_of(other) != dim or other.blocks != blocks:
-            p.demote(share.origins | other.origins, node)
     for value in operands:
-        if p.of(value).dim is None:
-            _fit(p, node, value, dim - dims + p.dims(value), share)
-    is_direct = all(other.is_direct for _, other in shares) and len(shares) == 1
-    return ValuePlacement(where, dim, blocks, p.origins_of(operands), is_direct)
+        other, its_dim = p.of(value), dim - dims + p.dims(value)
+        if value is not first and (other.dim is None or other.where == FREE):
+            _fit(p, node, value, its_dim, share)
+        elif (other.dim, other.blocks) != (its_dim, blocks):
+            p.demote(share.origins | other.origins, node)
+    return ValuePlacement(where, dim, blocks, p.origins_of(operands), share.start if len(computed) == 1 else None)
 
 
 def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement) -> None:
     """Lets an operand that is full along a dimension meet a share of the dimension."""
     if dim < 0 or p.trace.shape(value)[dim] == 1:
         return
-    source, source_dim = _parameter_of(p, value, dim)
-    if source is not None and source_dim == 0 and len(share.blocks) == 1:
-        p.cut(source)
-        raise Restart
+    source, source_dim = parameter_of(p, value, dim)
+    if source is not None:
+        p.cut(source, source_dim, share.blocks)
+        return
     expanded = p.of(value).expanded
     if expanded is not None and expanded[1] == dim:
         p.decisions.shortened.add(expanded)
@@ -322,14 +348,27 @@ def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement
     p.demote(share.origins, node)
 
 
-def _parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int]:
-    """Returns the parameter behind a value and the parameter's dimension for `dim`; None for any other value."""
+def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int]:
+    """Returns the parameter or buffer behind a value that has its elements, each perhaps changed by itself, or is its
+    product with another value; and the parameter's dimension for `dim`. None for any other value."""
     while value.op == "call_function":
-        if name_of(value) == "unsqueeze":
-            dim -= args_of(value)[1] % p.dims(value) < dim
-        elif name_of(value) not in SAME:
+        source = args_of(value)[0]
+        is_of_one = torch.Tag.pointwise in getattr(value.target, "tags", ()) and tensors_of(value) == [source]
+        if name_of(value) in ("unsqueeze", "squeeze", "view", "reshape"):
+            before, after = p.trace.shape(source), p.trace.shape(value)
+            outer = math.prod(after[:dim])
+            known = [i for i, size in enumerate(before) if size > 1 and math.prod(before[:i]) == outer]
+            if not known or before[known[0]] % after[dim]:
+                break
+            dim = known[0]
+        elif name_of(value) == "transpose":
+            a, b = (each % p.dims(value) for each in args_of(value)[1:3])
+            dim = {a: b, b: a}.get(dim, dim)
+        elif name_of(value) == "matmul" and p.dims(source) == 2 and dim == p.dims(value) - 2:
+            dim = 0
+        elif name_of(value) not in SAME and not is_of_one:
             break
-        value = args_of(value)[0]
+        value = source
     return (value if value in p.trace.attributes else None), dim
 
 
@@ -342,6 +381,9 @@ def _cat(p: Placements, node: Node) -> ValuePlacement:
         return ValuePlacement(where, origins=p.origins_of(operands))
     share = shares[0]
     is_stack = name_of(node) == "stack"
+    if not is_stack and all(p.of(value).dim == dim for value in operands):
+        blocks = tuple(block for value in operands for block in p.of(value).blocks)
+        return ValuePlacement(where, dim, blocks, p.origins_of(operands))
     if (not is_stack and share.dim == dim) or any((s.dim, s.blocks) != (share.dim, share.blocks) for s in shares):
         p.demote(p.origins_of(operands), node)
     for value in operands:
@@ -370,7 +412,7 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
     value = node.meta["val"]
     first = value[0] if isinstance(value, (tuple, list)) else value
     lost = 0 if first.dim() == dims else sum(dim < given.dim for dim in reduced)
-    return replace(given, where=where, dim=given.dim - lost, is_direct=False, expanded=None)
+    return replace(given, where=where, dim=given.dim - lost, start=None, expanded=None)
 
 
 def _matmul(p: Placements, node: Node) -> ValuePlacement:
@@ -379,9 +421,11 @@ def _matmul(p: Placements, node: Node) -> ValuePlacement:
     if left.dim is None and right.dim is None:
         return ValuePlacement(where, origins=left.origins | right.origins)
     dims = p.dims(node)
+    if left.where == FREE and left.dim == 0 and right.dim is None and p.dims(args_of(node)[0]) == 2:
+        return ValuePlacement(FULL, dims - 2, left.blocks, right.origins)
     same = p.dims(args_of(node)[0]) == p.dims(args_of(node)[1]) == dims
     if same and left.dim == right.dim and left.blocks == right.blocks and dim_of(left) < dims - 2:
-        return replace(left, where=where, is_direct=False, expanded=None)
+        return replace(left, where=where, start=None, expanded=None)
     p.demote(left.origins | right.origins, node)
 
 

@@ -37,7 +37,7 @@ class ValuePlacement:
         dim: the dimension of the rank's share; None for a value without a share.
         blocks: the lengths of the blocks along the dimension; each block is cut by itself.
         origins: the linears from which the share comes.
-        is_direct: whether the dimension still is the output features of one linear.
+        start: where the blocks begin among the output features of one linear; None where they no longer are these.
         expanded: a node that repeats a single entry along a dimension, and the dimension.
         is_summand: whether the value is the rank's part of a mean over features, to be summed over the ranks.
     """
@@ -46,7 +46,7 @@ class ValuePlacement:
     dim: int | None = None
     blocks: tuple[int, ...] = ()
     origins: frozenset[str] = frozenset()
-    is_direct: bool = False
+    start: int | None = None
     expanded: tuple[Node, int] | None = None
     is_summand: bool = False
 
@@ -63,14 +63,16 @@ class PlacementDecisions:
     Attributes:
         demoted: linears that run replicated on the sequence shard.
         boundaries: block boundaries of the outputs of linears.
-        cut: parameters, by node, that are cut along their first dimension.
+        cut: parameters and buffers, by node, that are cut: the dimension, and the blocks along it.
+        gathered: values of which every rank has a share of the features, and all ranks need all features.
         shortened: nodes that repeat an entry, and the dimension that has only the rank's length.
         styles: the parallel style of every linear (COLUMN, ROW or REPLICATED).
     """
 
     demoted: set[str] = field(default_factory=set)
     boundaries: dict[str, set[int]] = field(default_factory=dict)
-    cut: dict[Node, None] = field(default_factory=dict)
+    cut: dict[Node, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    gathered: set[Node] = field(default_factory=set)
     shortened: set[tuple[Node, int]] = field(default_factory=set)
     styles: dict[Node, str] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_helix.models.trace.opaque_calls import MaskOf, replaced
+from hf_helix.models.trace.opaque_calls import MaskOf, PaddingMask, replaced
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, reason_of
 
 _MASKS = {
@@ -68,6 +69,11 @@ class LayerCall:
         return [leaf for leaf in self._leaves if isinstance(leaf, MaskOf)]
 
     @property
+    def hides_padding(self) -> bool:
+        """Whether the layer hides padding from a recurrence."""
+        return any(isinstance(leaf, PaddingMask) for leaf in self._leaves)
+
+    @property
     def _leaves(self) -> list[Any]:
         leaves: list[Any] = tree_leaves((self.args, self.kwargs))
         return leaves
@@ -94,7 +100,10 @@ class Decoder:
         module: the submodule.
         layers: the layers.
         name: the attribute of the submodule with the list of layers.
+        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer.
     """
+
+    rest: tuple[None, ...] = ()
 
     def __init__(self, base: Any) -> None:
         candidates = [
@@ -103,14 +112,17 @@ class Decoder:
             for name, child in module.named_children()
             if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
+        if len(candidates) > 1 and hasattr(base, "get_decoder"):  # towers of images and sound have layers, too
+            text = {id(module) for module in base.get_decoder().modules()}
+            candidates = [each for each in candidates if id(each[0]) in text]
         if len(candidates) != 1:
             raise Underivable(f"it has {len(candidates) or 'no'} lists of decoder layers, and one is needed")
         ((self.module, self.name, self.layers),) = candidates
         self.path = next(path for path, module in base.named_modules() if module is self.module)
-        self._stubs = nn.ModuleList(_Stub(layer, number) for number, layer in enumerate(self.layers))
+        self._stubs = nn.ModuleList(_Stub(layer, number, self) for number, layer in enumerate(self.layers))
 
     @contextlib.contextmanager
-    def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
         """Returns the context in which layers are stubs and masks are placeholders."""
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
@@ -131,9 +143,10 @@ class _Stub(nn.Module):
 
     called: Callable[..., Any]
 
-    def __init__(self, layer: nn.Module, number: int) -> None:
+    def __init__(self, layer: nn.Module, number: int, decoder: Decoder) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", layer)
+        self._decoder = decoder
         self._number = number
 
     def __getattr__(self, name: str) -> Any:
@@ -147,8 +160,8 @@ class _Stub(nn.Module):
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        result = self.called(self._number, args, kwargs)
-        return hidden if result is None else (hidden, *result)
+        self.called(self._number, args, kwargs)
+        return (hidden, *self._decoder.rest) if self._decoder.rest else hidden
 
 
 @contextlib.contextmanager
@@ -174,6 +187,8 @@ def _mask_functions(kind: type) -> list[tuple[str, str]]:
 def _naming(name: str) -> Callable[..., Any]:
     def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
+        if name == "create_recurrent_attention_mask" and not extra:
+            return PaddingMask()
         if name not in _MASKS or extra:
             raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
         return MaskOf(_MASKS[name](config), kwargs.get("position_ids") is not None)
@@ -225,16 +240,33 @@ class LayerCalls:
         self.decoder = Decoder(base)
         self._table = base.get_input_embeddings()
         self.is_tuple = False
+        second = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
         first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
-        second = self._record(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
         self._names: dict[int, str] = {}  # by `id`; the tensors live until all are named
         self._wanted: dict[int, list[tuple[str, int]]] = {}
-        self.calls = [self._call(number, first[number], second[number]) for number in range(len(self.decoder.layers))]
+        masked = self._places_of_mask()
+        self.calls = [
+            self._call(number, first[number], second[number], masked.get(number, ()))
+            for number in range(len(self.decoder.layers))
+        ]
         self.counts_what_is_seen = self._counts_what_is_seen()
 
     @property
     def _device(self) -> torch.device:
         return next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
+
+    def _record_either(self, batch: int, length: int) -> dict[int, Any]:
+        """Records with stubs that return hidden states or, where the code unpacks them, a pair; see `Decoder.rest`.
+
+        The rows of a batch would be unpacked, too, if there were two.
+        """
+        try:
+            return self._record(batch, length)
+        except Underivable as error:
+            if "values to unpack (expected 2" not in str(error):
+                raise
+            self.decoder.rest = (None,)
+            return self._record(batch, length)
 
     def _record(self, batch: int, length: int) -> dict[int, Any]:
         device = self._device
@@ -265,7 +297,7 @@ class LayerCalls:
             if wanted <= calls.keys():
                 raise _Enough
 
-        embeddings = self._table.weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
+        embeddings = self._table.weight.new_zeros((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
             with contextlib.suppress(_Enough):
                 stock_forward(self.decoder.module)(
@@ -294,15 +326,29 @@ class LayerCalls:
         """Returns the tensors among the arguments of layers, and the ids looked up in tables of positions."""
         calls, looked_up = self._run(ids, positions, mask)
         given = [leaf for leaf in tree_leaves(list(calls.values())) if isinstance(leaf, Tensor)]
+        if "position_ids" not in inspect.signature(stock_forward(self.decoder.module)).parameters:
+            given = [leaf for leaf in given if leaf is not positions]  # handed through, and used by nothing
         return [*looked_up, *given]
 
-    def _call(self, number: int, first: Any, second: Any) -> LayerCall:
+    def _places_of_mask(self) -> dict[int, list[int]]:
+        """Returns for each layer the places among its arguments where it is handed the mask of a batch itself."""
+        ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
+        mask, calls = torch.ones_like(ids), dict[int, Any]()
+        with contextlib.suppress(Exception):  # code that computes with the mask: the trace or the proof refuses it
+            calls, _ = self._run(ids, torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1), mask)
+        return {
+            number: [index for index, leaf in enumerate(tree_leaves(call)) if leaf is mask]
+            for number, call in calls.items()
+        }
+
+    def _call(self, number: int, first: Any, second: Any, masked: Collection[int]) -> LayerCall:
         leaves, spec = tree_flatten(first)
         others = tree_leaves(second)
         given = [
             self._given(number, index, leaf, other) if isinstance(leaf, Tensor) else leaf
             for index, (leaf, other) in enumerate(zip(leaves, others, strict=True))
         ]
+        given = [PaddingMask() if leaf is None and index in masked else leaf for index, leaf in enumerate(given)]
         args, kwargs = tree_unflatten(given, spec)
         return LayerCall(tuple(args), kwargs)
 
@@ -310,6 +356,8 @@ class LayerCalls:
         if id(tensor) not in self._names:
             self._names[id(tensor)] = f"given{len(self._names)}"
             self._wanted.setdefault(number, []).append((self._names[id(tensor)], index))
+        if tensor.is_floating_point() and tensor.shape == (EXAMPLE_BATCH, EXAMPLE_LENGTH, 1):
+            raise Underivable("its decoder hands the embedding to every layer, which is not built")
         name = self._names[id(tensor)]
         changing = tuple(dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim])
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)

@@ -32,7 +32,7 @@ from hf_helix.operators.attention.rope import Pair
 DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
 
-LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP = (
+LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP, MIXER, GATED_NORM, HIDE = (
     "linear",
     "norm",
     "elementwise",
@@ -41,6 +41,9 @@ LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP = (
     "experts",
     "layer",
     "lookup",
+    "mixer",
+    "gated_norm",
+    "hide",
 )
 
 
@@ -62,13 +65,19 @@ class MaskOf:
 
 
 @dataclass(frozen=True)
+class PaddingMask:
+    """A placeholder for the mask of padding [batch, sequence] between a decoder and its recurrent layers."""
+
+
+@dataclass(frozen=True)
 class OpaqueCall:
     """The description of a call of a custom operator.
 
     Attributes:
         kind: one of the kinds above.
         path: the name of the module in the traced module.
-        details: for attention, the arguments of the attention interface; for dropout, the probability.
+        details: for attention, the arguments of the attention interface; for dropout, the probability; for a mixer, the
+            `MixerCall`.
     """
 
     kind: str
@@ -83,6 +92,8 @@ _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int numb
 _library.define("lookup(Tensor ids, int number, int features) -> Tensor")
 _library.define("experts(Tensor x, Tensor index, Tensor weights, int number) -> Tensor")
 _library.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
+_library.define("mixer(Tensor[] tensors, int like, int number) -> Tensor")
+_library.define("gated_norm(Tensor x, Tensor gate, int number) -> Tensor")
 
 
 def _linear(x: Tensor, number: int, features: int) -> Tensor:
@@ -110,7 +121,15 @@ def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
 
 
-for _shapes in (_linear, _unary, _attention, _lookup, _experts, _rope):
+def _mixer(tensors: list[Tensor], like: int, number: int) -> Tensor:
+    return tensors[like].new_empty(tensors[like].shape)
+
+
+def _gated_norm(x: Tensor, gate: Tensor, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+for _shapes in (_linear, _unary, _attention, _lookup, _experts, _rope, _mixer, _gated_norm):
     torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
 
 OPS = torch.ops.hf_helix
@@ -120,6 +139,8 @@ OPAQUE_OPS: dict[Any, int] = {
     OPS.attention.default: 4,
     OPS.experts.default: 3,
     OPS.lookup.default: 1,
+    OPS.mixer.default: 2,
+    OPS.gated_norm.default: 2,
 }
 """The custom operators, each with the index of the argument for the number of the call; tensors stand before it."""
 
@@ -206,6 +227,9 @@ class OpaqueCalls:
                 return result
 
             module.forward = run
+        elif is_gated_norm(module):
+            if path not in self._inlined:
+                module.forward = self._gating(module.forward, path)
         elif is_norm(module) and path not in self._inlined:
             number = self.add(NORM, path)
             module.forward = lambda x: OPS.unary(x, number)
@@ -220,6 +244,19 @@ class OpaqueCalls:
             return False
         return True
 
+    def _gating(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
+        """Returns the forward of a gated norm: opaque for a value with a gate of its shape."""
+        number = self.add(GATED_NORM, path)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            if len(values) != 2 or not all(isinstance(value, Tensor) for value in values):
+                return forward(*args, **kwargs)
+            is_alike = [str(size) for size in values[0].shape] == [str(size) for size in values[1].shape]
+            return OPS.gated_norm(*values, number) if is_alike else forward(*args, **kwargs)
+
+        return run
+
     def set_table(self, path: str, table: Any) -> None:
         """Makes the lookups of an embedding opaque: its own, and those of all copies of `modules_to_save`."""
         inside = unwrapped(table)
@@ -233,7 +270,7 @@ class OpaqueCalls:
         plain_embedding = functional.embedding
 
         def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if self._module_of_frame() not in self.tables:
+            if self.path_of_frame() not in self.tables:
                 return plain_embedding(ids, weight, *args, **kwargs)
             value: Tensor = OPS.lookup(ids, self.add(LOOKUP, self.table), weight.shape[1])
             return value
@@ -260,7 +297,7 @@ class OpaqueCalls:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
             if not training or p == 0:
                 return input
-            value: Tensor = OPS.unary(input, self.add(DROPOUT, self._module_of_frame(), p=p))
+            value: Tensor = OPS.unary(input, self.add(DROPOUT, self.path_of_frame(), p=p))
             return value
 
         interface: Any = ALL_ATTENTION_FUNCTIONS
@@ -273,7 +310,7 @@ class OpaqueCalls:
         finally:
             del interface.get_interface
 
-    def _module_of_frame(self) -> str:
+    def path_of_frame(self) -> str:
         """Returns the path of the module whose code is running; the module decides whether dropout is active."""
         frame = inspect.currentframe()
         while frame is not None:
@@ -347,6 +384,14 @@ def is_norm(module: Any) -> bool:
         return False
     required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(required) == 1 and all(p.dim() == 1 for p in module.parameters())
+
+
+def is_gated_norm(module: Any) -> bool:
+    """Returns whether a module normalises the last dimension of its first argument, and gates it by the second."""
+    if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
+        return False
+    names = list(inspect.signature(module.forward).parameters)
+    return names[1:] in (["gate"], ["z"], ["g"]) and all(p.dim() == 1 for p in module.parameters())
 
 
 def is_activation(module: Any) -> bool:

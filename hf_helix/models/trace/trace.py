@@ -8,14 +8,15 @@ rewrite is exact:
     slices and views without effect             -> removed
     contiguous                                  -> removed
     an in-place operation                       -> the operation with a new result
-    linear(view(x))                             -> view(linear(x))
+    linear(view(x)), norm(view(x), view(gate))  -> view(linear(x)), view(norm(x, gate))
+    transpose(transpose(x))                     -> x
     new_empty, filled by copies into its slices -> cat
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import Graph, Node
 
-from hf_helix.models.trace.opaque_calls import DTYPE, OPAQUE_OPS, OPS, MaskOf, OpaqueCall, OpaqueCalls
+from hf_helix.models.trace.mixers import mixers_as_operators
+from hf_helix.models.trace.opaque_calls import DTYPE, OPAQUE_OPS, OPS, MaskOf, OpaqueCall, OpaqueCalls, PaddingMask
 
 aten = torch.ops.aten
 PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
@@ -40,11 +42,16 @@ def rewrite(graph: Graph) -> None:
         if takes_all or node.target is aten.contiguous.default or _shows_the_same(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target is aten.transpose.int and _is_undone_by(node.args[0], node):
+            node.replace_all_uses_with(node.args[0].args[0])
+            graph.erase_node(node)
     for node in list(graph.nodes):
         _write_elsewhere(graph, node)
     for node in list(graph.nodes):
         if node.target is OPS.linear.default:
             _put_before_view(graph, node)
+        elif node.target is OPS.gated_norm.default:
+            _put_before_views(graph, node)
         elif node.target is aten.new_empty.default:
             _concatenate(graph, node)
 
@@ -73,6 +80,13 @@ def _shows_the_same(node: Node) -> bool:
     source: Any = node.args[0]
     before, after = ([getattr(size, "node", size) for size in value.meta["val"].shape] for value in (source, node))
     return [getattr(size, "expr", size) for size in before] == [getattr(size, "expr", size) for size in after]
+
+
+def _is_undone_by(before: Any, node: Any) -> bool:
+    """Returns whether two transpositions, one after the other, cancel."""
+    dims = len(node.meta["val"].shape)
+    both = [{dim % dims for dim in each.args[1:]} for each in (before, node) if each.target is aten.transpose.int]
+    return len(both) == 2 and both[0] == both[1]
 
 
 def _name_in_place(node: Node) -> str:
@@ -125,6 +139,44 @@ def _put_before_view(graph: Graph, linear: Node) -> None:
         graph.erase_node(view)
 
 
+def _put_before_views(graph: Graph, norm: Node) -> None:
+    """Moves views from before a gated norm to behind the norm, if they keep the last dimension and their arguments
+    have one shape, or one has heads side by side; views behind the norm then show the norm itself."""
+    views: Any = norm.args[:2]
+    if any(view.target not in VIEWS for view in views):
+        return
+    sources = [view.args[0] for view in views]
+    for place, (source, like) in enumerate(zip(sources, reversed(sources), strict=True)):
+        heads = like.meta["val"].shape[2:]
+        if (
+            len(heads) == 2
+            and len(source.meta["val"].shape) == 3
+            and source.meta["val"].shape[2] == heads[0] * heads[1]
+        ):
+            with graph.inserting_before(norm):
+                sources[place] = graph.call_function(aten.unflatten.int, (source, 2, [int(size) for size in heads]))
+            sources[place].meta.update(norm.meta)
+            sources[place].meta["val"] = source.meta["val"].unflatten(2, heads)
+    shape, other = (source.meta["val"].shape for source in sources)
+    if [str(size) for size in shape] != [str(size) for size in other] or shape[-1] != norm.meta["val"].shape[-1]:
+        return
+    with graph.inserting_after(norm):
+        shown = graph.call_function(aten.reshape.default, (norm, views[0].args[1]))
+    shown.meta.update(norm.meta)
+    norm.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
+    norm.args = (*sources, norm.args[2])
+    norm.meta = {**norm.meta, "val": sources[0].meta["val"].new_empty(shape)}
+    for user in list(shown.users):
+        if user.target in VIEWS:
+            user.args = (norm, user.args[1])
+            if _shows_the_same(user):
+                user.replace_all_uses_with(norm)
+                graph.erase_node(user)
+    for view in (*views, shown):
+        if not view.users:
+            graph.erase_node(view)
+
+
 def _concatenate(graph: Graph, whole: Node) -> None:
     """Replaces a new tensor whose slices are all filled by copies, along one dimension, by a concatenation."""
     writes: list[tuple[int, Node, Node, Node]] = []
@@ -162,6 +214,9 @@ def _concatenate(graph: Graph, whole: Node) -> None:
 
 PLACES = "places"
 """The side input with the positions of tokens, for the embedding and the head."""
+
+SEEN = "seen"
+"""The side input with 1 for visible and 0 for hidden tokens, for recurrent layers; None where none is hidden."""
 
 BATCH, SEQUENCE = 1_000_003, 2_000_003
 """The sizes of a trace as numbers: primes, different from every size of a model."""
@@ -201,6 +256,7 @@ class ModuleTrace:
         logits: the nodes of router logits, for every token and expert.
         opaque_calls: the descriptions of calls of custom operators.
         attributes: the nodes of parameters and buffers, with their names in the module.
+        buffers: the nodes of buffers.
         constants: the nodes of tensors that the code makes, with their values.
         given: the nodes of further inputs, with their names.
         batch: the symbol of the number of sequences.
@@ -213,6 +269,7 @@ class ModuleTrace:
     logits: tuple[Node, ...]
     opaque_calls: Sequence[OpaqueCall]
     attributes: dict[Node, str]
+    buffers: frozenset[Node]
     constants: dict[Node, torch.Tensor]
     given: dict[Node, str]
     batch: Any
@@ -228,6 +285,12 @@ class ModuleTrace:
         opaque = self.opaque_call(node)
         assert opaque is not None
         return opaque.path
+
+    def details_of(self, node: Node) -> Mapping[str, Any]:
+        """Returns the details of an opaque call."""
+        opaque = self.opaque_call(node)
+        assert opaque is not None
+        return opaque.details
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -306,7 +369,8 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), opaque_calls.capturing(skeleton):
+        mixers = mixers_as_operators(skeleton, opaque_calls)
+        with torch.no_grad(), opaque_calls.capturing(skeleton), mixers:
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
@@ -318,10 +382,10 @@ def trace(
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the first line of an error of a model's code, or a plain sentence for an error about a `MaskOf`."""
+    """Returns the first line of an error of a model's code, or a plain sentence for an error about a mask."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     what = f"{type(error).__name__}: {lines[0]}"
-    if MaskOf.__name__ not in what:
+    if MaskOf.__name__ not in what and PaddingMask.__name__ not in what:
         return what
     return "its code computes with the attention mask itself, and does not hand it to Transformers' attention interface"
 
@@ -356,6 +420,7 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
         logits=tuple(logits),
         opaque_calls=opaque_calls.opaque_calls,
         attributes=attributes,
+        buffers=frozenset(node for node in attributes if node.name in signature.inputs_to_buffers),
         constants=constants,
         given={node: g.name for node, g in zip(rest, given, strict=True)},
         batch=batch,

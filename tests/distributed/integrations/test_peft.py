@@ -277,6 +277,8 @@ TRAINED |= {
         "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         "gemma2": EVERYWHERE[:-1],
         "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "v_proj"],
+        "nemotron_h": ["in_proj", "out_proj", "q_proj", "up_proj"],
     }.items()
 }
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -286,7 +288,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 pp2": {"tp_size": 2, "pp_size": 2},
 }
 RUNS = [("llama", "tp2"), ("llama, kept", "pp2")]
-NOT_BUILT = [("gemma2", "cp2"), ("deepseek_v3", "cp2")]
+NOT_BUILT = [(name, "cp2") for name in ("gemma2", "deepseek_v3", "qwen3_5", "nemotron_h")]
 
 
 @pytest.mark.parametrize(

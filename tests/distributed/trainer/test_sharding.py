@@ -424,6 +424,8 @@ OF_PARAMETERS: Windows = {
     "phimoe": (2, {}, PHIMOE, {}),
     "gpt2 selective": (2, {"recompute": "selective"}, {"family": "gpt2"}, {}),
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
+    "qwen3_5": (2, {}, {"family": f"{HOME}qwen3_5"}, {}),
+    "nemotron_h tp2": (4, {"tp_size": 2}, {"family": f"{HOME}nemotron_h"}, {}),
     "qwen3_moe": (2, {}, {"family": "qwen3_moe"}, {}),
     "llama with NEFTune, recomputed": (2, {"recompute": "full"}, {}, {"neftune_noise_alpha": 5.0}),
 }

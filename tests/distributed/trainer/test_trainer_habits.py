@@ -822,7 +822,6 @@ REFUSED = {
     "a_loss_assigned": "compute_loss was assigned after",
     "a_loss_function_assigned": "compute_loss_func was assigned after",
     "a_model_wrapped": "Mine overrides _wrap_model",
-    "means_of_micro_batches": "model_accepts_loss_kwargs is False",
     "another_model_assigned": "has replaced the model",
     "a_search_of_what_is_refused": "auto_find_batch_size",
 }

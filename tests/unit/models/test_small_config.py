@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+)
 
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.small_config import default_config, small_config
@@ -119,3 +127,10 @@ def test_the_given_configuration_stays_as_it_is() -> None:
 def test_a_class_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"LamaForCausalLM is not a model class .* such as LlamaForCausalLM"):
         default_config("LamaForCausalLM")
+
+
+def test_recurrent_layers_stay() -> None:
+    """Of a published configuration, and of the defaults of a class."""
+    given = Lfm2Config(full_attn_idxs=[2, 5, 8], num_hidden_layers=9)
+    for small in (small_config(given), default_config("Lfm2ForCausalLM")):
+        assert set(small.layer_types) == {"conv", "full_attention"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.derived_models import small
 from support.models import VOCABULARY, llama, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,6 +25,17 @@ def test_frozen_weights_have_no_weight_gradients() -> None:
     adapters = 3 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 57))  # of rank 3
     adapted = tiny(num_hidden_layers=1, lora={"modules_to_save": ["lm_head"]}).get_base_model()
     assert token_flops(adapted).linear == 4 * LAYER + 6 * (adapters + HEAD)
+
+
+def test_layers_of_several_kinds() -> None:
+    """Convolutions have three dimensions and are no experts; only layers with attention attend; towers do not count."""
+    model = small("Lfm2ForCausalLM", tie_word_embeddings=False)
+    layers, head = model.model.layers, model.lm_head.weight.numel()
+    matrices = sum(p.numel() for p in layers.parameters() if p.dim() > 1)
+    assert any(p.dim() == 3 for p in layers.parameters())
+    flops = token_flops(model)
+    assert flops.linear == 6 * (matrices + head)
+    assert flops.attention_per_length == 12 * model.config.layer_types.count("full_attention") * 64
 
 
 def test_the_two_conventions() -> None:

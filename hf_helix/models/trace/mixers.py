@@ -1,0 +1,175 @@
+"""Recurrent mixers as single operations of a trace: convolutions, delta rules and scans that mix tokens.
+
+In:   a skeleton whose code calls the kernel functions of Transformers, or hides padding from a recurrence.
+Out:  a trace with a custom operator for each call, and a `MixerCall` that makes the call again on other tensors.
+Must hold: what runs is the function that stands in the model's file when the operator runs: kernels of fla, mamba-ssm,
+causal-conv1d and the Hub, or the code of Transformers. Values of a mixer have tokens first, [batch, sequence, ...].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
+
+from hf_helix.models.alike import same_code
+from hf_helix.models.trace.opaque_calls import HIDE, MIXER, OPS, OpaqueCalls, PaddingMask, replaced
+
+PACKAGES = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
+"""The packages whose kernels Transformers calls where they are installed."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """The shape of a kernel function.
+
+    Attributes:
+        dims: the dimension of heads or channels of each tensor, with tokens first; None for a tensor that all share.
+        like: the tensor with the shape of the result.
+        tokens_last: the tensors that the function takes and returns as [batch, channels, sequence].
+        by_channel: whether channels are independent, so that blocks of channels may lie side by side.
+        returns_state: whether the function returns a pair of result and state.
+    """
+
+    dims: Mapping[str, int | None]
+    like: str
+    tokens_last: tuple[str, ...] = ()
+    by_channel: bool = False
+    returns_state: bool = False
+
+
+_RULE = {"query": 2, "key": 2, "value": 2, "g": 2, "beta": 2}
+_SCAN = {"hidden_states": 2, "dt": 2, "A": 0, "B": 2, "C": 2, "D": 0, "dt_bias": 0}
+
+MIXERS = {
+    "causal_conv1d_fn": Mixer(
+        {"hidden_states": 2, "weight": 0, "bias": 0}, "hidden_states", ("hidden_states",), by_channel=True
+    ),
+    "torch_chunk_gated_delta_rule": Mixer(_RULE, "value", returns_state=True),
+    "chunk_kimi_delta_attention": Mixer(_RULE, "value", returns_state=True),
+    "mamba2_chunk_scan": Mixer(_SCAN, "hidden_states"),
+    "mamba_selective_scan": Mixer(
+        {"hidden_states": 2, "dt": 2, "A": 0, "B": None, "C": None, "D": 0, "z": 2, "delta_bias": 0},
+        "hidden_states",
+        ("hidden_states", "dt", "B", "C", "z"),
+    ),
+}
+"""The kernel functions, by their names in the files of models."""
+
+SHORTCUTS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""Kernel functions over several modules at once. Models do without where they return None."""
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """A call of a kernel function.
+
+    Attributes:
+        home: the module of the model's code.
+        name: the name of the function there.
+        tensors: the names of the tensor arguments.
+        options: the other arguments.
+    """
+
+    home: str
+    name: str
+    tensors: tuple[str, ...]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def mixer(self) -> Mixer:
+        return MIXERS[self.name]
+
+    @property
+    def dims(self) -> list[int | None]:
+        """The dimension of heads or channels of each tensor."""
+        return [self.mixer.dims[name] for name in self.tensors]
+
+    def function(self) -> Callable[..., Tensor]:
+        """Returns the call as a function of the tensors, with tokens first."""
+
+        def mix(*tensors: Tensor) -> Tensor:
+            given = dict(zip(self.tensors, tensors, strict=True))
+            for name in given.keys() & {*self.mixer.tokens_last}:
+                given[name] = given[name].transpose(1, 2)
+            result = vars(sys.modules[self.home])[self.name](**given, **dict(self.options))
+            mixed: Tensor = result[0] if self.mixer.returns_state else result
+            return mixed.transpose(1, 2) if self.mixer.tokens_last else mixed
+
+        return mix
+
+
+@contextlib.contextmanager
+def mixers_as_operators(skeleton: nn.Module, opaque_calls: OpaqueCalls) -> Iterator[None]:
+    """Returns the context of a trace in which kernel functions, and hiding of padding, are custom operators."""
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    homes = {base.__module__ for module in skeleton.modules() for base in type(module).__mro__}
+    for home in sorted(homes & sys.modules.keys()):
+        space = vars(sys.modules[home])
+        for name, function in list(space.items()):
+            if name in SHORTCUTS:
+                made: Any = _nothing
+            elif name in MIXERS:
+                made = _as_operator(home, name, function, opaque_calls)
+            elif same_code(function, apply_mask_to_padding_states):
+                made = _hiding(opaque_calls)
+            else:
+                continue
+            changed.append((space, {name: made}))
+    with replaced(changed):
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _hiding(opaque_calls: OpaqueCalls) -> Callable[..., Tensor]:
+    def hide(hidden_states: Tensor, attention_mask: Any) -> Tensor:
+        if not isinstance(attention_mask, PaddingMask):
+            return hidden_states if attention_mask is None else hidden_states * attention_mask[:, :, None]
+        value: Tensor = OPS.unary(hidden_states, opaque_calls.add(HIDE, opaque_calls.path_of_frame()))
+        return value
+
+    return hide
+
+
+def _as_operator(home: str, name: str, function: Callable[..., Any], opaque_calls: OpaqueCalls) -> Callable[..., Any]:
+    signature, mixer = inspect.signature(function), MIXERS[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        options = {**given.pop("kwargs", {}), **given}
+        tensors = {key: options.pop(key) for key in mixer.dims if isinstance(options.get(key), Tensor)}
+        states = [key for key, value in options.items() if isinstance(value, Tensor) and key in signature.parameters]
+        if states:
+            raise ValueError(f"its {name}() takes {', '.join(states)}, which is not built")
+        plain = tuple((key, value) for key, value in options.items() if not isinstance(value, Tensor))
+        call = MixerCall(home, name, tuple(tensors), plain)
+        values = [v.transpose(1, 2) if key in mixer.tokens_last else v for key, v in tensors.items()]
+        number = opaque_calls.add(MIXER, opaque_calls.path_of_frame(), call=call)
+        result = OPS.mixer(values, list(tensors).index(mixer.like), number)
+        result = result.transpose(1, 2) if mixer.tokens_last else result
+        return (result, None) if mixer.returns_state else result
+
+    return run
+
+
+def hide_padding(value: Tensor, seen: Tensor | None, rank: int = 0) -> Tensor:
+    """Returns a value with zeros for hidden tokens.
+
+    Args:
+        value: [tokens of a rank, batch, ...].
+        seen: 1 for visible tokens, 0 for hidden tokens [tokens of all ranks, batch]; None where none is hidden.
+        rank: the rank whose tokens `value` has.
+    """
+    if seen is None:
+        return value
+    here = seen[rank * len(value) :][: len(value)]
+    return (value * here.view(*here.shape, *[1] * (value.dim() - 2))).to(value.dtype)

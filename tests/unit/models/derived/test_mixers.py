@@ -1,0 +1,135 @@
+"""Recurrent mixers: where the trace stops, how they are cut, what runs, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from support import derived_models
+from support.derived_models import HYBRIDS, small
+from transformers.models.lfm2 import modeling_lfm2
+
+from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.models.graph.context import ATTENTION, ParallelContext
+from hf_helix.models.registry import family_of
+from hf_helix.models.trace.mixers import hide_padding
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
+from hf_helix.runtime.distributed.mesh import build_mesh
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return getattr(derived_models, name)()
+
+
+def units_of(name: str, tp_size: int = 2) -> list[Unit]:
+    """The units of the layers for the first of some ranks."""
+    model = model_of(name)
+    return family_of(model).units(model, ParallelContext(Axis(SilentTransport(tp_size, 0))))[1:-1]
+
+
+def cuts(name: str) -> dict[str, Placement]:
+    """The cuts of all vectors and convolutions of the first layer."""
+    placements, layer = units_of(name)[0].placements, next(iter(family_of(model_of(name)).layers(model_of(name))))
+    return {path: placements[p] for path, p in layer.named_parameters() if p.dim() != 2 and "experts" not in path}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3_5", {"conv1d.weight": (0, (32, 32, 64)), "dt_bias": (0, ()), "A_log": (0, ())}),
+        ("kimi_linear", {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())}),
+        (
+            "bamba",
+            {
+                **{f"conv1d.{each}": (0, (128, 16, 16)) for each in ("weight", "bias")},
+                **dict.fromkeys(("A_log", "D", "dt_bias", "norm.weight"), (0, ())),
+            },
+        ),
+        ("lfm2", {"conv.weight": (0, ())}),
+    ],
+)
+def test_parameters_are_cut_with_heads_and_channels(name: str, expected: dict[str, Any]) -> None:
+    found = {path: (how.dim, how.blocks) for path, how in cuts(name).items() if how.dim is not None}
+    assert len(found) == len(expected)
+    for path, how in found.items():
+        assert how == next(wanted for end, wanted in expected.items() if path.endswith(end)), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_no_mixer_runs_in_full(name: str) -> None:
+    assert all(how.dim is not None for path, how in cuts(name).items() if "conv" in path)
+
+
+def test_mixers_are_operators_with_the_cost_of_attention() -> None:
+    operators = {op.name: op for op in units_of("qwen3_5")[0].graphs.forward.operators}
+    scan, convolution = (
+        operators[f"linear_attn.{name}"] for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    )
+    assert scan.relative_cost == ATTENTION > convolution.relative_cost
+    assert scan.recompute_when_selective
+    assert convolution.recompute_when_selective
+
+
+def test_the_function_of_the_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are installed, or put there later, are called as the model itself would call them."""
+    model = model_of("lfm2")
+    unit = family_of(model).units(model, ParallelContext())[1]
+    operator: Any = unit.operators["conv.causal_conv1d_fn"]
+    value = torch.randn(5, 2, 192)
+    before = operator.function(value, length=5)
+    plain = modeling_lfm2.causal_conv1d_fn
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", lambda *args, **kwargs: 2 * plain(*args, **kwargs))
+    torch.testing.assert_close(operator.function(value, length=5), 2 * before)
+
+
+def test_padding_is_hidden_where_there_is_any() -> None:
+    value, seen = torch.ones(4, 2, 3), torch.ones(8, 2)
+    seen[5, 1] = 0
+    assert hide_padding(value, None) is value
+    assert hide_padding(value, seen, rank=0).eq(1).all()
+    hidden = hide_padding(value, seen, rank=1)
+    assert hidden[1, 1].eq(0).all()
+    assert hidden.sum() == 21
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_mask_of_padding_is_a_side_input(masked: bool) -> None:
+    ids = torch.ones(2, 5, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0 if masked else 1
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    (made,) = WindowMaker(model_of("lfm2"), build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+    seen = made.prepare()["seen"]
+    assert torch.equal(seen, mask.t()) if masked else seen is None
+
+
+def test_documents_of_kernels_are_refused() -> None:
+    ids = torch.ones(1, 5, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "seq_idx": torch.zeros_like(ids)}
+    with pytest.raises(ValueError, match=r"the batch has seq_idx, by which .* position_ids alone"):
+        WindowMaker(model_of("lfm2"), build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+
+
+def test_towers_are_idle_and_their_inputs_refused() -> None:
+    model = small("LlavaForConditionalGeneration")
+    unit = family_of(model).units(model, ParallelContext(Axis(SilentTransport(2, 0))))[0]
+    towers = [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]
+    assert {unit.placements[p].dim for p in towers} == {None}
+    assert not any(p.requires_grad for p in towers)
+    ids = torch.ones(1, 5, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.ones(1)}
+    with pytest.raises(ValueError, match="the batch has pixel_values, for a tower beside the text model"):
+        WindowMaker(model, build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+
+
+def test_a_shared_sequence_is_refused_by_name() -> None:
+    model = small("Lfm2ForCausalLM")
+    context = ParallelContext(cp=Axis(SilentTransport(2, 0)))
+    with pytest.raises(ValueError, match=r"cp_size=2: conv mixes tokens by causal_conv1d_fn\(\).*use cp_size=1"):
+        family_of(model).units(model, context)
