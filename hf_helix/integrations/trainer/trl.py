@@ -94,6 +94,9 @@ class StockSFTTrainer(StockTrainer):
             call.set("args", config(**{each.name: getattr(args, each.name) for each in fields(args) if each.init}))
         if is_named and call.get("peft_config") is not None:
             options = self.model_options(call.get("args"))
+            if call.get("quantization_config") is not None:
+                options["quantization_config"] = call.get("quantization_config")
+                call.set("quantization_config", None)
             call.set("model", AutoModelForCausalLM.from_pretrained(model, **options))
 
     def model_options(self, args: Any) -> dict[str, Any]:
@@ -112,15 +115,19 @@ class StockSFTTrainer(StockTrainer):
             raise ValueError(f"{name} cannot honour " + "\n  ".join(problems))
 
     def add_adapters(self, model: Any, call: TrainerCall) -> Any:
-        """Returns the model with the adapters of `peft_config`, drawn with SFTTrainer's seed."""
-        if call.get("peft_config") is None:
-            return model
-        from peft import get_peft_model  # only scripts with a `peft_config` need PEFT
+        """Returns the model with the adapters of `peft_config`, drawn with SFTTrainer's seed. Adapters of a base in 4
+        bits are in bfloat16, as SFTTrainer makes them."""
+        if call.get("peft_config") is not None:
+            from peft import get_peft_model  # only scripts with a `peft_config` need PEFT
 
-        set_seed(call.get("args").seed)
-        adapted = get_peft_model(model, call.get("peft_config"))
-        call.set("peft_config", None)
-        return adapted
+            set_seed(call.get("args").seed)
+            model = get_peft_model(model, call.get("peft_config"))
+            call.set("peft_config", None)
+        if getattr(model, "is_loaded_in_4bit", False):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return model
 
     def check_model(self, model: Any, args: Any) -> None:
         """Refuses the loss of routers, which TRL activates by itself and weighs differently from the stock Trainer."""

@@ -22,6 +22,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forwa
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.alike import same_code
+from hf_helix.models.four_bit import value_dtype
 from hf_helix.models.graph.builder import Builder, Used
 from hf_helix.models.graph.context import ATTENTION, LIGHT, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
@@ -339,7 +340,7 @@ def declare_attention(
 
     outputs = (f"{name}.q", f"{name}.kv")
     q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
-    dtype, scale = next(module.parameters()).dtype, attention.options["scaling"]
+    dtype, scale = value_dtype(module), attention.options["scaling"]
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
 
 

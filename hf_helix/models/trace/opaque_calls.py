@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.experts import forward_arguments, is_experts
-from hf_helix.models.peft import unwrapped
+from hf_helix.models.peft import is_plain_linear, unwrapped
 
 DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
@@ -287,7 +287,7 @@ def _recording(forward: Callable[..., Any], index: int, recorded: list[Any]) -> 
 
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, with or without PEFT's wrappers."""
-    return type(unwrapped(module).copies[0]) in (nn.Linear, Conv1D)
+    return is_plain_linear(unwrapped(module).copies[0])
 
 
 def _features_out(module: Any) -> int:
