@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.models.four_bit import matrix_sizes
+
 # Dense bf16 TFLOP/s, from the vendors' data sheets, by what the device's name holds as whole words.
 PEAKS = {
     "B200": 2250.0,
@@ -54,11 +56,12 @@ def token_flops(model: Any) -> TokenFlops:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
     unused = tables.union(*(module.parameters() for module in kept))
-    weights = {weight for weight in model.parameters() if weight.dim() > 1} - unused
+    sizes = matrix_sizes(model)
+    weights = sizes.keys() - unused
     linear = 0.0
     for weight in weights | ({head.weight} if (head := model.get_output_embeddings()) is not None else set()):
         share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1.0
-        linear += weight.numel() * share * (6.0 if weight.requires_grad else 4.0)
+        linear += sizes[weight] * share * (6.0 if weight.requires_grad else 4.0)
     config = model.config
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
