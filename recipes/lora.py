@@ -1,6 +1,8 @@
 """Train LoRA adapters of a causal language model over several ranks, and hand them to stock PEFT.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/lora.py --model_name_or_path runs/demo
+    accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/lora.py --model_name_or_path runs/demo \
+        --load_in_4bit
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/lora.py --model_name_or_path MODEL \\
         --text corpus.jsonl --dtype bfloat16 --bf16
 
@@ -22,6 +24,7 @@ from pretrain import DEFAULTS, card_of, check_sizes, generate, pack, read_docume
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     HfArgumentParser,
     PreTrainedModel,
     TrainingArguments,
@@ -39,6 +42,7 @@ class AdapterArguments:
 
     model_name_or_path: str = field(metadata={"help": "a model with its tokenizer: a folder or a name"})
     dtype: str = field(default="float32", metadata={"help": "to load it in: float32 or bfloat16"})
+    load_in_4bit: bool = field(default=False, metadata={"help": "keep its linears in 4 bits (needs bitsandbytes)"})
     lora_r: int = field(default=16, metadata={"help": "the rank of the adapters"})
     lora_alpha: int = field(default=32, metadata={"help": "their scale, times the rank"})
     lora_dropout: float = field(default=0.0, metadata={"help": "dropout in front of them"})
@@ -58,7 +62,10 @@ def main() -> None:
     set_seed(args.seed)
 
     tokenizer = AutoTokenizer.from_pretrained(recipe.model_name_or_path)
-    base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, dtype=getattr(torch, recipe.dtype))
+    dtype = getattr(torch, recipe.dtype)
+    packing = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    options = {"quantization_config": BitsAndBytesConfig(**packing)} if recipe.load_in_4bit else {}
+    base = AutoModelForCausalLM.from_pretrained(recipe.model_name_or_path, dtype=dtype, **options)
     check_sizes(base.config, len(tokenizer), recipe.sequence_length)
     documents = read_documents(recipe.text, recipe.text_column)
     training, held_out = split(pack(documents, tokenizer, recipe.sequence_length))

@@ -22,6 +22,7 @@ import torch
 
 from hf_helix.config import HelixConfig
 from hf_helix.models.causal_lm import check_head, has_towers
+from hf_helix.models.four_bit import check_storage, four_bit_weights
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
@@ -64,10 +65,13 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
     if not loss_tweaks.own:
         check_head(base_of(model))
     _check_device(model, weights)
+    check_storage(base_of(model))
     check_adapters(model)
     family_of(base_of(model))
-    dtype, may_differ = base_of(model).dtype, adapter_weights(model)
+    dtype, may_differ, packed = base_of(model).dtype, adapter_weights(model), four_bit_weights(model)
     for name, parameter in model.named_parameters():
+        if parameter in packed:
+            continue
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "

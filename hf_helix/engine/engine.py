@@ -45,6 +45,7 @@ from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.zero import cut_states, full_weights, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import Instead, is_direct_use_allowed, refuse_calls, refuse_saving, run_generation
+from hf_helix.models.four_bit import open_four_bit
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
@@ -84,6 +85,8 @@ class Engine(Diagnostics):
         tuner: chooses the plan.
         limits: the bounds of the ids, labels and positions of batches.
         graphs: CUDA graphs of windows; None where windows run operator by operator.
+        share_of_elements: what Transformers counts as parameters now, in what it counted before: a weight in 4 bits
+            counts by its bytes.
 
     Raises:
         ValueError: the model does not fit the options, or ranks differ in model or options.
@@ -94,6 +97,9 @@ class Engine(Diagnostics):
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
+        elements = base.num_parameters(exclude_embeddings=True)
+        open_four_bit(base)
+        self.share_of_elements = base.num_parameters(exclude_embeddings=True) / elements
         prove_on_first_use(base, config, mesh)
         super().__init__(base, config, mesh)
         self.family = family_of(base)

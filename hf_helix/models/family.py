@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, document_ends, documents_of, form_of, starts_of, targets_of
+from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
@@ -239,7 +240,7 @@ class Family(ABC):
     def head_cost(self, model: Any) -> float:
         """Returns the work of head and loss relative to a layer's work, by the sizes of the matrices."""
         layer, head = next(iter(self.layers(model))), model.get_output_embeddings()
-        matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
+        matrices = sum(matrix_sizes(layer).values())
         return 0.0 if head is None else float(head.weight.numel() / matrices)
 
     def side_inputs(

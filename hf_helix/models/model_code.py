@@ -23,7 +23,7 @@ from hf_helix.models.family import Family
 from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.trace.opaque_calls import is_projection
 
-OWN = ("transformers", "torch", "peft")
+OWN = ("transformers", "torch", "peft", "bitsandbytes")
 """Packages whose classes a declaration describes."""
 
 PATCHING = (*OWN, "trl")

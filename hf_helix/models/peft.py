@@ -18,6 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_helix.models.four_bit import four_bit_of, is_four_bit
+from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.low_rank import LowRank
 
 LORA = "get_peft_model(model, LoraConfig(...))"
@@ -76,6 +78,11 @@ class Unwrapped:
         return self.module.bias
 
     @property
+    def four_bit(self) -> FourBit | None:
+        """The weight, where it is in 4 bits."""
+        return four_bit_of(self.copies[0])
+
+    @property
     def projection(self) -> Any:
         """The object whose `weight` is in use: this object with a wrapper, else the plain module (faster)."""
         return self if self.wrapper is not None else self.copies[0]
@@ -104,6 +111,11 @@ class Unwrapped:
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
 
 
+def is_plain_linear(module: Any) -> bool:
+    """Returns whether a module is a linear that can be cut, without a wrapper."""
+    return type(module) in (nn.Linear, Conv1D) or is_four_bit(module)
+
+
 def unwrapped(module: Any) -> Unwrapped:
     """Returns the modules inside PEFT's wrappers, of any class."""
     if hasattr(module, "modules_to_save"):
@@ -125,13 +137,13 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
     inside = unwrapped(module)
     for plain in inside.copies:
         kind = f"{type(plain).__module__}.{type(plain).__name__}"
-        if type(plain) in (nn.Linear, Conv1D, nn.Embedding):
+        if type(plain) is nn.Embedding or is_plain_linear(plain):
             continue
         if not isinstance(plain, nn.Embedding):
             raise ValueError(
-                f"{label}: a projection is a {kind}, and this version cuts plain torch.nn.Linear and Transformers' "
-                f"Conv1D, also with LoRA beside them: {LORA}; load the model without quantization_config, or merge "
-                "the adapters"
+                f"{label}: a projection is a {kind}, and this version cuts plain torch.nn.Linear, Transformers' Conv1D "
+                f"and bitsandbytes' Linear4bit, also with LoRA beside them: {LORA}; load the model without "
+                "quantization_config, or merge the adapters"
             )
         if not embeddings_of_subclasses:
             raise ValueError(
@@ -189,15 +201,13 @@ def _problems_of_config(name: str, config: Any) -> Iterator[str]:
 
 
 def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
-    quantised = getattr(base_of(model), "hf_quantizer", None)
-    if quantised is not None:
-        yield f"the model is quantised ({type(quantised).__name__}): load it without quantization_config"
-        return
     for name, module in model.named_modules():
         if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
             yield from _problems_of_layer(name, module, peft.tuners.lora)
         elif isinstance(module, peft.utils.other.ModulesToSaveWrapper):
-            if next(module.original_module.children(), None) is not None:
+            if is_four_bit(module.original_module):
+                yield f"{name}, in modules_to_save, has a weight in 4 bits, which cannot be trained: leave it out there"
+            elif next(module.original_module.children(), None) is not None:
                 yield f"{name} is kept whole by modules_to_save: name the linears, norms or embeddings inside it"
         elif isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
             yield f"{name} is a {type(module).__name__}: use target_modules and modules_to_save only"
@@ -208,7 +218,8 @@ def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
     base = layer.get_base_layer()
     # PEFT scales the adapter's rows as a scaled embedding (Gemma's) scales the rows of its table.
     is_scaled = type(layer) is lora.Embedding and isinstance(base, nn.Embedding) and hasattr(base, "embed_scale")
-    if type(base) not in known.get(type(layer), ()) and not is_scaled:
+    is_packed = is_four_bit(base) and type(layer) is lora.Linear4bit
+    if type(base) not in known.get(type(layer), ()) and not is_scaled and not is_packed:
         kinds = " over a ".join(f"{type(each).__module__}.{type(each).__name__}" for each in (layer, base))
         yield (
             f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
 
 # Dense bf16 TFLOP/s, from the vendors' data sheets, by what the device's name holds as whole words.
@@ -63,11 +64,12 @@ def token_flops(model: Any) -> TokenFlops:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
     unused = tables.union(*(module.parameters() for module in kept))
-    weights = {weight for weight in model.parameters() if weight.dim() > 1} - unused
+    sizes = matrix_sizes(model)
+    weights = sizes.keys() - unused
     linear = 0.0
     for weight in weights | ({head.weight} if (head := model.get_output_embeddings()) is not None else set()):
         share = config.num_experts_per_tok / len(weight) if weight in experts else 1.0
-        linear += weight.numel() * share * (6.0 if weight.requires_grad else 4.0)
+        linear += sizes[weight] * share * (6.0 if weight.requires_grad else 4.0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     layers = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     heads = getattr(config, "num_attention_heads", 1)

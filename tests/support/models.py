@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -57,7 +58,8 @@ def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | N
     make = FAMILIES.get(family) or pkgutil.resolve_name(family)
     model = make(**changes)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     return model if lora is None else adapted(model, **lora)
 
 
@@ -74,6 +76,22 @@ def adapted(model: PreTrainedModel, idle: str = "", **options: Any) -> Any:
 def llama(**changes: Any) -> LlamaForCausalLM:
     """A tiny Llama in fp32 whose sizes do not divide evenly where they need not."""
     return made(LlamaForCausalLM, LlamaConfig, changes)
+
+
+def four_bit(
+    of: str = "llama", loaded_as: str = "float32", quantization: dict[str, Any] | None = None, **changes: Any
+) -> Any:
+    """The tiny model of a family with its linears in 4 bits, as `from_pretrained` loads it.
+
+    Args:
+        of: one of `FAMILIES`.
+        loaded_as: the type before the linears are packed.
+        quantization: options of `BitsAndBytesConfig`.
+    """
+    model = FAMILIES[of](**{"hidden_size": 128, "intermediate_size": 256, **changes})
+    packing = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_type": "nf4", **(quantization or {})})
+    given = {"config": model.config, "state_dict": model.state_dict(), "dtype": getattr(torch, loaded_as)}
+    return type(model).from_pretrained(None, **given, quantization_config=packing)
 
 
 def mistral(**changes: Any) -> MistralForCausalLM:

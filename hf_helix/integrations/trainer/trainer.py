@@ -132,6 +132,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
                 count_batches_once(self, ranks_per_batch)
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            self._move_packed()
         check_trainer(self, arguments)
         CallbackDecisions(self)
 
@@ -221,6 +223,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.reshard_parameters()
 
+    def _move_packed(self) -> None:
+        """Moves this rank's parameters of a model in 4 bits, which the stock Trainer leaves where they were loaded."""
+        with plain_parameters():
+            torch.nn.Module.to(self.model, self.args.device)
+        self.helix.reshard_parameters()
+
     @overrides("Trainer", "every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts the model."""
@@ -293,7 +301,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Counts operations once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.total_flos
         super().store_flos()  # type: ignore[misc]
-        self.state.total_flos = before + (self.state.total_flos - before) / self.helix_config.ranks_per_batch
+        counted = self.helix_config.ranks_per_batch * self.helix.share_of_elements
+        self.state.total_flos = before + (self.state.total_flos - before) / counted
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 

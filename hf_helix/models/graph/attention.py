@@ -22,6 +22,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forwa
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.alike import same_code
+from hf_helix.models.four_bit import value_dtype
 from hf_helix.models.graph.builder import Builder, Cut, Used
 from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
@@ -289,7 +290,7 @@ def _shared_attention(
             relative_cost=ATTENTION,
         )
     b.place([sinks], CUT_ROWS)
-    join = JoinBlocks(next(attention.module.parameters()).dtype, attention.value_dim, sinks)
+    join = JoinBlocks(value_dtype(attention.module), attention.value_dim, sinks)
     saved = () if sinks is None else outputs
     return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]
 

@@ -20,6 +20,7 @@ from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import Explicit, RmsNorm
+from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
@@ -465,12 +466,27 @@ class Builder:
         self, linear: Unwrapped, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
     ) -> None:
         """Records the cut of a linear and of its adapters."""
-        self.place([copy.weight for copy in linear.copies], matrix)
+        weights = [copy.weight for copy in linear.copies]
+        if linear.four_bit is not None:
+            self._check_blocks(linear.four_bit, matrix)
+            weights.append(linear.four_bit.absmax)
+        self.place(weights, matrix)
         self.place([copy.bias for copy in linear.copies], bias)
         for adapter in linear.all_adapters():
             self.place([adapter.down], down)
             self.place([adapter.up], up)
             self.place([adapter.bias], bias)
+
+    def _check_blocks(self, weight: FourBit, matrix: Placement) -> None:
+        """Refuses a cut of a weight in 4 bits through its blocks."""
+        blocks = weight.absmax.shape[1]
+        if matrix.dim == 1 and blocks % self.tp.size:
+            works = [str(size) for size in range(1, self.tp.size) if blocks % size == 0]
+            raise ValueError(
+                f"{self.label}: tp_size={self.tp.size} would cut a weight in 4 bits through its blocks: a row of "
+                f"{blocks * weight.block_size} elements has {blocks} blocks of {weight.block_size} with one scale "
+                f"each; use tp_size={' or '.join(works)}, and pp_size or shard_parameters=True for the other ranks"
+            )
 
     def _parameters(
         self, function: object, uses: Sequence[Used], cut: Sequence[Cut], on_shard: bool
@@ -504,6 +520,7 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
         # None where no linear has any: a step then looks none up.
         adapters=linears if any(linear.lora is not None for linear in linears) else (),
         copies=[copy for linear in linears for copy in linear.copies],
+        four_bit=[linear.four_bit for linear in linears],
     )
 
 

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_helix.models.alike import same_code
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.experts import forward_arguments, is_experts
-from hf_helix.models.peft import unwrapped
+from hf_helix.models.peft import is_plain_linear, unwrapped
 from hf_helix.operators.attention.rope import Pair
 
 DTYPE = torch.bfloat16
@@ -367,7 +367,7 @@ def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
 
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, with or without PEFT's wrappers."""
-    return type(unwrapped(module).copies[0]) in (nn.Linear, Conv1D)
+    return is_plain_linear(unwrapped(module).copies[0])
 
 
 def _features_out(module: Any) -> int:

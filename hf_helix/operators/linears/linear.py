@@ -4,7 +4,7 @@ In:   a value [..., features_in], and its linears (q, k, v; gate, up), cut or fu
 Out:  one value per linear.
 Must hold: W reads only the inputs of forward and the output gradient, so W can run at any time afterwards. Once a
 window, weights are cast to the type of their input and joined to a matrix; outputs are slices then. W accumulates in
-the type of the weight.
+the type of the weight. The matrix of a weight in 4 bits is made for each product, and never kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
-from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
+from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients, product
+from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
 from hf_helix.operators.side_by_side import contiguous_columns, join_columns
 from hf_helix.planning.graph.operator import Part
@@ -46,6 +47,7 @@ class Linear(SplitComputation):
         transposed: the weights are [features_in, features_out], as in `Conv1D`.
         adapters: of each linear; empty where no linear has any.
         copies: all modules that the linears may stand for at run time; by default themselves.
+        four_bit: of each linear its frozen weight in 4 bits, or None; empty where no linear has one.
     """
 
     def __init__(
@@ -55,21 +57,24 @@ class Linear(SplitComputation):
         transposed: bool = False,
         adapters: Sequence[Adapters] = (),
         copies: Sequence[Projection] = (),
+        four_bit: Sequence[FourBit | None] = (),
     ) -> None:
         self.linears = tuple(linears)
         self.adds_bias = adds_bias
         self.transposed = transposed
         self._adapters = tuple(adapters)
         self._copies = tuple(copies) or self.linears
+        self._four_bit = tuple(four_bit) or (None,) * len(self.linears)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         own = [p for linear in self._copies for p in (linear.weight, linear.bias) if p is not None]
-        return *own, *self._of_adapters()
+        return *own, *(weight.absmax for weight in self._four_bit if weight is not None), *self._of_adapters()
 
     @property
     def cast_parameters(self) -> tuple[Tensor, ...]:
-        return self.parameters
+        packed = {part for weight in self._four_bit if weight is not None for part in (weight.codes, weight.absmax)}
+        return tuple(parameter for parameter in self.parameters if parameter not in packed)
 
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
         return tuple(self._of_adapters()) if part is Part.W else self.parameters
@@ -85,8 +90,9 @@ class Linear(SplitComputation):
         shape, value = inputs[0].shape[:-1], _rows(call.precision.cast_for_matmul(inputs[0]))
         outputs: list[Tensor] = []
         for gemm in self._gemms(call, value.dtype):
-            bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
-            output = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+            dtype = gemm.dtype(call, value.dtype)
+            bias = call.precision.weights.of(gemm.biases, dtype) if self.adds_bias and gemm.biases else None
+            output = functional.linear(value.to(dtype), self._matrix(call, gemm, dtype), bias).to(value.dtype)
             output = output.view(*shape, output.shape[-1])
             outputs += [output] if len(gemm.sizes) == 1 else output.split(gemm.sizes, -1)
         if self._adapters:
@@ -97,10 +103,15 @@ class Linear(SplitComputation):
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
         for gemm, parts in self._with_rows(call, gradients):
-            matrices, first = self._matrix(call, gemm, parts[0].dtype), 0
+            kind = parts[0].dtype
+            dtype = gemm.dtype(call, kind)
+            matrices, first = self._matrix(call, gemm, dtype), 0
             for rows in parts:
                 matrix = matrices if len(parts) == 1 else matrices.narrow(0, first, rows.shape[-1])
-                total = rows @ matrix if total is None else total.addmm_(rows, matrix)
+                if total is None:
+                    total = product(rows.to(dtype), matrix, kind)
+                else:
+                    add_product(total, rows.to(dtype), matrix)
                 first += rows.shape[-1]
         assert total is not None
         if self._adapters:
@@ -132,8 +143,11 @@ class Linear(SplitComputation):
 
     def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
         """Returns one product for all linears where their weights need a cast anyway: the cast joins the weights."""
-        apart = [_Gemm.of(linear.weight, linear.bias, self.transposed) for linear in self.linears]
-        copied = all(gemm.weights[0].dtype is not dtype for gemm in apart)
+        apart = [
+            _Gemm.of(linear.weight, linear.bias, self.transposed, four_bit)
+            for linear, four_bit in zip(self.linears, self._four_bit, strict=True)
+        ]
+        copied = all(gemm.weights[0].dtype is not dtype and gemm.four_bit is None for gemm in apart)
         if len(apart) == 1 or self.transposed or not copied or len({gemm.kind for gemm in apart}) > 1:
             return apart
         return [_Gemm.joined(apart)]
@@ -170,6 +184,8 @@ class Linear(SplitComputation):
 
     def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:
         """[features_out, features_in]."""
+        if gemm.four_bit is not None:
+            return gemm.four_bit.matrix(dtype)
         if gemm.matrix is None:
             weight = call.precision.weights.of(gemm.weights, dtype)
             gemm.matrix = weight.t() if self.transposed else weight
@@ -183,6 +199,7 @@ class _Gemm:
     Attributes:
         weights, biases: of each linear; no biases where there are none.
         sizes: the output features of each linear.
+        four_bit: the weight, where it is in 4 bits.
         matrix: the joined weights, after the first use.
     """
 
@@ -191,14 +208,15 @@ class _Gemm:
     sizes: list[int]
     trains_weights: bool
     trains_biases: bool
+    four_bit: FourBit | None = None
     matrix: Tensor | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:
+    def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool, four_bit: FourBit | None) -> _Gemm:
         """Returns the product of a linear."""
         biases = [] if bias is None else [bias]
         trains = weight.requires_grad, bias is not None and bias.requires_grad
-        return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains)
+        return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains, four_bit)
 
     @classmethod
     def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
@@ -206,6 +224,11 @@ class _Gemm:
         weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
         trains = gemms[0].trains_weights, gemms[0].trains_biases
         return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)
+
+    def dtype(self, call: Call, given: torch.dtype) -> torch.dtype:
+        """Returns the type of the product of a value in a given type."""
+        own = None if self.four_bit is None else call.precision.autocast_dtype or self.four_bit.compute_dtype
+        return own or given
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -4,8 +4,8 @@ In:   parameters of a unit with equal type and replicas, as this rank holds them
 Out:  this rank's shard of the buffer; for every parameter its part of the shard, often empty: a 1-D parameter for an
       optimizer, with the reduced gradient.
 Must hold: every rank has the same layout of the buffer. The parts are views of the shard: an optimizer step copies
-nothing. Nobody reads a resharded parameter: a placeholder of its shape and type, full of NaN. The type of a buffer
-changes no bit of a result.
+nothing. Nobody reads a resharded parameter: a placeholder of its shape and type, full of NaN (of packed weights, 0).
+The type of a buffer changes no bit of a result.
 
 The buffer, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
 
@@ -118,7 +118,7 @@ class FlatParameter:
         owned = _aligned(-(-starts[-1] // self.gather_axis.size))
         dtype = next(iter(self.placements)).dtype
         self.shard = self._make_shard(owned, dtype, device)
-        nothing = torch.full((), torch.nan, dtype=dtype, device=device)
+        nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
         for parameter, extent in self._extents.items():
             self._placeholders[parameter] = nothing.expand(extent.shape)
             first, last = self.owned_range(parameter)

@@ -81,6 +81,7 @@ def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cas
         "experts": placement.over == EXPERTS,
         "frozen": not parameter.requires_grad,
         "bf16": parameter.dtype is torch.bfloat16,
+        "packed": parameter.dtype is torch.uint8,
         "products": is_cast,
     }
     return ".".join(["weights", *(trait for trait, holds in traits.items() if holds)])

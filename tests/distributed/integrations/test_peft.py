@@ -476,9 +476,6 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Linear4bit
     refused(adapted(model), tmp_path, "self_attn.q_proj is a peft.", "Linear4bit", "without quantization_config")
-    model = llama()
-    model.hf_quantizer = object()
-    refused(adapted(model), tmp_path, "quantised", "without quantization_config")
     # Adapters of experts.
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")

@@ -1,0 +1,199 @@
+"""QLoRA: LoRA on a base in 4 bits, against the stock Trainer and TRL's own trainers on the same base; refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from support import jobs
+from support.comparisons import compare_adapters
+from support.models import adapted, arguments, four_bit, llama, tiny
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.runtime.divided import plain_parameters
+
+MODEL: dict[str, Any] = {
+    "family": "support.models:four_bit",
+    "num_hidden_layers": 5,
+    "quantization": {"bnb_4bit_use_double_quant": True},
+    "lora": {},
+}
+TRAINING = {"max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+
+
+@plain_parameters()
+def packed_bytes(model: Any) -> int:
+    return sum(weight.nbytes for weight in model.parameters() if weight.dtype is torch.uint8)
+
+
+def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """As `jobs.train`, without an evaluation: bitsandbytes computes it in bfloat16 on some CPUs."""
+    trainer = jobs.make_trainer(folder, helix, **options)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model(folder)
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [float(entry["grad_norm"]) for entry in logs],
+        "flos": trainer.state.total_flos,
+        "packed": packed_bytes(trainer.model),
+    }
+
+
+def check(
+    layout: dict[str, Any], cluster_of: Any, stock: Any, folder: Path, ranks: int = 2, dp: int = 1, **model: Any
+) -> tuple[list[Any], Any]:
+    """Compares what is logged and saved."""
+    case = {"model": {**MODEL, **model}, "training": TRAINING}
+    expected, theirs = stock(train, dp=dp, **case)
+    results = cluster_of(ranks).run(train, folder=str(folder), helix={"plan": "greedy", **layout}, **case)
+    for result in results:
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
+        assert result["flos"] == pytest.approx(expected["flos"])
+    compare_adapters(folder, Path(theirs), factor=0.1)
+    return results, expected
+
+
+def test_a_rank_trains_on_its_part_of_packed_weights(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    results, expected = check({"tp_size": 2}, cluster_of, stock, tmp_path)
+    assert [2 * result["packed"] for result in results] == [expected["packed"]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"cp_size": 2}], ids=str)
+def test_ranks_that_share_a_batch(layout: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    results, expected = check(layout, cluster_of, stock, tmp_path)
+    if "pp_size" in layout:
+        assert sum(result["packed"] for result in results) == expected["packed"]
+        assert all(result["packed"] for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
+def test_data_parallel_ranks(option: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    check({option: True}, cluster_of, stock, tmp_path, dp=2)
+
+
+@pytest.mark.slow
+def test_tensor_and_pipeline_parallel_ranks(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    check({"tp_size": 2, "pp_size": 2}, cluster_of, stock, tmp_path, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"quantization": {"bnb_4bit_quant_type": "fp4"}},
+        {"quantization": {"bnb_4bit_quant_storage": torch.bfloat16}},
+        {"of": "gpt2", "n_inner": 256, "lora": {"target_modules": ["c_attn", "c_proj", "c_fc"]}},
+    ],
+    ids=["fp4", "stored as bf16", "gpt2"],
+)
+def test_kinds_of_weights(model: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    check({"tp_size": 2}, cluster_of, stock, tmp_path, **model)
+
+
+# -- TRL -----------------------------------------------------------------------------------------------------------
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source: str) -> dict[str, Any]:
+    """SFTTrainer reads the base and adds the adapters."""
+    from support import sft_jobs  # TRL takes seconds to import
+    from transformers import BitsAndBytesConfig
+
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    training = {"model_init_kwargs": {"quantization_config": packing}, "max_steps": 3}
+    options = {"model": source, "peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    trainer = sft_jobs.make(folder, tokenizer, helix, training, "completions", **options)
+    trainer.train()
+    trainer.save_model(folder)
+    return {"log": trainer.state.log_history}
+
+
+def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[str, Any]:
+    """DPOTrainer, with the base as the reference."""
+    from datasets import Dataset
+    from support.models import QUIET
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from hf_helix import HelixTrainerMixin
+
+    rows = [{"prompt": f"What is {n}?", "chosen": f" It is {2 * n}.", "rejected": f" It is {n}."} for n in range(24)]
+    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    modes = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3}
+    options = {
+        "model": four_bit(vocab_size=283, num_hidden_layers=4, max_position_embeddings=512),
+        "args": DPOConfig(output_dir=folder, **QUIET, **training, **modes),
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": AutoTokenizer.from_pretrained(tokenizer),
+        "peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM"),
+    }
+    if helix is None:
+        trainer: Any = DPOTrainer(**options)
+    else:
+        kind = type("HelixDPOTrainer", (HelixTrainerMixin, DPOTrainer), {})
+        trainer = kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    trainer.train()
+    trainer.save_model(folder)
+    return {"log": trainer.state.log_history}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "helix"), [(fine_tune, {"tp_size": 2}), (prefer, {"tp_size": 2}), (prefer, {"pp_size": 2})]
+)
+def test_trainers_of_trl(job: Any, helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+    from support.sft_jobs import VOCABULARY, save_tokenizer
+
+    save_tokenizer(tmp_path / "words")
+    given = {"tokenizer": str(tmp_path / "words")}
+    if job is fine_tune:
+        given["source"] = str(tmp_path / "base")
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        llama(vocab_size=VOCABULARY, max_position_embeddings=512, **sizes).save_pretrained(given["source"])
+    wanted = job(str(tmp_path / "theirs"), helix=None, **given)["log"]
+    for result in cluster_of(2).run(job, folder=str(tmp_path / "ours"), helix=helix, **given):
+        for found, entry in zip(result["log"][:-1], wanted[:-1], strict=True):
+            both = {key: found[key] for key in entry.keys() & found.keys()}
+            assert {"loss", "grad_norm"} <= both.keys()
+            assert both == pytest.approx({key: entry[key] for key in both}, rel=2e-3, abs=1e-4)  # adapters in bfloat16
+    compare_adapters(tmp_path / "ours", tmp_path / "theirs", factor=50)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def refused(model: Any, folder: Path, *words: str) -> None:
+    with pytest.raises(ValueError, match=".*".join(words)):
+        HelixTrainer(model=model, args=arguments(str(folder)), helix_config=HelixConfig(plan="greedy"))
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    uneven = four_bit(num_hidden_layers=1, intermediate_size=160)
+    refused(adapted(uneven), tmp_path, "down_proj has blocks of 64 elements, and rows of 160", "llm_int8_skip_modules")
+    other = llama(num_hidden_layers=1)
+    other.hf_quantizer = object()
+    refused(adapted(other), tmp_path, "quantised", "bitsandbytes in 4 bits", "load_in_4bit=True")
+
+
+def test_merging_is_refused(tmp_path: Path) -> None:
+    model = tiny(**{**MODEL, "num_hidden_layers": 1})
+    HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig(plan="greedy"))
+    assert isinstance(model, PeftModel)
+    with pytest.raises(RuntimeError, match=r"cannot be merged here.*load the base in 16 bits"):
+        model.merge_and_unload()
+
+
+def test_a_cut_through_blocks_is_refused(cluster_of: Any, tmp_path: Path) -> None:
+    job = {"helix": {"tp_size": 2, "plan": "greedy"}, "model": {**MODEL, "intermediate_size": 192}}
+    for failure in cluster_of(2).errors("construct", folder=str(tmp_path), **job):
+        assert "a row of 192 elements has 3 blocks of 64" in failure.message
+        assert "use tp_size=1" in failure.message
