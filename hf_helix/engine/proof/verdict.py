@@ -156,8 +156,8 @@ def compare(
     plan: str,
     outcome: Outcome,
     wanted: Outcome,
-    exact: Callable[[], Outcome | None],
-    moved: Callable[[], Outcome | None] = lambda: None,
+    exact: Callable[[], Sequence[Outcome]],
+    moved: Callable[[], Sequence[Outcome]] = list,
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit model.
 
@@ -166,19 +166,19 @@ def compare(
         plan: the rule of the plan.
         outcome: of the cut model.
         wanted: of the unsplit model.
-        exact: returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; called only
+        exact: returns the outcome of the unsplit model in fp64, or none if the model cannot run in fp64; called only
             where a value differs.
-        moved: returns the outcome of the unsplit model with weights moved by one step of fp32, or None if fp64 is a
+        moved: returns outcomes of the unsplit model with weights moved by one step of fp32, or none if fp64 is a
             reference; called only where a value still differs.
     """
     loss, gradients, logits = _differences(outcome, wanted)
-    for other, is_truth in ((exact, True), (moved, False)):
+    for others in (exact, moved):
         if not any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
             break
-        reference = other()
-        if reference is not None:
-            ours = _differences(outcome, reference if is_truth else wanted)
-            theirs = _differences(wanted, reference)
+        references = others()
+        if references:
+            ours = _differences(outcome, references[0] if others is exact else wanted)
+            theirs = [_largest(each) for each in zip(*(_differences(wanted, r) for r in references), strict=True)]
             differences = zip((loss, gradients, logits), ours, theirs, strict=True)
             loss, gradients, logits = (_excused(*parts) for parts in differences)
     everything = (*loss, *gradients, *logits)
@@ -203,6 +203,11 @@ def _differences(outcome: Outcome, wanted: Outcome) -> tuple[list[Difference], l
         return losses, gradients, [Difference(f"logits {list(mine.shape)}", float("inf"), LOGITS)]
     distance = float((mine - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12))
     return losses, gradients, [Difference("logits", distance, LOGITS)]
+
+
+def _largest(samples: Sequence[Sequence[Difference]]) -> list[Difference]:
+    """The largest of several differences of each value."""
+    return [max(each, key=_by_error) for each in zip(*samples, strict=True)]
 
 
 def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> float:
