@@ -41,7 +41,8 @@ OWNED: dict[str, str] = {
     "_keys_to_ignore_on_save",
     "transformers.masking_utils": "create_causal_mask create_sliding_window_causal_mask",
     "transformers.loss.loss_utils": "LOSS_MAPPING ForCausalLMLoss",
-    "transformers.models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "transformers.models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES "
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     "transformers.models.gpt2.modeling_gpt2:GPT2Attention": "_upcast_and_reordered_attn",
     "transformers.models.gpt2.modeling_gpt2": "eager_attention_forward",
     "transformers.models.gpt_neox.modeling_gpt_neox": "eager_attention_forward apply_rotary_pos_emb",
@@ -49,6 +50,7 @@ OWNED: dict[str, str] = {
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts": "_apply_gate",
     "transformers.models.phimoe.modeling_phimoe:PhimoeExperts": "_apply_gate",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts": "_apply_gate",
+    "transformers.models.qwen3_next.modeling_qwen3_next": "apply_mask_to_padding_states",
     "accelerate.accelerator:Accelerator": "backward accumulate unwrap_model save_model get_state_dict save_state "
     "load_state clip_grad_norm_ gather_for_metrics",
     "accelerate.state:AcceleratorState": "_shared_state",

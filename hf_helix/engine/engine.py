@@ -425,7 +425,8 @@ class Engine(Diagnostics):
         agree_on_window([batch], self.mesh.batch_group)
         self.check_value_bounds(batch)
         self.model.eval()
-        make_window = functools.partial(self._make_window, scale=scale, step=step)
+        whole = LossScale(*scale.of(batch))  # of the batch, whose rows may run as several micro-batches
+        make_window = functools.partial(self._make_window, scale=whole, step=step)
         return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

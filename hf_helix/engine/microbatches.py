@@ -35,6 +35,10 @@ class LossScale(NamedTuple):
     tokens: Tensor | None
     batch: float = 1.0
 
+    def of(self, batch: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """Returns the factors for a micro-batch."""
+        return (self.batch / count_targets(batch) if self.tokens is None else self.tokens), self.batch
+
 
 class WindowMaker:
     """The micro-batches of a model.
@@ -58,8 +62,7 @@ class WindowMaker:
             key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
         """
         self._family.check_batch(batch)
-        tokens = scale.tokens if scale.tokens is not None else scale.batch / count_targets(batch)
-        prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, tokens, scale.batch)
+        prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale.of(batch))
         return MicroBatch(prepare, key, *batch["input_ids"].shape)
 
     def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:

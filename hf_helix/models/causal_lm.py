@@ -26,18 +26,24 @@ def causal_lm_classes() -> list[str]:
     return sorted({name for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for name in _classes_of(model_type)})
 
 
-def text_classes() -> set[str]:
-    """Returns the names of classes with towers beside a causal language model, which text alone trains."""
+def _multimodal_classes() -> set[str]:
+    """Returns the names of classes that read images or sound beside text."""
     names: set[str] = set()
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         for classes in mapping.values():
             names |= {classes} if isinstance(classes, str) else {*classes}
-    return names - {*causal_lm_classes()}
+    return names
+
+
+def text_classes() -> set[str]:
+    """Returns the names of classes with towers that text alone trains, without causal-LM classes."""
+    return _multimodal_classes() - {*causal_lm_classes()}
 
 
 def has_towers(model: Any) -> bool:
-    """Returns whether a model is of a class with towers beside a causal language model, or of a subclass."""
-    return not text_classes().isdisjoint(kind.__name__ for kind in type(model).__mro__)
+    """Returns whether a model, or the class above a user's, has towers beside a causal language model."""
+    is_composite = model.config.get_text_config() is not model.config
+    return is_composite and not _multimodal_classes().isdisjoint(kind.__name__ for kind in type(model).__mro__)
 
 
 def check_causal_lm_class(name: str, instead: str = "") -> None:

@@ -306,6 +306,9 @@ class DerivedFamily(Family):
             for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
             if isinstance(getattr(config, name, None), int)
         }
+        keys = heads.get("key-value heads", tp_size)
+        if keys < tp_size and tp_size % keys == 0:
+            del heads["key-value heads"]  # ranks share them
         if heads:
             check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
 

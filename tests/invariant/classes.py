@@ -36,6 +36,7 @@ class Case:
         lengths: of the sequences, in turn.
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
+        floor: of differences of gradients, in parts of the norm of all, for gradients that are almost zero.
         without: what named plans must not use, see `benchmarks.paper.ablate`.
     """
 
@@ -48,6 +49,7 @@ class Case:
     lengths: Sequence[int] = LENGTHS
     schedules: Sequence[str] = ("folded_1f1b",)
     options: Mapping[str, Any] = field(default_factory=dict)
+    floor: float = 0.0
     without: Sequence[str] = ()
     slow: bool = False
 
@@ -84,7 +86,7 @@ def add(name: str, model: Mapping[str, Any], where: str, slow: bool = False, **c
         slow: among the tests that take minutes.
         changes: to the other attributes of `Case`; what is none of them is an option of `HelixConfig`.
     """
-    given = {key: changes.pop(key) for key in ("count", "lengths", "schedules") if key in changes}
+    given = {key: changes.pop(key) for key in ("count", "lengths", "schedules", "floor") if key in changes}
     for place in where.split():
         layout, _, only = place.partition(":")
         layout = "" if layout == "one" else layout
@@ -250,9 +252,9 @@ def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> No
         name: a function of `support.derived_models`, and a word for what is changed.
         where: see `add`.
         slow: see `add`.
-        changes: to the model, `recompute` of `HelixConfig`, and `lengths`.
+        changes: to the model, `recompute` of `HelixConfig`, `lengths` and `floor`.
     """
-    options = {key: changes.pop(key) for key in ("recompute", "lengths") if key in changes}
+    options = {key: changes.pop(key) for key in ("recompute", "lengths", "floor") if key in changes}
     add(f"derived {name}", {"family": f"{HOME}{name.split()[0]}", **changes}, where, slow, cache=True, **options)
 
 
@@ -272,16 +274,18 @@ for name in ("gemma3", "phi3", "olmo2", "qwen2_moe", "deepseek_v3"):
 add_derived("gemma2 untied", "tp2:dense pp2:dense", slow=True, tie_word_embeddings=False)
 add_derived("phi3 tied", "tp2:dense pp2:dense", slow=True, **TIED)
 
-OVER_A_CHUNK = (70, 9, 13)  # of a recurrence
-add_derived("qwen3_5", "tp2:left", lengths=OVER_A_CHUNK)
+HYBRID = {"lengths": (70, 9, 13), "floor": 1e-8}  # over a chunk of a recurrence; steps of time hardly matter so early
+add_derived("qwen3_5", "tp2:left", **HYBRID)
 for name in HYBRIDS:
-    add_derived(name, "tp2:left tp2:dense pp2:packed", slow=True, lengths=OVER_A_CHUNK)
+    add_derived(name, "tp2:left tp2:dense pp2:packed", slow=True, **HYBRID)
 for name in ("qwen3_next", "nemotron_h", "lfm2"):
-    add_derived(name, "tp2+pp2:left tp2+dp2:right", slow=True)
+    add_derived(name, "tp2+pp2:left tp2+dp2:right", slow=True, **HYBRID)
     for mode in ("selective", "full"):
-        add_derived(f"{name} {mode}", "tp2:left", slow=True, recompute=mode)
+        add_derived(f"{name} {mode}", "tp2:left", slow=True, recompute=mode, **HYBRID)
+SHARED_KEYS = {"num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+add_derived("qwen3_next shared keys", "tp4:left", slow=True, **HYBRID, **SHARED_KEYS)
 for name in ("qwen3_5_moe", "nemotron_h", "granite_moe_hybrid"):
-    add_derived(name, "dp2+ep2:left tp2+dp2+ep2:right", slow=True)
+    add_derived(name, "dp2+ep2:left tp2+dp2+ep2:right", slow=True, **HYBRID)
 
 
 def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:

@@ -78,7 +78,7 @@ def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str]
     sizes = case.sizes
     expected = unsplit(case.model, case.count * sizes["dp"], case.kind, case.lengths, case.rows)
     for place, schedule in enumerate(case.schedules):
-        compare_window([rank[place] for rank in ranks], expected, sizes["dp"], sizes["ep"], schedule)
+        compare_window([rank[place] for rank in ranks], expected, sizes["dp"], sizes["ep"], schedule, case.floor)
         if not case.model.get("tie_word_embeddings"):
             assert_same_bits(ranks[0][place], ranks[0][0])
 

@@ -67,5 +67,5 @@ def compare_window(
                 assert ".experts." in name
                 assert d % ep_size  # they are joined on the first of those that share them
                 continue
-            distance = np.linalg.norm(result[name].astype(np.float64) - gradient)
-            assert distance <= 1e-4 * np.linalg.norm(gradient) + least, f"{what}: {name}"
+            distance, norm = np.linalg.norm(result[name].astype(np.float64) - gradient), np.linalg.norm(gradient)
+            assert distance <= 1e-4 * norm + least, f"{what}: {name} differs by {distance:.1e} of {norm:.1e}"

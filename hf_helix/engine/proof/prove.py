@@ -63,7 +63,8 @@ from hf_helix.runtime.runner import Runner
 IMPLEMENTATIONS = ("eager", "sdpa", None)
 """Attention that runs in fp32 on every device. Where a model uses another kind, Transformers chooses among these."""
 
-HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
+KEYS = ("num_key_value_heads", "num_kv_heads")
+HEADS = ("num_attention_heads", *KEYS, "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Subject:
             return copy.deepcopy(self.config)
         layers = 2 * layout.pp_size if layout.pp_size > 1 else 2
         if self.config is not None:
-            return _widened(small_config(self.config, layers), layout)
+            return _widened(small_config(self.config, layers), layout, self.config.get_text_config())
         assert self.kind is not None
         return _widened(default_config(self.kind.__name__, layers), layout)
 
@@ -156,15 +157,17 @@ def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
     return [*two, *([{"ep_size": 2}] if has_experts(model) else [])]
 
 
-def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
-    """A small configuration with enough heads and experts for all ranks; small configurations are enough for two."""
+def _widened(config: PretrainedConfig, layout: HelixConfig, given: PretrainedConfig | None = None) -> PretrainedConfig:
+    """A small configuration with enough heads and experts for all ranks; small configurations are enough for two. Where
+    a given configuration has fewer key-value heads than there are ranks, which then share them, they stay as few."""
     options = config.get_text_config()
     factor = -(-layout.tp_size // 2)
     if factor > 1:
         is_free = not getattr(options, "head_dim", None)  # else heads have their own size
         for name in (*HEADS, *(["hidden_size"] if is_free else [])):
             if isinstance(value := getattr(options, name, None), int):
-                setattr(options, name, value * factor)
+                few = (getattr(given, name, None) or layout.tp_size) if name in KEYS else layout.tp_size
+                setattr(options, name, value * factor if few >= layout.tp_size else few)
     ranks = layout.tp_size * layout.ep_size
     for name in EXPERT_COUNTS:
         if isinstance(value := getattr(options, name, None), int) and value % ranks:
@@ -336,14 +339,14 @@ class _Copy:
         assert unsplit is not None
         expected = self._expected(unsplit, kind, batches)
 
-        def exact() -> Outcome | None:
+        def exact() -> list[Outcome]:
             try:
-                return self._expected(unsplit.exact(), kind, batches)
+                return [self._expected(unsplit.exact(), kind, batches)]
             except (RuntimeError, NotImplementedError):  # an operator without fp64
-                return None
+                return []
 
-        def moved() -> Outcome | None:
-            return self._expected(unsplit.moved(), kind, batches) if self.is_recurrent else None
+        def moved() -> list[Outcome]:
+            return [self._expected(each, kind, batches) for each in unsplit.moved()] if self.is_recurrent else []
 
         return compare(kind, plan, outcome, expected, exact, moved)
 

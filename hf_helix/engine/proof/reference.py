@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.reader import persistent_tensors
+from hf_helix.models.causal_lm import has_towers
 from hf_helix.models.copies import copy_module
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.vocab_parallel import IGNORED
@@ -36,6 +37,9 @@ LONG = 134
 
 ITEMS = 64
 """The divisor of losses in every window, so that losses and gradients of batches add up."""
+
+MOVES = 4
+"""The number of random moves of the weights: what a gradient does near a bend shows in some moves only."""
 
 GAIN = 2.0
 SPREAD = 0.3
@@ -108,6 +112,8 @@ def ends_at_decoder(model: Any) -> bool:
     """Returns whether the output of the decoder is compared: a model has no language-model head, or more than a head
     above its decoder."""
     head = model.get_output_embeddings()
+    if has_towers(model):
+        return head is None
     known = {*Decoder(model).module.parameters(), *model.get_input_embeddings().parameters()}
     return head is None or not known.union(head.parameters()).issuperset(model.parameters())
 
@@ -162,7 +168,7 @@ class Unsplit:
         self.model = copy_module(model).to(device=device, dtype=dtype)
         self._known: dict[int, tuple[Batch, Outcome]] = {}  # by identity; the batch is kept, so that it stays unique
         self._exact: Unsplit | None = None
-        self._moved: Unsplit | None = None
+        self._moved: list[Unsplit] = []
 
     def exact(self) -> Unsplit:
         """Returns the same model in fp64."""
@@ -171,14 +177,15 @@ class Unsplit:
             self._exact.model.set_experts_implementation("eager")  # grouped products have no fp64
         return self._exact
 
-    def moved(self) -> Unsplit:
-        """Returns the same model with every weight one step of its type up or down, at random."""
-        if self._moved is None:
-            self._moved = Unsplit(self.model, self.model.device)
-            generator = torch.Generator().manual_seed(0)
-            for parameter in self._moved.model.parameters():
+    def moved(self) -> list[Unsplit]:
+        """Returns the same model several times, with every weight one step of its type up or down, at random."""
+        for seed in range(len(self._moved), MOVES):
+            other = Unsplit(self.model, self.model.device)
+            generator = torch.Generator().manual_seed(seed)
+            for parameter in other.model.parameters():
                 up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
                 parameter.data = torch.nextafter(parameter.data, torch.where(up, math.inf, -math.inf))
+            self._moved.append(other)
         return self._moved
 
     def run(self, batches: Sequence[Batch]) -> Outcome:

@@ -162,8 +162,8 @@ def compare(
     plan: str,
     outcome: Outcome,
     wanted: Outcome,
-    exact: Callable[[], Outcome | None],
-    moved: Callable[[], Outcome | None] = lambda: None,
+    exact: Callable[[], Sequence[Outcome]],
+    moved: Callable[[], Sequence[Outcome]] = list,
 ) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit model.
 
@@ -172,17 +172,18 @@ def compare(
         plan: the rule of the plan.
         outcome: of the cut model.
         wanted: of the unsplit model.
-        exact: returns the outcome of the unsplit model in fp64, or None if the model cannot run in fp64; called only
+        exact: returns the outcome of the unsplit model in fp64, or none if the model cannot run in fp64; called only
             where a value differs.
-        moved: returns the outcome of the unsplit model with weights moved by one step of fp32, or None if fp64 is a
+        moved: returns outcomes of the unsplit model with weights moved by one step of fp32, or none if fp64 is a
             reference; called only where a value still differs.
     """
     differences = _differences(outcome, wanted)
-    for other, is_truth in ((exact, True), (moved, False)):
-        if any(difference.is_wrong for difference in differences) and (reference := other()) is not None:
-            ours = _differences(outcome, reference if is_truth else wanted)
-            parts = zip(differences, ours, _differences(wanted, reference), strict=True)
-            differences = [_excused(*each) for each in parts]
+    for others in (exact, moved):
+        if any(difference.is_wrong for difference in differences) and (references := others()):
+            ours = _differences(outcome, references[0] if others is exact else wanted)
+            of_each = zip(*(_differences(wanted, reference) for reference in references), strict=True)
+            theirs = [max(each, key=lambda difference: difference.bars) for each in of_each]
+            differences = [_excused(*each) for each in zip(differences, ours, theirs, strict=True)]
     return ComparedWindow(kind, plan, tuple(differences))
 
 

@@ -171,6 +171,22 @@ class Attention:
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
+class WithGroups:
+    """An attention module on a rank with one key-value head, for some of the head's queries.
+
+    Args:
+        module: the attention module of Transformers.
+        groups: the number of queries of the rank.
+    """
+
+    def __init__(self, module: Any, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 CAPPED = ("gemma2",)
 """The models whose eager attention bounds the products of queries and keys by `softcap`, and is plain otherwise."""
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.fx import Node
 
-from hf_helix.models.graph.attention import Attention, declare_attention
+from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
 from hf_helix.models.graph.context import ATTENTION as ATTENTION_COST
 from hf_helix.models.graph.context import LIGHT
 from hf_helix.models.lowering.experts import Experts
@@ -224,12 +224,17 @@ class Lowering(Experts):
         alone = [value not in of_keys for value in inputs]
         names = [self.value(value, FULL) for value in inputs]
         bound = segment.bind(self.module)
+        module = self.module.get_submodule(opaque.path) if opaque.path else self.module
+        is_one = plan.placement(k).dim is None and plan.placement(q).dim is not None and b.tp.size > 1
+        if is_one:
+            module = WithGroups(module, sum(plan.share.of(plan.placement(q).blocks)))
+        first = b.tp.rank * self.trace.shape(k)[1] // b.tp.size
 
         def heads(*values: Tensor, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
             # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
             values = tuple([v.contiguous() if own else v for v, own in zip(values, alone, strict=True)])
-            rotated: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
-            return rotated
+            q, k, v = bound(*[value.transpose(0, 1) for value in values], **side)
+            return (q, k[:, first : first + 1], v[:, first : first + 1]) if is_one else (q, k, v)
 
         options, mask = dict(opaque.details["options"]), opaque.details["mask"]
         if mask is not None and not isinstance(mask, MaskOf):
@@ -238,7 +243,7 @@ class Lowering(Experts):
         named, value_dim = zip(opaque.details["tensors"], more, strict=True), self.trace.shape(v)[-1]
         tensors = {key: self.module.get_parameter(self.trace.attributes[value]) for key, value in named}
         attention = Attention(
-            self.module.get_submodule(opaque.path) if opaque.path else self.module,
+            module,
             heads,
             mask.sliding_window if mask is not None else None,
             eager=opaque.details["eager"],

@@ -164,13 +164,20 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
         return ValuePlacement(FULL, dim=2, blocks=(p.trace.shape(q)[1],))
     if not shares:
         raise Underivable("no projection of its attention can be cut by heads")
-    if any(value.dim != 1 or len(value.blocks) > 1 for value in heads):
+    kept = heads[:1] if is_shared(p, k) and heads[1].dim is None and heads[2].dim is None else heads
+    if any(value.dim != 1 or len(value.blocks) > 1 for value in kept):
         p.demote(frozenset().union(*(value.origins for value in shares)), node)
     for value in more:
         if value not in p.trace.attributes or p.trace.shape(value)[0] != heads[0].size:
             raise Underivable("its attention takes a tensor that is not a parameter of its heads")
         p.cut(value)
     return ValuePlacement(FULL, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
+
+
+def is_shared(p: Placements, k: Node) -> bool:
+    """Returns whether several ranks share each key-value head: ranks then have all heads, and use one."""
+    count = p.trace.shape(k)[1]
+    return count < p.tp_size and p.tp_size % count == 0
 
 
 def _experts(p: Placements, node: Node) -> ValuePlacement:

@@ -187,13 +187,32 @@ def _mask_functions(kind: type) -> list[tuple[str, str]]:
 def _naming(name: str) -> Callable[..., Any]:
     def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
+        by_positions = kwargs.get("position_ids") is not None
         if name == "create_recurrent_attention_mask" and not extra:
             return PaddingMask()
+        if name == "create_masks_for_generate" and not extra and kwargs.get("block_sequence_ids") is None:
+            return _masks_by_kind(config.get_text_config(), by_positions)
         if name not in _MASKS or extra:
             raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
-        return MaskOf(_MASKS[name](config), kwargs.get("position_ids") is not None)
+        return MaskOf(_MASKS[name](config), by_positions)
 
     return make
+
+
+def _masks_by_kind(config: Any, by_positions: bool) -> Any:
+    """Returns the masks of all kinds of layers, as the larger model of a decoder hands them to the decoder."""
+    window = getattr(config, "sliding_window", None)
+    if not hasattr(config, "layer_types"):
+        return MaskOf(window, by_positions)
+    known = {
+        "full_attention": MaskOf(None, by_positions),
+        "sliding_attention": MaskOf(window, by_positions),
+        "linear_attention": PaddingMask(),
+        "conv": PaddingMask(),
+    }
+    if unknown := {*config.layer_types} - known.keys():
+        raise Underivable(f"its layers attend by create_masks_for_generate() of {sorted(unknown)}, which is not built")
+    return {kind: known[kind] for kind in config.layer_types}
 
 
 @contextlib.contextmanager

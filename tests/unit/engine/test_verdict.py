@@ -19,20 +19,20 @@ def outcome(by: float) -> Outcome:
 @pytest.mark.parametrize(
     ("off", "moved", "is_equal"),
     [
-        (0.5, None, True),
-        (5.0, None, False),  # fp64 is a reference, and says that the unsplit model rounds less
-        (5.0, 0.1, False),
-        (5.0, 3.0, True),  # one step of the weights changes the unsplit model as much
-        (30.0, 30.0, False),  # no conditioning explains more than ten bars
+        (0.5, (), True),
+        (5.0, (), False),  # fp64 is a reference, and says that the unsplit model rounds less
+        (5.0, (0.1,), False),
+        (5.0, (0.1, 3.0), True),  # one step of the weights changes the unsplit model as much
+        (30.0, (30.0,), False),  # no conditioning explains more than ten bars
     ],
 )
-def test_conditioning_where_fp64_is_no_reference(off: float, moved: float | None, is_equal: bool) -> None:
+def test_conditioning_where_fp64_is_no_reference(off: float, moved: tuple[float, ...], is_equal: bool) -> None:
     window = compare(
         "rows",
         "sequential",
         outcome(off),
         outcome(0.0),
-        lambda: outcome(0.0),
-        lambda: None if moved is None else outcome(moved),
+        lambda: [outcome(0.0)],
+        lambda: [outcome(each) for each in moved],
     )
     assert (not window.wrong) == is_equal
