@@ -7,7 +7,6 @@ Must hold: partial residual sums are added before the reduce-scatter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -206,10 +205,10 @@ class Lowering(Experts):
     def _hide(self, node: Node, opaque: OpaqueCall) -> None:
         """Declares zeros for hidden tokens."""
         where = self.plan.placement(node).where
-        hide = functools.partial(hide_padding, rank=self.b.tp.rank if where == SHARD else 0)
+        rank = self.b.tp.rank if where == SHARD else 0
 
         def hidden(value: Tensor, **side: Tensor | None) -> Tensor:
-            return hide(value, side[SEEN])
+            return hide_padding(value, side[SEEN], rank)
 
         value = self.value(args_of(node)[0], where)
         self._set(node, self.b.segment(self._name(node, "hide"), hidden, value, side=(SEEN,), compiles=False))

@@ -278,7 +278,7 @@ TRAINED |= {
         "gemma2": EVERYWHERE[:-1],
         "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
         "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "v_proj"],
-        "nemotron_h": ["in_proj", "out_proj", "q_proj", "up_proj"],
+        "nemotron_h": ["in_proj", "q_proj", "up_proj"],  # PEFT leaves the output of a mixer alone
     }.items()
 }
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -11,7 +11,7 @@ import torch
 from support import jobs
 from support.jobs import construct, make_trainer
 from support.models import arguments, llama, sequences
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import RwkvConfig, RwkvForCausalLM
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 
@@ -54,8 +54,8 @@ def test_problems_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:
-    model = MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=16))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM cannot be derived: ") as caught:
+    model = RwkvForCausalLM(RwkvConfig(num_hidden_layers=2, hidden_size=8, vocab_size=16))
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM cannot be derived: ") as caught:
         HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
     for word in ("register_model", "hf-helix models", "docs/adding_a_model.md"):
         assert word in str(caught.value)
