@@ -87,7 +87,8 @@ class DoctorCommand(OnCluster):
         print(f"{simulated.name}{trained} on {devices}, {tokens:,} tokens a step asked for")
         if cluster.nodes > 1:
             rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
-            print(f"Links between nodes of {rate}, each for {sharing} devices; --network 10gbit asks about another one")
+            other = "" if self.network else "; --network 10gbit asks about another one"
+            print(f"Links between nodes of {rate}, each for {sharing} devices{other}")
         print()
         lines = [*ranking_lines(ranking, cluster, self.top), *help_lines(ranking, self.lora_r > 0, cluster.nodes > 1)]
         print("\n".join(lines))

@@ -151,7 +151,7 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
         yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
     exposed = sum(best.exposed.values()) / best.seconds
     if exposed > EXPOSED:
-        ways = [*lora, "more tokens in a step (--batch_tokens)", *["a faster network (--network 100gbit)"] * several]
+        ways = [*lora, *["a faster network (--network 100gbit)"] * several] or ["a machine with faster links"]
         yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
     elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
         yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."

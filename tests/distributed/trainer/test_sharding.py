@@ -403,6 +403,8 @@ OF_BOTH: Windows = {
     "llama dp4 in two copies": (4, {"dp_replicate_size": 2}, {}, {}),
     "llama bf16 dp4 in two copies": (4, {"dp_replicate_size": 2}, TIED, BF16),
     "llama cp2 in two copies": (4, {"cp_size": 2, "dp_replicate_size": 2}, {}, {}),
+    "llama tp2 in two copies": (8, {"tp_size": 2, "dp_replicate_size": 2}, TIED, {}),
+    "llama pp2 in two copies": (8, {"pp_size": 2, "dp_replicate_size": 2}, {"num_hidden_layers": 4}, {}),
     "mixtral ep2 in two copies": (8, {"ep_size": 2, "dp_replicate_size": 2}, MIXTRAL, {}),
     "mixtral ep2 in two copies, whole experts": (4, {"ep_size": 2, "dp_replicate_size": 2}, MIXTRAL, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),

@@ -99,6 +99,20 @@ def test_a_model_that_is_nowhere(model: str, hub: Path, capsys: pytest.CaptureFi
     assert text.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("LlamaForCausalLM", "LlamaForCausalLM is a class, which has no sizes; give a folder with a config.json"),
+        ("LlamaForCausalLMM", "LlamaForCausalLMM is no class of Transformers"),
+        ("gpt2", "gpt2: there is no such folder or file here, and the Hub gave no config.json"),
+    ],
+)
+def test_a_class_in_the_place_of_a_model(model: str, words: str, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--model", model, "--cluster", "h100x8"])
+    assert capsys.readouterr().err.startswith(f"hf-helix doctor: {words}")
+
+
 def test_files_of_clusters_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     main(["cluster", "--list"])
     assert "h100x8         a node of 8 H100\n" in capsys.readouterr().out
