@@ -1,4 +1,7 @@
-"""Optimizers of torchao with states in 8 and 4 bits: checkpoints of data-parallel ranks, and the run resumed."""
+"""Optimizers of torchao with states in 8 and 4 bits: checkpoints of data-parallel ranks, and the run resumed.
+
+torchao is not among the packages of `make install`: PEFT would import it in every process.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ def follow(folder: str, optim: str, resume: bool = False, stock: bool = False) -
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
 def test_checkpoints(optim: str, cluster_of: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
     stock = follow(str(tmp_path / "stock"), optim, stock=True)
     folder = str(tmp_path / "helix")
     whole = cluster_of(2).run(follow, folder=folder, optim=optim)

@@ -56,6 +56,7 @@ class Hooks(WindowHooks, Stock):
         self.state: Any = SimpleNamespace(global_step=0, max_steps=4)
         self.helix_config: Any = SimpleNamespace(ranks_per_batch=1)
         self.model = self.optimizer = None
+        self.model_accepts_loss_kwargs = True
         self._stock, self._health = StockTrainer(), Health(device)
         self._prepare_inputs = lambda batch: batch
 
