@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
-from support.jobs import construct, make_trainer
+from support.jobs import Stream, construct, make_trainer
 from support.models import arguments, llama, sequences
 from transformers import RwkvConfig, RwkvForCausalLM
 
@@ -211,6 +211,14 @@ def test_what_some_layouts_refuse(
     for failure in failures:
         assert failure.kind == "ValueError"
         assert [word for word in words if word not in failure.message] == [], failure.message
+
+
+def test_a_stream_to_evaluate_on(cluster_of: Any, tmp_path: Path) -> None:
+    training = {"accelerator_config": {"dispatch_batches": False}}
+    job = {"folder": str(tmp_path), "helix": {}, "training": training, "eval_dataset": Stream(sequences(4))}
+    for failure in cluster_of(2).errors("construct", **job):
+        for word in ("iterable dataset", "2 data-parallel ranks", "list(dataset)"):
+            assert word in failure.message
 
 
 def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:

@@ -122,16 +122,6 @@ def threads_left(folder: str, helix: dict[str, Any]) -> tuple[set[str], list[int
     return left, counts
 
 
-def refused(folder: str, helix: dict[str, Any], training: dict[str, Any], **options: Any) -> None:
-    """Only construct."""
-    made = llama()
-    if options.pop("optimizer", None):
-        options["optimizers"] = torch.optim.LBFGS(made.parameters()), None
-    if options.pop("streamed", None):
-        options["eval_dataset"] = Stream(sequences(4))
-    build(folder, helix, training, model=made, **options)
-
-
 def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
     """Train with a folder of its own for every rank, to see who writes."""
     training = {"report_to": ["tensorboard"], "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
@@ -284,27 +274,6 @@ def test_trainers_that_are_gone_leave_no_threads(size: str, cluster_of: Any, tmp
         assert max(others) <= first, others
 
 
-REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "an optimizer of whole tensors": (
-        {"helix": {"tp_size": 2}, "training": {}, "optimizer": True},
-        ["optimizers=(LBFGS, ...)", "tp_size=2", "AdamW", "elementwise = True"],
-    ),
-    "a stream to evaluate on": (
-        {"helix": {}, "training": {"accelerator_config": {"dispatch_batches": False}}, "streamed": True},
-        ["iterable dataset", "2 data-parallel ranks", "list(dataset)"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_some_layouts_refuse(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    options, words = REFUSALS[case]
-    for failure in cluster_of(2).errors(refused, folder=str(tmp_path), **options):
-        assert failure.kind == "ValueError"
-        for word in words:
-            assert word in failure.message
-
-
 def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
     """Rank 0 writes what it logs, and nobody else writes anything."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -375,8 +344,3 @@ def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:
     ]
     assert runs[0] == runs[1]
     assert runs[0][0] == runs[0][1]
-
-
-def test_neftune_of_one_process(tmp_path: Path) -> None:
-    result = noise(str(tmp_path), {}, 5.0)
-    assert (result[True][0] != result[True][1]).any()

@@ -56,11 +56,12 @@ def test_a_cpu_has_cpu_streams() -> None:
     assert isinstance(make_streams(torch.device("cpu")), CpuStreams)
 
 
-def test_first_in_first_out(streams: Streams) -> None:
+@pytest.mark.parametrize(("kind", "lane"), [(NEAR, ""), (Kind.PIPELINE, "0F")])
+def test_first_in_first_out(kind: Kind, lane: str, streams: Streams) -> None:
     log: list[int] = []
     gate = Gate()
-    streams.issue(NEAR, gate, (), "gate")  # everything else queues up behind it
-    events = [streams.issue(NEAR, lambda i=i: log.append(i), (), str(i)) for i in range(100)]
+    streams.issue(kind, gate, (), "gate", lane)  # everything else queues up behind it
+    events = [streams.issue(kind, lambda i=i: log.append(i), (), str(i), lane) for i in range(100)]
     assert gate.entered.wait(LONG)
     assert log == []
     gate.open.set()
@@ -106,18 +107,6 @@ def test_lanes_of_one_kind_do_not_wait_for_each_other(streams: Streams) -> None:
     gate.open.set()
     streams.wait(held)
     assert streams.is_over(held)
-
-
-def test_a_lane_is_in_order(streams: Streams) -> None:
-    log: list[int] = []
-    gate = Gate()
-    streams.issue(Kind.PIPELINE, gate, (), "gate", "0F")
-    events = [streams.issue(Kind.PIPELINE, lambda i=i: log.append(i), (), str(i), "0F") for i in range(20)]
-    streams.wait(streams.issue(Kind.PIPELINE, lambda: log.append(-1), (), "other", "0B"))
-    assert log == [-1]
-    gate.open.set()
-    streams.wait(events[-1])
-    assert log == [-1, *range(20)]
 
 
 def test_a_failure_stays_in_its_lane(streams: Streams) -> None:
