@@ -45,7 +45,14 @@ from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.engine.zero import cut_states, full_weights, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.direct_use import Instead, is_direct_use_allowed, refuse_calls, refuse_saving, run_generation
+from hf_helix.models.direct_use import (
+    Instead,
+    is_direct_use_allowed,
+    leave_out_unread,
+    refuse_calls,
+    refuse_saving,
+    run_generation,
+)
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
@@ -145,7 +152,9 @@ class Engine(Diagnostics):
             self.check_value_bounds(batch)
 
         seam = Seam(self.runner, self._maker, check, self._check_trainable, self.plain)
-        seam.put_into(self.family.decoder(self.base))
+        decoder = self.family.decoder(self.base)
+        seam.put_into(decoder)
+        leave_out_unread(decoder)
         return seam
 
     def _refuse_direct_use(self, instead: Instead) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from transformers.utils.generic import TransformersKwargs
 
 
 class Instead(NamedTuple):
@@ -65,6 +66,27 @@ def run_generation(model: Any, running: Callable[[], AbstractContextManager[obje
             return stock(*args, **kwargs)
 
     replace_method(model, "generate", generate)
+
+
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments with the ends of documents, which positions say, too."""
+
+
+def leave_out_unread(decoder: nn.Module) -> None:
+    """Makes calls of a decoder leave out arguments that it hands on and none of its code reads, such as columns of a
+    batch and `logits_to_keep`, and the ends of documents beside positions."""
+    forwards: list[Any] = [type(module).forward for module in decoder.modules()]
+    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forwards[0]).parameters.values()):
+        return
+    read: set[Any] = {"return_dict", *TransformersKwargs.__annotations__}
+    for stock in forwards:
+        read.update(inspect.signature(stock).parameters, inspect.unwrap(stock).__code__.co_consts)
+
+    def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        repeated = () if kwargs.get("position_ids") is None else _OF_DOCUMENTS
+        return stock(*args, **{name: kwargs[name] for name in kwargs.keys() & read - {*repeated}})
+
+    replace_method(decoder, "forward", forward)
 
 
 def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:

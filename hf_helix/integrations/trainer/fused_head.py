@@ -1,4 +1,4 @@
-"""TRL's fused head on a head that ranks divide.
+"""TRL's fused heads on a head that ranks divide.
 
 In:   what TRL's fused head passes to its function: hidden states, the parameters of the head, labels.
 Out:  what the function returns for the full head, on every rank of a batch.
@@ -15,15 +15,32 @@ from torch import Tensor
 
 from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
 
-_MODULE, _FUNCTION = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _FIGURES = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def cut_fused_head() -> None:
-    """Makes TRL's fused head, where a script has imported it, compute with divided heads."""
-    module = sys.modules.get(_MODULE)
-    if module is not None and not isinstance(getattr(module, _FUNCTION), _FusedHead):
-        setattr(module, _FUNCTION, _FusedHead(getattr(module, _FUNCTION)))
+    """Makes TRL's fused heads, where a script has imported them, compute with divided heads."""
+    for (module, name), kind in _STANDING.items():
+        stock = getattr(sys.modules.get(module), name, None)
+        if stock is not None and not isinstance(stock, kind):
+            setattr(sys.modules[module], name, kind(stock))
+
+
+class _WholeHead:
+    """Stands for TRL's `ChunkedDivergenceFunction`, of the logits of two heads: gathers a divided one."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def apply(self, *arguments: Any) -> Any:
+        """Returns what TRL's function returns for full heads."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._stock.apply(*map(_whole, arguments))
+
+
+def _whole(value: Any) -> Any:
+    placed = getattr(getattr(value, "_division", None), "placed", None)
+    return value if placed is None or not placed.is_above else placed.full(value)
 
 
 class _FusedHead:
@@ -68,3 +85,10 @@ def _unpacked(values: Tensor, wanted: tuple[str, ...]) -> tuple[Any, ...]:
     for name in found.keys() - {"log_probs", "entropy"}:
         found[name] = found[name].detach().bool() if name == "is_top1" else found[name].detach()
     return tuple(found.get(name) for name in ("log_probs", *_FIGURES))
+
+
+_STANDING: dict[tuple[str, str], Any] = {
+    ("trl.trainer.utils", "_ChunkedLogProbFunction"): _FusedHead,
+    ("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction"): _WholeHead,
+}
+"""What stands for functions of TRL, by module and name."""

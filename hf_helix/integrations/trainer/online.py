@@ -1,4 +1,4 @@
-"""TRL's trainers that generate their data (GRPO, RLOO), with several ranks to a batch.
+"""TRL's trainers that generate their data (GRPO, RLOO, distillation), with several ranks to a batch.
 
 In:   a trainer of TRL that slices a generation batch by processes, and gathers rewards and figures over processes.
 Out:  the same trainer, to whose code the data-parallel ranks are the processes.
@@ -21,13 +21,14 @@ from transformers import set_seed
 from hf_helix.integrations.trainer.stock import TrainerCall
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
-_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.distillation_trainer")
+_GATHERING = ("gather", "gather_object")
 _SIZE = "generation_batch_size"
 
 
-def is_online(args: Any) -> bool:
-    """Returns whether training arguments are those of a trainer that generates its data."""
-    return hasattr(args, _SIZE)
+def is_online(kind: type) -> bool:
+    """Returns whether a class of trainers generates its data."""
+    return hasattr(kind, "_generate_and_score_completions")
 
 
 def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
@@ -41,6 +42,8 @@ def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
     args = copy.copy(call.get("args"))
     if getattr(args, "use_vllm", False):
         raise ValueError("use_vllm=True: use use_vllm=False; weights of a cut model are not copied to vLLM yet")
+    if not hasattr(args, _SIZE):
+        return
     size = getattr(args, _SIZE) // ranks_per_batch
     if size % args.num_generations:
         raise ValueError(
@@ -62,15 +65,17 @@ def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
 def gathering_once(ranks_per_batch: int) -> Iterator[None]:
     """Returns the context in which TRL's `gather` and `gather_object` return the values of every batch once."""
     modules: list[Any] = [sys.modules[name] for name in _MODULES if name in sys.modules]
-    before = [(module, module.gather, module.gather_object) for module in modules]
-    for module, gather, gather_object in before:
-        module.gather = functools.partial(_gather_once, gather, ranks_per_batch)
-        module.gather_object = functools.partial(_gather_objects_once, gather_object, ranks_per_batch)
+    before = [
+        (module, name, getattr(module, name)) for module in modules for name in _GATHERING if hasattr(module, name)
+    ]
+    for module, name, stock in before:
+        once: Callable[..., Any] = _gather_once if name == "gather" else _gather_objects_once
+        setattr(module, name, functools.partial(once, stock, ranks_per_batch))
     try:
         yield
     finally:
-        for module, gather, gather_object in before:
-            module.gather, module.gather_object = gather, gather_object
+        for module, name, stock in before:
+            setattr(module, name, stock)
 
 
 class _OnceEachBatch:

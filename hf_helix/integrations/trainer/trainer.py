@@ -49,6 +49,7 @@ from hf_helix.integrations.trainer.trl import (
     is_read_by_slices,
     is_sft,
     model_options,
+    precompute_once,
     settle_arguments,
 )
 from hf_helix.integrations.upstream import check_class, overrides
@@ -118,12 +119,13 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self.helix_config = self._plugin.config
         self._connect_ranks(arguments, call.get("model"))
         ranks_per_batch = self.helix_config.ranks_per_batch
-        counts_once = is_online(arguments) and ranks_per_batch > 1
+        counts_once = is_online(type(self)) and ranks_per_batch > 1
         self._gathering = functools.partial(gathering_once, ranks_per_batch) if counts_once else contextlib.nullcontext
         if counts_once:
             settle_generation(call, ranks_per_batch)
         self._make_model(call)
         self._loss_function = call.get("compute_loss_func")
+        precompute_once(self, self._plugin.build_mesh(arguments.device))
         super().__init__(*call.positional, **call.named)
         if self._own_loss:
             self._cut(self.model)

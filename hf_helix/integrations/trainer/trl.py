@@ -22,6 +22,7 @@ from transformers import TrainingArguments
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
+from hf_helix.runtime.distributed.mesh import Mesh
 
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
@@ -52,12 +53,14 @@ def settle_arguments(kind: type, call: TrainerCall) -> None:
         call.set("args", TrainingArguments(output_dir="tmp_trainer") if args is None else args)
         return
     name = trl.__name__.removesuffix("Trainer")
-    config: Any = getattr(sys.modules[trl.__module__], f"{name}Config")
-    if args is None:
+    config: Any = getattr(sys.modules[trl.__module__], f"{name}Config", None)
+    if args is None and config is not None:
         of_model = Path(model if isinstance(model, (str, os.PathLike)) else model.config.name_or_path).name
         call.set("args", config(f"{of_model}-{name}"))
     elif name_of(trl) == SFT_TRAINER and not isinstance(args, config):
         call.set("args", config(**{each.name: getattr(args, each.name) for each in fields(args) if each.init}))
+    elif args is None:
+        raise ValueError(f"{trl.__name__}(args=None): give its training arguments, which name a folder, args=...")
 
 
 def is_read_by_slices(kind: type, call: TrainerCall) -> bool:
@@ -66,7 +69,8 @@ def is_read_by_slices(kind: type, call: TrainerCall) -> bool:
     trl, args, folder = _class_of_trl(kind), call.get("args"), Path(call.get("model"))
     if trl is None:
         return True
-    changes = [call.get("peft_config"), call.get("quantization_config"), getattr(args, "trust_remote_code", False)]
+    changes = [call.get("peft_config"), call.get("quantization_config")]
+    changes += [getattr(args, name, False) for name in ("trust_remote_code", "precompute_ref_log_probs")]
     template = str(getattr(args, "chat_template_path", None) or ".jinja")  # a model's template adds tokens
     is_kept = not any(changes) and template.endswith((".jinja", ".j2"))
     return trl.__name__ in _CAUSAL and is_kept and (folder / "config.json").is_file()
@@ -77,6 +81,30 @@ def model_options(kind: type, args: Any) -> dict[str, Any]:
     arguments have another dtype."""
     usual = {} if _class_of_trl(kind) is None else {"dtype": torch.float32}
     return {**usual, **(getattr(args, "model_init_kwargs", None) or {})}
+
+
+def precompute_once(trainer: Any, mesh: Mesh) -> None:
+    """Makes the log-probabilities that a trainer computes of its reference beforehand those of each sample once, and of
+    a model on the device; without a reference model, of the model before it is cut."""
+    stock = getattr(trainer, "_precompute_ref_logps", None)
+    if stock is None:
+        return
+
+    def precompute(*args: Any, **kwargs: Any) -> Any:
+        accelerator, model = trainer.accelerator, trainer.model
+        is_moved = getattr(trainer, "helix", None) is None and trainer.ref_model is None
+        home = model.device
+        accelerator.gather_for_metrics = lambda data: gather_samples(data, mesh, accelerator.gradient_state)
+        try:
+            if is_moved:
+                model.to(trainer.args.device)
+            return stock(*args, **kwargs)
+        finally:
+            del accelerator.gather_for_metrics
+            if is_moved:
+                model.to(home)
+
+    trainer._precompute_ref_logps = precompute
 
 
 def settle_routers(args: Any, model: Any) -> bool:
