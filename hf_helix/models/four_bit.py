@@ -72,7 +72,8 @@ def check_storage(model: Any) -> None:
 
 def _problems(model: Any) -> Iterator[str]:
     quantizer = getattr(model, "hf_quantizer", None)
-    found = {name: module for name, module in model.named_modules() if is_four_bit(module)}
+    named = ((name.removesuffix(".base_layer"), module) for name, module in model.named_modules())
+    found = {name: module for name, module in named if is_four_bit(module)}
     if quantizer is not None and not found:
         yield (
             f"the model is quantised ({type(quantizer).__name__}), and of quantised weights only those of bitsandbytes "

@@ -6,7 +6,7 @@ import pkgutil
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -58,7 +58,7 @@ def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | N
     make = FAMILIES.get(family) or pkgutil.resolve_name(family)
     model = make(**changes)
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if not hasattr(parameter, "quant_state"):
             parameter.data = parameter.data.to(getattr(torch, dtype))
     return model if lora is None else adapted(model, **lora)
 
@@ -79,7 +79,11 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def four_bit(
-    of: str = "llama", loaded_as: str = "float32", quantization: dict[str, Any] | None = None, **changes: Any
+    of: str = "llama",
+    loaded_as: str = "float32",
+    quantization: dict[str, Any] | None = None,
+    prepared: bool = False,
+    **changes: Any,
 ) -> Any:
     """The tiny model of a family with its linears in 4 bits, as `from_pretrained` loads it.
 
@@ -87,11 +91,13 @@ def four_bit(
         of: one of `FAMILIES`.
         loaded_as: the type before the linears are packed.
         quantization: options of `BitsAndBytesConfig`.
+        prepared: by PEFT's `prepare_model_for_kbit_training`.
     """
     model = FAMILIES[of](**{"hidden_size": 128, "intermediate_size": 256, **changes})
     packing = BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_type": "nf4", **(quantization or {})})
     given = {"config": model.config, "state_dict": model.state_dict(), "dtype": getattr(torch, loaded_as)}
-    return type(model).from_pretrained(None, **given, quantization_config=packing)
+    model = type(model).from_pretrained(None, **given, quantization_config=packing)
+    return prepare_model_for_kbit_training(model) if prepared else model
 
 
 def mistral(**changes: Any) -> MistralForCausalLM:

@@ -22,7 +22,7 @@ class FourBit:
         absmax: the largest absolute value of each block [features out, features in / block_size], float32.
         block_size: in features.
         kind: `nf4` or `fp4`.
-        dtype: of the weight before it was packed, which the elements are rounded to.
+        dtype: of the weight before it was packed.
         compute_dtype: of products, unless there is autocast; None for the type of the input.
     """
 
@@ -33,10 +33,16 @@ class FourBit:
     dtype: torch.dtype
     compute_dtype: torch.dtype | None
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Returns the elements in a type, in new memory [features out, features in]."""
+    def matrix(self, dtype: torch.dtype, rounds: bool = False) -> Tensor:
+        """Returns the elements in a type, in new memory [features out, features in].
+
+        Args:
+            dtype: of the result.
+            rounds: whether they are rounded to the type of the weight first, as by bitsandbytes in backward.
+        """
         rows, width = self.codes.shape
         # The operator exists once bitsandbytes is imported, without which there is no such weight.
         unpack = torch.ops.bitsandbytes.dequantize_4bit.default
-        elements: Tensor = unpack(self.codes, self.absmax, self.block_size, self.kind, (rows, 2 * width), self.dtype)
+        shape, kind = (rows, 2 * width), self.dtype if rounds else dtype
+        elements: Tensor = unpack(self.codes, self.absmax, self.block_size, self.kind, shape, kind)
         return elements.to(dtype)

@@ -105,7 +105,7 @@ class Linear(SplitComputation):
         for gemm, parts in self._with_rows(call, gradients):
             kind = parts[0].dtype
             dtype = gemm.dtype(call, kind)
-            matrices, first = self._matrix(call, gemm, dtype), 0
+            matrices, first = self._matrix(call, gemm, dtype, is_backward=True), 0
             for rows in parts:
                 matrix = matrices if len(parts) == 1 else matrices.narrow(0, first, rows.shape[-1])
                 if total is None:
@@ -182,10 +182,10 @@ class Linear(SplitComputation):
         drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
 
-    def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:
+    def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype, is_backward: bool = False) -> Tensor:
         """[features_out, features_in]."""
         if gemm.four_bit is not None:
-            return gemm.four_bit.matrix(dtype)
+            return gemm.four_bit.matrix(dtype, rounds=is_backward)
         if gemm.matrix is None:
             weight = call.precision.weights.of(gemm.weights, dtype)
             gemm.matrix = weight.t() if self.transposed else weight

@@ -559,9 +559,6 @@ def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Linear4bit
     refused(adapted(model), tmp_path, "self_attn.q_proj is a peft.", "Linear4bit", "without quantization_config")
-    model = llama()
-    model.hf_quantizer = object()
-    refused(adapted(model), tmp_path, "quantised", "without quantization_config")
 
 
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:
