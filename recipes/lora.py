@@ -1,7 +1,7 @@
 """Train LoRA adapters of a causal language model over several ranks, and hand them to stock PEFT.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/lora.py --model_name_or_path runs/demo
-    accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/lora.py --model_name_or_path runs/demo \
+    accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/lora.py --model_name_or_path runs/demo \\
         --load_in_4bit
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/lora.py --model_name_or_path MODEL \\
         --text corpus.jsonl --dtype bfloat16 --bf16

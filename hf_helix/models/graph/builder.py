@@ -485,7 +485,8 @@ class Builder:
             raise ValueError(
                 f"{self.label}: tp_size={self.tp.size} would cut a weight in 4 bits through its blocks: a row of "
                 f"{blocks * weight.block_size} elements has {blocks} blocks of {weight.block_size} with one scale "
-                f"each; use tp_size={' or '.join(works)}, and pp_size or shard_parameters=True for the other ranks"
+                f"each; use tp_size={' or '.join(works)}, and pp_size or shard_parameters=True for the other ranks; or "
+                "leave such linears in 16 bits, BitsAndBytesConfig(..., llm_int8_skip_modules=['down_proj'])"
             )
 
     def _parameters(
