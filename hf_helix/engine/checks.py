@@ -24,7 +24,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.models.causal_lm import check_head, has_towers
 from hf_helix.models.four_bit import check_storage, four_bit_weights
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.models.peft import adapter_weights, base_of, check_adapters
+from hf_helix.models.peft import LORA, adapter_weights, base_of, check_adapters, is_peft
 from hf_helix.models.registry import family_of
 from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
@@ -69,6 +69,11 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
     check_adapters(model)
     family_of(base_of(model))
     dtype, may_differ, packed = base_of(model).dtype, adapter_weights(model), four_bit_weights(model)
+    if packed and not is_peft(model):
+        raise ValueError(
+            f"the {type(model).__name__} has weights in 4 bits and no adapters, so that nothing of it is trained or "
+            f"saved; hand over a PeftModel: {LORA}"
+        )
     for name, parameter in model.named_parameters():
         if parameter in packed:
             continue
