@@ -185,7 +185,8 @@ def test_a_model_that_is_replaced(tmp_path: Path) -> None:
             super().__init__(**options)
             self.model = llama()
 
-    options = {"model": llama(), "args": arguments(str(tmp_path)), "helix_config": HelixConfig()}
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}]
+    options = {"model": llama(), "args": arguments(str(tmp_path)), "helix_config": HelixConfig(), "train_dataset": rows}
     trainer = Mine(**options)
     assert trainer.model is trainer.helix.model is not options["model"]
     with pytest.raises(ValueError, match="Late has replaced the model after it was cut, by a LlamaForCausalLM"):
