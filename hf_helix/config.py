@@ -282,15 +282,19 @@ class HelixConfig:
     def from_file(cls, path: str | Path) -> HelixConfig:
         """Returns the configuration of a YAML or JSON file with options, at the top or under
         `parallelism_config: helix:`. Errors as of `from_mapping`, and ValueError for an unreadable file."""
-        options = read_yaml(path)
+        return cls.from_contents(read_yaml(path), str(path))
+
+    @classmethod
+    def from_contents(cls, options: Any, source: str) -> HelixConfig:
+        """Returns the configuration in the contents of a file, see `from_file`; `source` is its path."""
         if not has_helix_block(options):
-            return cls.from_mapping(options, str(path))
+            return cls.from_mapping(options, source)
         beside = [key for key in options if key in {field.name for field in dataclasses.fields(cls)}]
         if beside:
             raise ValueError(
-                f"{path}: {', '.join(beside)} stands beside the helix block; put every option into the block"
+                f"{source}: {', '.join(beside)} stands beside the helix block; put every option into the block"
             )
-        return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
+        return cls.from_mapping(options["parallelism_config"]["helix"], source)
 
 
 _KINDS = get_type_hints(HelixConfig)

@@ -327,7 +327,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
     program = runner.build_program(runner.scheduler(1), keep)
-    values = runner.executor.run(program, [batch], runner.sources, training=True)[0]
+    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}
 
@@ -416,7 +416,7 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
     names = {unit.label: unit.name for unit in runner.stage.model.values()}
     seconds: dict[Name, list[float]] = {}
     for is_warm in (False, True):
-        for span in traced(runner, program, window, runner.sources, ISSUING):
+        for span in traced(runner, program, window, runner.sources(), ISSUING):
             if is_warm and span.stream == Kind.COMPUTE.value:
                 seconds.setdefault(_split_label(span.label, names), []).append(span.seconds)
         forget_gradients(runner)

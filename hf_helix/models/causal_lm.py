@@ -40,6 +40,11 @@ def text_classes() -> set[str]:
     return _multimodal_classes() - {*causal_lm_classes()}
 
 
+def _language_models() -> set[str]:
+    """Returns the names of all classes of Transformers that text trains."""
+    return {*causal_lm_classes(), *_multimodal_classes()}
+
+
 def has_towers(model: Any) -> bool:
     """Returns whether a model, or the class above a user's, has towers beside a causal language model."""
     is_composite = model.config.get_text_config() is not model.config
@@ -52,7 +57,7 @@ def check_causal_lm_class(name: str, instead: str = "") -> None:
     Raises:
         ValueError: names the class to use, or the causal-LM class of the same configuration, if any.
     """
-    if name not in {*causal_lm_classes(), *text_classes()}:
+    if name not in _language_models():
         advice = instead or _advice(getattr(transformers, name).config_class)
         raise ValueError(f"{name} is no causal language model: {advice}")
 
@@ -61,7 +66,7 @@ def has_causal_head(model: Any) -> bool:
     """Returns whether a model has a language-model head, and is no other class of Transformers."""
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
-    return has_head and (not is_stock or name in {*causal_lm_classes(), *text_classes()})
+    return has_head and (not is_stock or name in _language_models())
 
 
 def check_head(model: Any) -> None:
@@ -73,7 +78,7 @@ def check_head(model: Any) -> None:
     name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
-    if is_stock and name not in {*causal_lm_classes(), *text_classes()}:
+    if is_stock and name not in _language_models():
         check_causal_lm_class(name, text_part(model))
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.linears.four_bit import FourBit
+from hf_helix.planning.text import shorten_lines
 
-MAX_SHOWN = 5
 LOAD = "from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_4bit=True))"
 
 
@@ -66,8 +66,7 @@ def check_storage(model: Any) -> None:
     """
     problems = list(_problems(model))
     if problems:
-        more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
-        raise ValueError("HelixTrainer cannot cut these weights: " + "\n  ".join([*problems[:MAX_SHOWN], *more]))
+        raise ValueError(f"HelixTrainer cannot cut these weights: {shorten_lines(problems)}")
 
 
 def _problems(model: Any) -> Iterator[str]:

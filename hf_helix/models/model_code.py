@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from hf_helix.models.family import Family
 from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.trace.opaque_calls import is_projection
+from hf_helix.planning.text import shorten_lines
 
 OWN = ("transformers", "torch", "peft", "bitsandbytes")
 """Packages whose classes a declaration describes."""
@@ -81,10 +82,9 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
                 "of a weight, and complete only when training_step returns"
             )
     if problems:
-        more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
         raise ValueError(
             f"{type(model).__name__} has code that would never run, as its operators run one by one: "
-            + "\n  ".join([*problems[:MAX_SHOWN], *more])
+            + shorten_lines(problems)
         )
 
 

@@ -132,11 +132,10 @@ class Segment(Computation):
         return run(*gradients)
 
     def _run_backward(self, leaves: Tensors, edges: tuple[GradientEdge, ...], *gradients: Tensor | None) -> Tensors:
-        # The caller of a decoder may have given no gradient of a value that it can read.
-        known = [(edge, each) for edge, each in zip(edges, gradients, strict=True) if each is not None]
-        run_backward(
-            tuple([edge for edge, _ in known]), tuple([each for _, each in known]), (*leaves, *self._trained())
-        )
+        given = tuple([each for each in gradients if each is not None])
+        if len(given) < len(edges):  # the caller of a decoder gave no gradient of a value that it can read
+            edges = tuple([edge for edge, each in zip(edges, gradients, strict=True) if each is not None])
+        run_backward(edges, given, (*leaves, *self._trained()))
         return tuple([_gradient_of(leaf) for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:

@@ -43,6 +43,12 @@ def first_difference(mine: str, theirs: str) -> str:
     return ""
 
 
+def shorten_lines(items: Sequence[str], limit: int = 5) -> str:
+    """Returns the first few items for an error message, a line each, and how many more there are."""
+    rest = [f"and {len(items) - limit} more"] if len(items) > limit else []
+    return "\n  ".join([*items[:limit], *rest])
+
+
 def shorten_list(items: Sequence[str], limit: int = 6) -> str:
     """Returns the first few items for an error message, for example "a, b and 3 more"."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""

@@ -229,7 +229,7 @@ class DividedParameters:
         placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
         locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
         self._parameters: list[Any] = []
-        self._whole: dict[nn.Parameter, Placed] = {}
+        self._summed: dict[nn.Parameter, int] = {}  # those that ranks hold in full, with the ranks of a sum
         for name, parameter in model.named_parameters():
             local, placement = locals_of.get(name), placements[parameter]
             is_cut = placement.dim is not None and mesh.axis_of(placement).size > 1
@@ -237,7 +237,8 @@ class DividedParameters:
             refusal = _SHARDED if parameter in shards else _OF_EXPERTS if placement.over == EXPERTS and is_cut else ""
             placed = Placed(mesh, placement, owners[parameter], tuple(shape), parameter in above, refusal)
             if not (is_cut or parameter in shards or mesh.pipe.size > 1):
-                self._whole[parameter] = placed
+                if placed.num_summed > 1:
+                    self._summed[parameter] = placed.num_summed
                 continue
             if local is not None and parameter in shards:
                 counts = local.is_first_replica
@@ -260,9 +261,9 @@ class DividedParameters:
 
     def share_losses(self) -> None:
         """Lets losses read parameters that ranks hold in full, and whose gradients are summed over ranks."""
-        for parameter, placed in self._whole.items():
-            if placed.num_summed > 1 and parameter.requires_grad:
-                parameter.register_hook(functools.partial(_share_of_loss, count=placed.num_summed))
+        for parameter, count in self._summed.items():
+            if parameter.requires_grad:
+                parameter.register_hook(functools.partial(_share_of_loss, count=count))
                 parameter.num_hooks_of_helix = 1  # type: ignore[attr-defined]  # see `check_forwards`
 
     def note_gradients(self) -> None:

@@ -26,7 +26,7 @@ from hf_helix.planning.window.program import Program, build_program, validate_pr
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import Executor, no_sources
+from hf_helix.runtime.executor import Executor, Sources, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import stage_for
@@ -103,7 +103,9 @@ class Runner:
         program = self.program(len(microbatches))
         reduction, reduce_gradients = self.reduction() if complete else (None, None)
         self.stage.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(program, microbatches, self.sources, training=True, reduce_gradients=reduce_gradients)
+        kept = self.executor.run(
+            program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
+        )
         self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
@@ -168,16 +170,20 @@ class Runner:
             [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(num_microbatches)
         ]
 
-    def sources(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
-        """Returns the values that a micro-batch starts with: the gradient of its loss; 0 for the decoder's output where
-        a caller computes the loss."""
+    def sources(self) -> Sources:
+        """Returns the values that micro-batches of a window start with: the gradient of the loss; 0 for the decoder's
+        output where a caller computes the loss."""
         if self._shape is None:
-            output = batch.output
-            zero = None if output is None else torch.zeros_like(output, device=self.mesh.device)
-            return {**self._absent, **({} if zero is None else {self._loss_gradient: zero})}
+            return self._without_loss
         gradient = torch.zeros(self._shape, device=self.mesh.device)
         gradient.view(-1)[:1] = 1.0  # figures after the loss have none
-        return {self._loss_gradient: gradient}
+        of_all: dict[Key, Tensor | None] = {self._loss_gradient: gradient}
+        return lambda _: of_all
+
+    def _without_loss(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
+        if batch.output is None:
+            return self._absent
+        return {**self._absent, self._loss_gradient: torch.zeros_like(batch.output, device=self.mesh.device)}
 
     def absent_gradients(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         """Returns None for every gradient that a caller of the decoder may give."""

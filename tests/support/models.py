@@ -41,6 +41,14 @@ from hf_helix.models.registry import REGISTERED
 
 VOCABULARY = 131  # divides by nothing
 EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 bytes
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # a Llama of five layers, for a pipeline whose ranks have different numbers
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 

@@ -54,10 +54,11 @@ def resolve_config(given: Any, plugin: Any) -> HelixConfig:
         elif each is not None:
             raise TypeError(f"helix_config must be a HelixConfig, got {type(each).__name__}: {each!r}")
     file = launcher_config_file() if configs else options_file()
-    block = _layout_block(file)
+    options = None if file is None else read_yaml(file)
+    block = _layout_block(options)
     if block and (layout := layout_of_yaml(block, str(file))) is not None:
         layouts.append(layout)
-    config = configs[0] if configs else options_in(file)
+    config = configs[0] if configs else _helix_options(options, str(file))
     if config is None and not layouts:
         empty = f": {file} has parallelism_config without helix" if block else ""
         raise ValueError(f"no helix options were given{empty}; {WHERE}")
@@ -75,19 +76,20 @@ def options_file() -> Path | None:
 
 def options_in(file: Path | None) -> HelixConfig | None:
     """Returns the options in a file of `options_file`; None where it has none."""
-    if file is None:
-        return None
-    if os.environ.get(CONFIG_FILE_VARIABLE) and not _layout_block(file):  # with options at its top
-        return HelixConfig.from_file(file)
-    options: Any = read_yaml(file)
-    if not has_helix_block(options):
-        return None
-    return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(file))
+    return None if file is None else _helix_options(read_yaml(file), str(file))
 
 
-def _layout_block(file: Path | None) -> Mapping[str, Any]:
-    """Returns the block `parallelism_config` of a YAML; empty without one."""
-    options = read_yaml(file) if file is not None else None
+def _helix_options(options: Any, source: str) -> HelixConfig | None:
+    is_ours = bool(os.environ.get(CONFIG_FILE_VARIABLE))  # and may have options at its top
+    if is_ours and (has_helix_block(options) or not _layout_block(options)):
+        return HelixConfig.from_contents(options, source)
+    if has_helix_block(options):
+        return HelixConfig.from_mapping(options["parallelism_config"]["helix"], source)
+    return None
+
+
+def _layout_block(options: Any) -> Mapping[str, Any]:
+    """Returns the block `parallelism_config` of a YAML's contents; empty without one."""
     block = options.get("parallelism_config") if isinstance(options, Mapping) else None
     return block if isinstance(block, Mapping) else {}
 

@@ -233,7 +233,7 @@ class HelixModel:
         losses = []
         for batch in batches:
             with self.engine.seam.training(self._step):
-                loss = loss_of(self.module, send_to_device(batch, self.engine.mesh.device)) / len(batches)
+                loss = loss_of(self.module, self._moved(batch)) / len(batches)
                 loss.backward()
             losses.append(loss.detach())
         self.engine.finish_window()
@@ -253,7 +253,7 @@ class HelixModel:
                     )
                 self.module.eval()
                 with torch.no_grad():
-                    return CausalLMOutput(loss=self._loss(self.module, send_to_device(batch, self.engine.mesh.device)))
+                    return CausalLMOutput(loss=self._loss(self.module, self._moved(batch)))
             batch = self._checked(batch)
             loss, whole = self.engine.evaluate(
                 batch, LossScale(1 / count_targets(batch)), self._step, keep_logits=logits
@@ -283,6 +283,9 @@ class HelixModel:
 
     def _checked(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         check_batch(batch)
+        return self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
         return send_to_device(batch, self.engine.mesh.device)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

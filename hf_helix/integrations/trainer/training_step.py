@@ -212,8 +212,8 @@ class WindowHooks(TrainerAttributes):
         step = self.state.global_step
         losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
-        has_labels = scale.tokens is None or scale.tokens.isfinite()
-        self._health.note_losses(losses if has_labels is True else losses.where(has_labels, 0.0), step + 1)
+        noted = losses if scale.tokens is None else losses.where(scale.tokens.isfinite(), 0.0)
+        self._health.note_losses(noted, step + 1)
         return losses
 
     def _tune(self, window: FetchedWindow, num_items: Any) -> None:

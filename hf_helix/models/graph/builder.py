@@ -444,9 +444,8 @@ class Builder:
         """Adds communication over the tensor-parallel ranks; with one rank nothing."""
         if self.tp.size == 1:
             return value
-        return self.declare(name, tensor_operator, (value,), kind=self.tp.kind, relative_cost=relative_cost, **fields)[
-            0
-        ]
+        fields |= {"kind": self.tp.kind, "relative_cost": relative_cost}
+        return self.declare(name, tensor_operator, (value,), **fields)[0]
 
     def _linears(
         self, name: str, linears: Mapping[str, Projection], value: str, rows: Placement, columns: Placement

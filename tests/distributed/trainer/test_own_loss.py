@@ -9,21 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import arguments, tiny
+from support.models import SMALL, arguments, tiny
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SIZES = {**SMALL, "pad_token_id": 0}
 
 
 def focal(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

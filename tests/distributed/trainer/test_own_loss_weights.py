@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import arguments
+from support.models import SMALL, arguments
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 class CosineHead(LlamaForCausalLM):
@@ -74,7 +65,7 @@ class Curious(TrainerCallback):
 
 def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> list[dict[str, float]]:
     torch.manual_seed(0)
-    model: Any = (CosineHead if kind == "cosine" else LlamaForCausalLM)(LlamaConfig(**SIZES))
+    model: Any = (CosineHead if kind == "cosine" else LlamaForCausalLM)(LlamaConfig(**SMALL))
     own, stock = (HelixRegularized, StockRegularized) if kind == "regularized" else (HelixTrainer, Trainer)
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 1e-3}
     rows = [torch.randint(1, 131, (14,)) for _ in range(12)]

@@ -228,6 +228,13 @@ def launched(given_nowhere: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     return path
 
 
+def test_an_option_beside_the_helix_block_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write(tmp_path / "options.yaml", "tp_size: 4\nparallelism_config: {helix: {tp_size: 2}}")
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(file))
+    with pytest.raises(ValueError, match="tp_size stands beside the helix block"):
+        resolve_config(None, None)
+
+
 def test_argument_before_plugin_before_environment_before_launcher(
     launched: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
