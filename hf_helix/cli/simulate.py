@@ -8,7 +8,7 @@ Must hold: nothing is measured, and no process is started.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf, isinf
+from math import inf, isinf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ class OnCluster(Command):
 
     model: str = option(..., "a folder with a config.json, such a file, or a name on the Hugging Face Hub")
     cluster: str = option(..., "a YAML file, or the name of a cluster that hf_helix brings")
-    gpus: int | None = option(None, "as many devices, in nodes like those of the cluster")
+    gpus: str | None = option(
+        None, "as many devices, in nodes like those of the cluster; or nodes x devices of a node, such as 2x4"
+    )
     network: str | None = option(
         None,
         "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
@@ -54,7 +56,6 @@ class OnCluster(Command):
 
         cluster = load_cluster(self.cluster)
         if self.gpus is not None:
-            self.check_counts("gpus")
             cluster = _resized(cluster, self.gpus)
         return cluster if self.network is None else _linked(cluster, self.network)
 
@@ -198,20 +199,26 @@ def _speed(network: str) -> LinkSpeed:
         ) from error
 
 
-def _resized(cluster: Cluster, devices: int) -> Cluster:
-    per_node = min(devices, cluster.devices_per_node)
+def _resized(cluster: Cluster, gpus: str) -> Cluster:
+    """Returns a cluster with as many devices, "16", in nodes like its own, or of a form, "2x4"."""
+    numbers = [int(word) if word.isdecimal() else 0 for word in gpus.split("x")]
+    if len(numbers) > 2 or min(numbers) < 1:
+        raise ValueError(f"--gpus {gpus}: give 1 or more devices, such as 16, or nodes x devices, such as 2x4")
+    devices = prod(numbers)
+    per_node = numbers[1] if len(numbers) == 2 else min(devices, cluster.devices_per_node)
     if devices % per_node:
-        raise ValueError(
-            f"--gpus {devices}: nodes have {per_node} devices each; give a multiple, such as {2 * per_node}"
-        )
+        raise ValueError(f"--gpus {gpus}: nodes have {per_node} devices each; give a multiple, such as {2 * per_node}")
     if devices > per_node and isinf(cluster.network.bandwidth):
         raise ValueError(
-            f"--gpus {devices}: {cluster.name} has no `network`, which more than {per_node} devices need; add one to "
+            f"--gpus {gpus}: {cluster.name} has no `network`, which more than {per_node} devices need; add one to "
             "its file, such as network: {gb_per_s: 50, latency_us: 8, devices_per_link: 1}"
         )
     nodes = devices // per_node
     name = f"{nodes} x {per_node} {cluster.device.name}"
-    return replace(cluster, nodes=nodes, devices_per_node=per_node, name=name)
+    network = cluster.network
+    if network.devices == cluster.devices_per_node:  # the devices of a node share a link
+        network = replace(network, devices=per_node)
+    return replace(cluster, nodes=nodes, devices_per_node=per_node, network=network, name=name)
 
 
 def _draw(path: Path, step: Any) -> None:

@@ -154,6 +154,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--network", "nan"], "--network nan: give a factor above 0"),
         (["--network", "x2"], "--network x2: one node has no network"),
         (["--gpus", "0"], "--gpus 0: give 1 or more"),
+        (["--gpus", "2x"], "--gpus 2x: give 1 or more devices, such as 16, or nodes x devices, such as 2x4"),
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
         (["--dtype", "bf16"], "two CPUs has no device.peak_tflops for bf16; it has fp32"),
@@ -209,6 +210,10 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
     assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network 10 Gbit/s, 50 us: 16 x 1")
     link = SimulateCommand(model="", cluster=str(file), network="10gbit,50us").scaled_cluster().network
     assert (link.bandwidth, link.latency, link.devices) == (1.25e9, 50e-6, 2)
+    shape = SimulateCommand(model="", cluster="a6000x8", gpus="2x4", network="25gbit").scaled_cluster()
+    assert (shape.nodes, shape.devices_per_node, shape.network.devices, shape.network.bandwidth) == (2, 4, 4, 3.125e9)
+    kept = SimulateCommand(model="", cluster="a6000x8", gpus="2x4").scaled_cluster()
+    assert kept.network.devices == 4, "the devices of a node share its link"
 
 
 def test_spread_weights_are_simulated_and_written(small: Path, capsys: Any, tmp_path: Path):
