@@ -118,7 +118,7 @@ class HelixConfig:
             differ within the rounding of their type.
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
-            meanwhile. Windows that cannot be captured run normally, with the reason in the output (docs/cuda_graphs.md).
+            meanwhile. Windows that cannot be captured run normally, and say why; see docs/cuda_graphs.md.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
