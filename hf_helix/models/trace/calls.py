@@ -37,9 +37,11 @@ LAYER_CLASS = GradientCheckpointingLayer
 
 
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the `forward` of a module without the replacement of a cut model."""
+    """Returns the `forward` of a module without the replacements of a cut model."""
     forward: Any = module.forward
-    return forward.__wrapped__ if getattr(forward, "is_refusal", False) else forward
+    while getattr(forward, "is_refusal", False):
+        forward = forward.__wrapped__
+    return forward
 
 
 class _Enough(Exception):
