@@ -121,16 +121,16 @@ class _Linear(torch.autograd.Function):
         return functional.linear(value, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (value, weight) = gradients, ctx.saved_tensors
-        of_value, wait, rows = None, lambda: None, gradient.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            of_value = torch.matmul(gradient, weight)
-            wait = start_sum(of_value, ctx.axis)
+        of_value = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
+        wait = None if of_value is None else start_sum(of_value, ctx.axis)
+        rows = gradient.flatten(0, -2)
         of_weight = rows.t() @ value.flatten(0, -2) if ctx.needs_input_grad[1] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        wait()
+        if wait is not None:
+            wait()
         return of_value, of_weight, of_bias, None
 
 
@@ -208,7 +208,7 @@ class _TargetTerms(torch.autograd.Function):
         return whole, of_ranks[:, 1].sum(0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (of_whole, of_target), (local, whole, place, inside) = gradients, ctx.saved_tensors
         result = (local - whole.unsqueeze(-1)).exp_().mul_(of_whole.unsqueeze(-1))
