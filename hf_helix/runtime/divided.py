@@ -360,7 +360,7 @@ def is_calling() -> bool:
 
 def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Returns the result of a function of a model's code or a loss; `NotImplemented` for other uses of parameters."""
-    if func in _OPERANDS and (has_gradients or _calls):
+    if func in _OPERANDS:
         found = _with_part(func, args, kwargs)
         if found is not NotImplemented:
             return found
