@@ -145,6 +145,9 @@ def main() -> None:
             print(format_scorecard(overlap, trainer.plan.rule))
         if compared is not None:
             show_gain(compared, args.output_dir)
+        page = Path(args.output_dir, "helix", "page.html")
+        if page.is_file():
+            print(f"a page of the run, for a browser: {page}")
 
 
 def show_gain(compared: Comparison, folder: str) -> None:
