@@ -31,9 +31,11 @@ from hf_helix.report.timeline import MEANING, Bar, bars_of_timeline, rows_of, su
 
 WIDTH, ROW = 1150, 30  # pixels
 PALETTE = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d", "#7a9a4c", "#c2c8cf")
+FEW = 1_000  # rectangles that are told apart without zooming
 NAMED = 2  # most operators named beside another
 ACTIONS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-STYLE = f"body {{font: 14px sans-serif; margin: 24px; color: {INK}}} h2 {{margin: 28px 0 4px}} p {{max-width: 110ch}}"
+STYLE = f"""body {{font: 14px sans-serif; margin: 24px; color: {INK}}} h2 {{margin: 28px 0 4px}}
+p {{max-width: 110ch}} pre {{font-size: 12px}}"""
 
 
 @dataclass(frozen=True)
@@ -250,8 +252,9 @@ def _boxes(figure: Any, columns: Mapping[str, Sequence[Any]], tips: Mapping[str,
     numbers = ("top", "bottom", "left", "right", "took")
     source = ColumnDataSource({n: np.asarray(v, "float32") if n in numbers else list(v) for n, v in columns.items()})
     places = {name: name for name in numbers[:4]}
+    edge = "white" if len(columns["left"]) < FEW else None  # edges would hide what is narrow
     drawn = figure.quad(
-        **places, source=source, fill_color="colour", line_color=None, hover_line_color=INK, legend_group="kind"
+        **places, source=source, fill_color="colour", line_color=edge, hover_line_color=INK, legend_group="kind"
     )
     figure.add_tools(HoverTool(renderers=[drawn], tooltips=list(tips.items()), point_policy="follow_mouse"))
     _legend_below(figure)

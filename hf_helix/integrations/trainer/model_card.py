@@ -122,7 +122,13 @@ def format_section(run: RunFacts) -> str:
     parts = ["## Trained with hf_helix", table, *_timed(run)]
     if run.overlap is not None:
         parts.append(f"```\n{format_scorecard(run.overlap, run.plan)}\n```")
-    parts += ["To train so again, with `accelerate launch --config_file`:", f"```yaml\n{_launch_yaml(run)}```"]
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    several = " --machine_rank RANK --main_process_ip HOST" if machines > 1 else ""
+    where = "on every machine, with its RANK from 0 on and the address HOST of machine 0, " if machines > 1 else ""
+    launch = (
+        f"To train so again, {where}with `accelerate launch --config_file FILE{several} YOUR_SCRIPT.py`, where FILE is:"
+    )
+    parts += [launch, f"```yaml\n{_launch_yaml(run, machines)}```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -215,7 +221,7 @@ def _timed(run: RunFacts) -> list[str]:
     return ["\n".join(lines)]
 
 
-def _launch_yaml(run: RunFacts) -> str:
+def _launch_yaml(run: RunFacts, machines: int) -> str:
     """Returns a configuration for `accelerate launch`. Files are named without their folder on this machine."""
     fields = dataclasses.fields(run.config)
     changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}
@@ -223,13 +229,12 @@ def _launch_yaml(run: RunFacts) -> str:
     for name in ("plan", "schedule", "profile"):
         if options.get(name):
             options[name] = Path(options[name]).name
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     launch = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if run.num_ranks > 1 else "NO",
         "use_cpu": run.use_cpu,
         "num_machines": machines,
-        **({"machine_rank": 0, "main_process_ip": "HOST"} if machines > 1 else {}),
+        "machine_rank": 0,
         "num_processes": run.num_ranks,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": {"helix": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}},
