@@ -63,7 +63,7 @@ OWNED: dict[str, str] = {
     "trl.trainer.distillation_trainer": "ChunkedDivergenceFunction",
     "trl.trainer.grpo_trainer:GRPOTrainer": "_generate_and_score_completions",
     "trl.trainer.dpo_trainer:DPOTrainer": "_precompute_ref_logps",
-    "transformers.utils.generic": "ModelOutput TransformersKwargs",
+    "transformers.utils.generic": "TransformersKwargs",
     "accelerate.utils.modeling": "get_mixed_precision_context_manager",
     "torch": "_foreach_norm _has_compatible_shallow_copy_type _foreach_copy_ _foreach_div_",
     "torch.cuda": "_sleep",
