@@ -95,7 +95,7 @@ def versions() -> str:
         outcome = ", ".join(f"{run[name]} {name}" for name in OUTCOMES if name in run)
         installed = [run["versions"].get(name, "") for name in packages]
         tests = run["tests"].replace("tests/", "")
-        lines.append(f"| {run['date']} | {' | '.join(installed)} | {run['device']} | {_cell(tests)} | {outcome} |")
+        lines.append(f"| {run['date']} | {' | '.join(installed)} | {run['device']} | `{tests}` | {outcome} |")
     return "\n".join(lines)
 
 
