@@ -250,7 +250,6 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
         (("--schedule", "folded_1f1b", "--forward", -1), "at least 0"),
         (("--schedule", "folded_1f1b", "--gain", 0), "gain=0.0 must be more than 0"),
         (("--schedule", "all", "--html", "x.html"), "name one schedule"),
-        (("--schedule", "folded_1f1b", "--html", "x.svg"), "must end with .html"),
         (("--schedule", "folded_1f1b", "--output", "x.svg"), "--output would mean nothing where a schedule is drawn"),
         (
             ("--schedule", "folded_1f1b", "--compare", "sequential"),
