@@ -25,15 +25,7 @@ from hf_helix.planning.schedule.slot_clock import Simulated
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile
-from hf_helix.report import heatmap
-from hf_helix.report.page import (
-    Part,
-    WindowMemory,
-    pipeline_part,
-    plan_parts,
-    window_part,
-    write_page,
-)
+from hf_helix.report import heatmap, page
 from hf_helix.report.pipeline import text_comparison, text_pipeline, text_ranks
 from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.report.timeline import bars_of_timeline, text_timeline
@@ -142,7 +134,7 @@ class ShowCommand(Command):
         if self.html is not None:
             return self._write(
                 f"{model}, {profile.about['mesh']}",
-                plan_parts(plan, profile, schedule, _measured(file), self._memory(profile, mesh)),
+                page.plan_parts(plan, profile, schedule, _measured(file), self._memory(profile, mesh)),
             )
         self._refuse(("model",), "text")
         predicted = predict(plan, profile, schedule, timeline=True)
@@ -150,7 +142,7 @@ class ShowCommand(Command):
         title = f"{plan.rule}: {microbatches} micro-batches, predicted {predicted.seconds * 1e3:,.1f} ms"
         print(title, text_timeline(bars, self.width), sep="\n")
 
-    def _memory(self, profile: Profile, mesh: dict[str, int]) -> Callable[[Prediction], WindowMemory] | None:
+    def _memory(self, profile: Profile, mesh: dict[str, int]) -> Callable[[Prediction], page.WindowMemory] | None:
         """What gives the memory of a predicted window, where the model is given."""
         if self.model is None:
             return None
@@ -158,9 +150,9 @@ class ShowCommand(Command):
 
         return functools.partial(memory_of_run, configuration_file(str(self.model)), profile, mesh)
 
-    def _write(self, title: str, parts: Sequence[Part]) -> None:
+    def _write(self, title: str, parts: Sequence[page.Part]) -> None:
         assert self.html is not None
-        write_page(self.html, title, parts)
+        page.write_page(self.html, title, parts)
         print(self.html)
 
     def _show_strips(self, plans: Sequence[Plan], profile: Profile) -> None:
@@ -168,7 +160,7 @@ class ShowCommand(Command):
         self._refuse(("model",), "a comparison of two layers")
         shown, title = strips_of_plans(profile, plans), f"two decoder layers ({note_of(profile)})"
         if self.html is not None:
-            self._write(title, [window_part({strip.title: strip.bars for strip in shown})])
+            self._write(title, [page.window_part({strip.title: strip.bars for strip in shown})])
         if self.output is not None:
             draw_strips(shown, self.output, note_of(profile))
             print(self.output)
@@ -189,7 +181,7 @@ class ShowCommand(Command):
         if self.html is None:
             print(title, text_pipeline(simulated, self.width), text_ranks(simulated), sep="\n\n")
         else:
-            self._write(title, [pipeline_part(simulated, label)])
+            self._write(title, [page.pipeline_part(simulated, label)])
 
     def _simulated(self, name: str) -> tuple[str, Simulated]:
         """A schedule by name or file, and its label, run on a clock with the times of the command line."""

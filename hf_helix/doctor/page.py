@@ -62,7 +62,7 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
 
 def layouts_part(steps: Mapping[str, Step], cluster: Cluster, table: str) -> Part:
     """Returns layouts beside each other, by name, with their table: seconds for a million tokens, and memory, both by
-    part. Raises ImportError without bokeh."""
+    part."""
     labels = {f"{name}, {step.tokens_per_second:,.0f} tokens/s": step for name, step in steps.items()}
     seconds = {label: _seconds(step) for label, step in labels.items()}
     memory = {label: {part: each / 1e9 for part, each in step.memory.parts().items()} for label, step in labels.items()}

@@ -2,8 +2,8 @@
 
 In:   bars of a window, its memory over time, simulated schedules, a profile, amounts by name and part.
 Out:  `Part`s of a page, and a file with all of them and the library that draws them.
-Must hold: bokeh is imported inside functions only; everything is to scale; every rectangle names its operator, its
-times, and the operators that run beside it.
+Must hold: bokeh and numpy are imported inside functions only; everything is to scale; every rectangle names its
+operator, its times, and the operators that run beside it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
@@ -33,9 +31,8 @@ WIDTH, ROW = 1150, 30  # pixels
 PALETTE = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d", "#7a9a4c", "#c2c8cf")
 FEW = 1_000  # rectangles that are told apart without zooming
 NAMED = 2  # most operators named beside another
-ACTIONS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 STYLE = f"""body {{font: 14px sans-serif; margin: 24px; color: {INK}}} h2 {{margin: 28px 0 4px}}
-p {{max-width: 110ch}} pre {{font-size: 12px}}"""
+p {{max-width: 110ch}} pre {{font-size: 12px; white-space: pre-wrap}}"""
 
 
 @dataclass(frozen=True)
@@ -103,26 +100,22 @@ def window_part(windows: Mapping[str, Sequence[Bar]], memory: WindowMemory | Non
         rows = rows_of([bar for bar in bars if bar.seconds > 0])
         beside = _beside(rows.values())
         figure = _figure(f"{title}: {summary_of(bars)}", list(rows), **shared)
-        placed = [(place, bar) for place, mine in enumerate(rows.values()) for bar in mine]
-        columns: dict[str, list[Any]] = {
-            "top": [place - 0.42 for place, _ in placed],
-            "bottom": [place + 0.42 for place, _ in placed],
-            "left": [bar.start * 1e3 for _, bar in placed],
-            "right": [bar.end * 1e3 for _, bar in placed],
-            "took": [bar.seconds * 1e3 for _, bar in placed],
-            "colour": [COLOURS[bar.letter] for _, bar in placed],
-            "kind": [MEANING[bar.letter] for _, bar in placed],
-            "operator": [bar.label for _, bar in placed],
-            "beside": [beside.get(id(bar), "nothing") for _, bar in placed],
-        }
+        boxes = [
+            _box(
+                (place - 0.42, 0.84, bar.start * 1e3, bar.end * 1e3),
+                (COLOURS[bar.letter], MEANING[bar.letter]),
+                operator=bar.label,
+                beside=beside.get(id(bar), "nothing"),
+            )
+            for place, mine in enumerate(rows.values())
+            for bar in mine
+        ]
         times = "@left{0,0.000} to @right{0,0.000} ms, @took{0,0.000} ms"
-        _boxes(figure, columns, {"operator": "@operator", "": "@kind", "time": times, "beside": "@beside"})
+        _draw(figure, boxes, {"operator": "@operator", "": "@kind", "time": times, "beside": "@beside"})
         figures.append(figure)
     if memory is not None:
         figures.append(_memory_figure(memory, figures[0].x_range))
-    note = (
-        "The wheel zooms, dragging moves. An operator names those that run beside it: what hides it, or what it hides."
-    )
+    note = "The wheel zooms, dragging moves. An operator names those beside it: what hides it, or what it hides."
     return Part("The window", note, figures=figures)
 
 
@@ -178,22 +171,18 @@ def pipeline_part(simulated: Simulated, title: str, unit: str = "", scale: float
     """
     names = [f"rank {rank}, {bubble:.1%} idle" for rank, bubble in enumerate(simulated.bubbles)]
     figure = _figure(title, names, unit)
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("top", "bottom", "left", "right", "colour", "kind", "operator")
-    }
+    boxes = []
     for rank, slots in enumerate(simulated.schedule):
         for slot, start, end in zip(slots, simulated.starts[rank], simulated.ends[rank], strict=True):
             for place, action in enumerate(slot.actions):  # fused slots are cut in halves, forward above
                 tall, chunk = 0.84 / len(slot.actions), chunk_of(simulated, action)
                 letter = action.computation_type.replace("I", "B")
-                top = rank - 0.42 + place * tall
-                box = (top, top + tall, start * scale, end * scale)
-                kind = ACTIONS[action.computation_type] + (f", chunk {chunk}" if letter in "FB" else "")
+                kind = MEANING[letter] + (f", chunk {chunk}" if letter in "FB" else "")
                 colour = COLOURS[letter.lower() if chunk and letter in "FB" else letter]
-                for name, value in zip(columns, (*box, colour, kind, str(action)), strict=True):
-                    columns[name].append(value)
+                place_and_time = rank - 0.42 + place * tall, tall, start * scale, end * scale
+                boxes.append(_box(place_and_time, (colour, kind), operator=str(action)))
     times = f"@left{{0,0.000}} to @right{{0,0.000}} {unit}"
-    _boxes(figure, columns, {"action": "@operator", "": "@kind", "time": times})
+    _draw(figure, boxes, {"action": "@operator", "": "@kind", "time": times})
     note = "Fused slots are cut in halves, forward above; a stage-share is what a micro-batch keeps on an average rank."
     return Part("The pipeline", note, text_ranks(simulated), [figure])
 
@@ -202,15 +191,14 @@ def stacked(rows: Mapping[str, Mapping[str, float]], title: str, unit: str) -> A
     """Returns a figure with a bar of parts for every row, in a unit; hovering gives the value of a part."""
     names = list(dict.fromkeys(part for values in rows.values() for part in values))
     figure = _figure(title, list(rows), unit)
-    columns: dict[str, list[Any]] = {name: [] for name in ("top", "bottom", "left", "right", "took", "colour", "kind")}
+    boxes = []
     for place, values in enumerate(rows.values()):
         left = 0.0
         for part in (name for name in names if values.get(name)):
-            box = (place - 0.36, place + 0.36, left, left + values[part], values[part])
-            for name, value in zip(columns, (*box, PALETTE[names.index(part) % len(PALETTE)], part), strict=True):
-                columns[name].append(value)
+            colour = PALETTE[names.index(part) % len(PALETTE)]
+            boxes.append(_box((place - 0.36, 0.72, left, left + values[part]), (colour, part)))
             left += values[part]
-    _boxes(figure, columns, {"": "@kind", unit: "@took{0,0.000}"})
+    _draw(figure, boxes, {"": "@kind", unit: "@took{0,0.000}"})
     return figure
 
 
@@ -245,14 +233,23 @@ def _figure(title: str, rows: Sequence[str], unit: str = "ms", **options: Any) -
     return made
 
 
-def _boxes(figure: Any, columns: Mapping[str, Sequence[Any]], tips: Mapping[str, str]) -> None:
-    """Draws rectangles with a tip for each, and a legend by the column `kind`."""
+def _box(where: tuple[float, float, float, float], looks: tuple[str, str], **tells: str) -> dict[str, Any]:
+    """A rectangle: its top, height, start and end; its colour and the legend of that; what it tells."""
+    top, tall, left, right = where
+    box = {"top": top, "bottom": top + tall, "left": left, "right": right, "took": right - left}
+    return {**box, "colour": looks[0], "kind": looks[1], **tells}
+
+
+def _draw(figure: Any, boxes: Sequence[Mapping[str, Any]], tips: Mapping[str, str]) -> None:
+    """Draws rectangles with a tip for each, and a legend by `kind`."""
+    import numpy as np
     from bokeh.models import ColumnDataSource, HoverTool
 
+    columns = {name: [box[name] for box in boxes] for name in boxes[0]}
     numbers = ("top", "bottom", "left", "right", "took")
-    source = ColumnDataSource({n: np.asarray(v, "float32") if n in numbers else list(v) for n, v in columns.items()})
+    source = ColumnDataSource({n: np.asarray(v, "float32") if n in numbers else v for n, v in columns.items()})
     places = {name: name for name in numbers[:4]}
-    edge = "white" if len(columns["left"]) < FEW else None  # edges would hide what is narrow
+    edge = "white" if len(boxes) < FEW else None  # edges would hide what is narrow
     drawn = figure.quad(
         **places, source=source, fill_color="colour", line_color=edge, hover_line_color=INK, legend_group="kind"
     )
