@@ -187,6 +187,17 @@ def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
     assert float(rows["greedy"].split()[-1].removesuffix("x")) > 1.0
 
 
+def test_the_doctor_writes_a_page_of_all_rows(small: Path, one_process: None, capsys: Any, tmp_path: Path):
+    pytest.importorskip("bokeh")
+    page = tmp_path / "page.html"
+    main(words_of("doctor", small, "--batch_tokens", "2k", "--html", page))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" MB") and "%" in line]
+    text = page.read_text()
+    assert len(rows) > 2
+    assert all(row in text for row in rows)
+    assert {row.partition("  ")[0] for row in rows} == set(re.findall(r'"([^"]+), [\d,]+ tokens/s"', text))
+
+
 def test_simulate_writes_a_page(small: Path, capsys: Any, tmp_path: Path):
     pytest.importorskip("bokeh")
     page = tmp_path / "page.html"
