@@ -41,6 +41,7 @@ class DoctorCommand(OnCluster):
       hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
       hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
       hf-helix doctor --model path/to/folder --cluster l40sx8 --batch_tokens 512k --lora_r 16
+      hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --html doctor.html
 
     HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a
     run on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
@@ -57,7 +58,7 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
-        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines
+        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
@@ -95,6 +96,8 @@ class DoctorCommand(OnCluster):
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
         _print_best(best, simulated, cluster)
+        if self.html:
+            self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
             print("\nDropped:")
             print("\n".join(dropped_lines(ranking.dropped)))

@@ -96,7 +96,15 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
 
 
 def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: Sharing) -> Memory:
-    """Returns the memory of a pipeline rank."""
+    """Returns the memory of a pipeline rank.
+
+    Args:
+        amounts: the amounts of a rank.
+        layout: the units of all ranks.
+        rank: the pipeline rank.
+        peak: the peak of its window.
+        sharing: how replicas share weights and states.
+    """
     held = held_weights(amounts, layout, rank)
     trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]

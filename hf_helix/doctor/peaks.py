@@ -32,9 +32,17 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program, without batches; collectives keep their buffers as in `held`.
+    """Returns the peak memory of a rank's program, see `memory_of_program`."""
+    return max(memory_of_program(amounts, layout, program, held), key=lambda peak: peak.total, default=Peak())
 
-    Gradients are part of the peak with sharded weights only: other gradients also live between windows.
+
+def memory_of_program(
+    amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None
+) -> Iterator[Peak]:
+    """Yields the most memory during each instruction of a rank, without batches; collectives keep their buffers as in
+    `held`.
+
+    Gradients are part of it with sharded weights only: other gradients also live between windows.
     """
     alive = _LiveMemory(amounts, layout)
     held = held or {}
@@ -42,12 +50,11 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     for place, instruction in enumerate(program):
         for block in landing.pop(place, ()):
             alive.let_go(block)
-        if instruction.operator is None:
-            continue
+        alive.begin()
         until = held.get(place, 0)
-        if blocks := alive.run(instruction, holds=until > place + 1):
+        if instruction.operator and (blocks := alive.run(instruction, holds=until > place + 1)):
             landing.setdefault(until, []).extend(blocks)
-    return alive.peak
+        yield alive.peak
 
 
 def peaks_of_window(
@@ -58,16 +65,20 @@ def peaks_of_window(
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
-    peaks = []
-    for mine in places:
-        program = [programs[place] for place in mine]
-        if timeline is None:
-            held = held_until_waited(program)
-        else:
-            starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
-            held = held_until_over(program, starts, ends)
-        peaks.append(peak_of_program(amounts, layout, program, held))
-    return peaks
+    programs_of_ranks = ([programs[place] for place in mine] for mine in places)
+    return [
+        peak_of_program(amounts, layout, program, held_in(program, mine, timeline))
+        for mine, program in zip(places, programs_of_ranks, strict=True)
+    ]
+
+
+def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:
+    """Returns the releases of a rank's program, which stands at these places of a timeline; without a timeline, on a
+    GPU."""
+    if timeline is None:
+        return held_until_waited(program)
+    starts, ends = ([times[place] for place in places] for times in (timeline.starts, timeline.ends))
+    return held_until_over(program, starts, ends)
 
 
 ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
@@ -83,7 +94,7 @@ class _Block:
 
 
 class _LiveMemory:
-    """Live memory of a rank during a program, and its peak so far."""
+    """Live memory of a rank during a program, and its peak since `begin`."""
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self.peak = Peak()
@@ -98,6 +109,10 @@ class _LiveMemory:
                 for adder in adders:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
         self._begun: set[object] = set()
+
+    def begin(self) -> None:
+        """Begins a peak anew, with what is live."""
+        self.peak = Peak(*self._now)
 
     def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
         """Counts the allocations of an instruction, and the releases after it. Returns the blocks held by the
