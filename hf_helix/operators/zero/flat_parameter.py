@@ -33,8 +33,9 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 
-ALIGNMENT = 32
-"""Elements between starts of parameters: every parameter begins at a multiple of 64 bytes in half precision."""
+ALIGNMENT = 256
+"""Elements between starts of parameters and of shards: a block of elements with a common scale, as of optimizers with
+states in 8 bits, has its elements on one rank."""
 
 
 @dataclass(frozen=True)
