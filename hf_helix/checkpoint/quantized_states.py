@@ -96,15 +96,13 @@ class TorchaoFormat(StateFormat):
 
     def made(self, parameter: nn.Parameter, values: States, exact: Mapping[str, Tensor]) -> States:
         states = dict(values)
-        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            state = self.optimizer._new_buffer(parameter, key == "exp_avg")
-            parts = {part: exact[f"{key}.{part}"] for part in getattr(state, "tensor_attrs", ()) if exact}
-            for part, value in parts.items():
-                getattr(state, part).copy_(value)
-            if not parts and key in values:
+        for key in values.keys() & {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
+            states[key] = state = self.optimizer._new_buffer(parameter, key == "exp_avg")
+            if exact and _is_quantized(state):
+                for part in state.tensor_attrs:
+                    getattr(state, part).copy_(exact[f"{key}.{part}"])
+            else:
                 state.copy_(values[key])
-            if parts or key in values:
-                states[key] = state
         return states
 
 

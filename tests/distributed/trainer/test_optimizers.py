@@ -115,16 +115,95 @@ def test_blocks_of_torchao(optim: str, layout: str, other: str, cluster_of: Any,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optim", "package"),
+    ("optim", "package", "rel"),
     [
-        ("adafactor", "transformers"),
-        ("galore_adamw", "galore_torch"),
-        ("galore_adamw_8bit", "galore_torch"),
-        ("galore_adafactor", "galore_torch"),
-        ("apollo_adamw", "apollo_torch"),
-        ("stable_adamw", "optimi"),
+        ("adafactor", "transformers", 1e-4),
+        ("apollo_adamw", "apollo_torch", 1e-4),
+        ("galore_adafactor", "galore_torch", 1e-3),  # singular vectors magnify what another order of sums changes
+        ("galore_adamw", "galore_torch", 1e-3),
+        ("galore_adamw_8bit", "galore_torch", 1e-3),
+        ("stable_adamw", "optimi", 1e-4),
     ],
 )
-def test_matrices_in_a_pipeline(optim: str, package: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+def test_matrices_in_a_pipeline(
+    optim: str, package: str, rel: float, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
     pytest.importorskip(package)
-    check([optim], "pp2", "pp2", cluster_of(2), tmp_path, stock, 1e-4)
+    if optim == "galore_adamw_8bit" and not torch.cuda.is_available():
+        pytest.skip("galore_torch synchronises with a GPU in every step of its 8-bit optimizer")
+    check([optim], "pp2", "pp2", cluster_of(2), tmp_path, stock, rel)
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's optimizer."""
+
+    granularity = "element"
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.5)
+                    parameter.add_(mean / (mean.abs() + 1e-3), alpha=-group["lr"])
+
+
+class Normed(Signs):
+    """The same, called matrix-wise."""
+
+    granularity = "matrix"
+
+
+class Mistaken(Signs):
+    """A word that is unknown."""
+
+    granularity = "rows"
+
+
+def follow_given(folder: str, name: str, helix: dict[str, Any] | None = None, resume: bool = False) -> list[float]:
+    """Returns the logged losses with an optimizer that the script makes, of the stock Trainer without `helix`."""
+    torch.manual_seed(0)
+    rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
+    model = llama(hidden_size=64, num_hidden_layers=4)
+    kind = {"Muon": torch.optim.Muon}.get(name) or globals()[name]
+    trained = [each for each in model.parameters() if each.dim() == 2]
+    training = {"save_strategy": "steps", "save_steps": SAVED, "max_steps": STEPS, "logging_steps": 1}
+    given: dict[str, Any] = {
+        "model": model,
+        "args": arguments(folder, **training, per_device_train_batch_size=2, gradient_accumulation_steps=2),
+        "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
+        "optimizers": (kind(trained, lr=3e-3), None),
+    }
+    trainer = HelixTrainer(**given, helix_config=HelixConfig(**helix)) if helix is not None else Trainer(**given)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), ("Normed", "pp2")])
+def test_a_class_says_what_it_reads(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
+    expected = follow_given(str(tmp_path / "stock"), name)
+    assert expected[-1] < 0.99 * expected[0]
+    job = {"folder": str(tmp_path / "helix"), "name": name, "helix": LAYOUTS[layout]}
+    whole = cluster_of(2).run(follow_given, **job)
+    again = cluster_of(2).run(follow_given, **job, resume=True)
+    for losses, resumed in zip(whole, again, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert resumed == losses
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "words"),
+    [
+        ("Muon", "tp2", "(Muon, ...): it reads full matrices, and with tp_size=2 a rank holds only a part"),
+        ("Normed", "shard_optimizer", "it reads full matrices, and with shard_optimizer=True"),
+        ("Mistaken", "tp2", "Mistaken.granularity='rows' is unknown; use one of element, block, matrix, model"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(name: str, layout: str, words: str, cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors(follow_given, folder=str(tmp_path), name=name, helix=LAYOUTS[layout]):
+        assert failure.kind == "ValueError"
+        assert words in failure.message.splitlines()[0]
