@@ -33,8 +33,8 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 
 ALIGNMENT, BLOCK, BLOCKED = 32, 256, 4096
-"""A parameter begins at a multiple of `ALIGNMENT` elements, which is 64 bytes in half precision. From `BLOCKED` elements
-on, optimizers with states in 8 bits have a scale for every `BLOCK` elements: it begins, and is divided, between blocks."""
+"""A parameter begins at a multiple of `ALIGNMENT` elements: 64 bytes in half precision. From `BLOCKED` elements on, it
+begins and is divided at multiples of `BLOCK`, the elements with a common scale in optimizer states of 8 bits."""
 
 
 @dataclass(frozen=True)

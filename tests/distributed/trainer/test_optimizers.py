@@ -107,10 +107,13 @@ def test_blocks_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "other"), [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "shard_parameters")])
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
-def test_blocks_of_torchao(optim: str, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+@pytest.mark.parametrize(("optim", "rel"), [("adamw_torch_8bit", 5e-3), ("adamw_torch_4bit", 1e-2)])
+def test_blocks_of_torchao(
+    optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
+    """A state in 4 bits may be off by a tenth, so what another order of sums changes shows earlier."""
     pytest.importorskip("torchao")
-    check([optim], layout, other, cluster_of(2), tmp_path, stock, 5e-3)
+    check([optim], layout, other, cluster_of(2), tmp_path, stock, rel)
 
 
 @pytest.mark.slow
