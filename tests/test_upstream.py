@@ -56,6 +56,7 @@ OWNED: dict[str, str] = {
     "load_state clip_grad_norm_ gather_for_metrics",
     "accelerate.state:AcceleratorState": "_shared_state",
     "flash_attn.flash_attn_interface": "_flash_attn_forward _flash_attn_backward",
+    "torchao.optim.adam:_AdamBase": "_new_buffer",
     "peft.tuners.lora": "LoraLayer Linear Embedding",
     "peft.tuners.tuners_utils": "BaseTunerLayer",
     "peft.utils.other": "ModulesToSaveWrapper AuxiliaryTrainingWrapper",

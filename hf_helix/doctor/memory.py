@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hf_helix.doctor.amounts.amounts import Amounts, Weights
+from hf_helix.planning.schedule.memory import Peak
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES
 
@@ -39,20 +40,6 @@ class Memory:
     def parts(self) -> dict[str, float]:
         """Returns the bytes by part."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Peak bytes of a window, besides the memory held between windows."""
-
-    activations: int = 0  # activations and workspace of operators
-    weights: int = 0  # gathered weights, and copies of gathered weights
-    gradients: int = 0  # full gradients before their reduction, with sharded weights
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.activations + self.weights + self.gradients
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
+from hf_helix.config import AUTO
 from hf_helix.doctor.fsdp import FSDP
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text
@@ -35,6 +36,7 @@ def case_text(case: Case) -> str:
     parts = [f"{case.microbatches} x {case.batch}"]
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
+    parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
     capacity = case.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []

@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Makes the optimizer as the stock method does. With `shard_optimizer` or `shard_parameters`, the optimizer
         steps this rank's shards.
         """
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        # Of an optimizer of Transformers, the stock method counts the elements of embeddings for a line of its log.
+        with plain_parameters() if self.optimizer_cls_and_kwargs is None else nullcontext():
+            optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.helix.step_shards(optimizer)
         return optimizer
 
