@@ -104,12 +104,21 @@ class Builder:
         """
         if self.tp.size == 1:
             return value
+        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
+        return self.join_features(name, parts, self.tp, dim)
+
+    def join_features(self, name: str, value: str, axis: Axis, dim: int) -> str:
+        """Adds the join of the shares of a dimension [ranks * tokens, batch, ...] to the whole [tokens, batch, ...].
+
+        Args:
+            axis: the ranks that the shares come from.
+            dim: the dimension.
+        """
 
         def join(parts: Tensor) -> Tensor:
-            return parts.unflatten(0, (self.tp.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+            return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
-        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
-        return self.declare(name, Segment(join), (parts,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, Segment(join), (value,), relative_cost=LIGHT / 2)[0]
 
     def take_part(self, name: str, value: str) -> str:
         """Adds the cut of a full sequence that every rank has: this rank's part. The gradient is a partial sum."""
