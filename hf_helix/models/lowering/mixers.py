@@ -91,8 +91,8 @@ class Mixers(ValueNames):
             return cut.parted(BatchFirstSegment(mix_share)(*in_order, length=length))
 
         mixed = b.segment(name, mix_in_order, *there, side=("length",), **self._used_by(own), **_fields(call))
-        back = b.declare(f"{name}.return", Exchange(cp), (mixed,), kind=cp.kind, relative_cost=TRANSFER)
-        return b.join_features(f"{name}.joined", *back, cp, dim)
+        (back,) = b.declare(f"{name}.return", Exchange(cp), (mixed,), kind=cp.kind, relative_cost=TRANSFER)
+        return b.join_features(f"{name}.joined", back, cp, dim)
 
     def _check_heads(self, like: Node, call: MixerCall) -> int:
         """Returns the dimension of heads or channels.
