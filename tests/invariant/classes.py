@@ -262,6 +262,9 @@ add_derived("gemma3", "tp2:packed")
 add_derived("phi3", "tp2:left")  # fused projections whose blocks differ in length
 add_derived("olmo2", "tp2:left")  # sums over ranks within a norm
 add_derived("deepseek_v3", "tp2:left")  # linears of which every rank has a copy
+add_derived("bitnet", "tp2:left")
+for name in ("bitnet", "modernbert"):
+    add_derived(name, "tp2 pp2", slow=True)
 for name in ("gemma2", "gemma3", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen2_moe"):
     add_derived(name, "tp2 pp2 tp2+pp2:left", slow=True)
     for mode in ("selective", "full"):

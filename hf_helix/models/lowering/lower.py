@@ -109,12 +109,17 @@ class Lowering(Experts, Mixers):
         self._set(node, self.b.dropout(self._name(node), dropout, value))
 
     def _lookup(self, node: Node, opaque: OpaqueCall) -> None:
-        table, ids = self.module.get_submodule(opaque.path), args_of(node)[0]
+        table, given = self.module.get_submodule(opaque.path), args_of(node)[0]
+        ids = given
         while ids.op == "call_function" and name_of(ids) in (*SAME, "view", "reshape"):
             ids = args_of(ids)[0]
-        if ids is not self.trace.hidden:
-            raise Underivable("its code changes the ids of tokens before it looks them up")
-        self._set(node, self.b.lookup(self._name(node), table, plain=True))
+        change = None
+        if ids is not self.trace.hidden:  # such as padding in the places of images
+            segment, _ = self.plan.segment([given], [self.trace.hidden])
+            if segment.side or self.trace.shape(given) != self.trace.shape(self.trace.hidden):
+                raise Underivable("its code changes the ids of tokens before it looks them up")
+            change = segment.bind(self.module)
+        self._set(node, self.b.lookup(self._name(node), table, plain=True, change=change))
 
     def _residual(self, node: Node) -> None:
         """Declares a sum: partial terms are added first, scattered, and added to the other terms."""

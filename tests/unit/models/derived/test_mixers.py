@@ -129,6 +129,18 @@ def test_towers_are_idle_and_their_inputs_refused() -> None:
         WindowMaker(model, build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 
+def test_ids_are_looked_up_as_the_model_changes_them() -> None:
+    """Padding stands in the places of images."""
+    model = small("Gemma4ForConditionalGeneration")
+    unit = family_of(model).units(model, ParallelContext())[0]
+    (lookup,) = (
+        each for name, each in unit.operators.items() if "embed_tokens" in name and "ids" in getattr(each, "side", ())
+    )
+    ids = torch.tensor([[5], [model.config.image_token_id]])
+    expected = model.get_input_embeddings().weight[[5, model.config.text_config.pad_token_id]]
+    assert torch.equal(lookup.function(ids)[:, 0], expected)
+
+
 def shared(name: str, cp_size: int, tp_size: int = 1) -> list[Unit]:
     """The units of the layers over a sequence that ranks share, for the second of them."""
     model = model_of(name)
