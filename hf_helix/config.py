@@ -119,7 +119,8 @@ class HelixConfig:
             differ within the rounding of their type.
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
-            meanwhile. Windows that cannot be captured run normally, with the reason in the output; see docs/gpu.md.
+            meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
+            docs/cuda_graphs.md.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
