@@ -58,6 +58,7 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
+        from hf_helix.doctor.memory import STATES
         from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
@@ -66,6 +67,7 @@ class DoctorCommand(OnCluster):
         tokens = parse_count(self.batch_tokens)
         self.check_counts("top", "sequence_length")
         self.check_experts()
+        self.check_state_bytes()
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
         ranking = self._search(simulated, cluster, tokens)
@@ -80,7 +82,8 @@ class DoctorCommand(OnCluster):
             )
         best = ranking.steps[0]
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
-        if self.network is None and not assumes_rows:  # a run is told nothing that was only supposed
+        supposes = self.network is not None or assumes_rows or self.state_bytes != STATES
+        if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
@@ -123,6 +126,7 @@ class DoctorCommand(OnCluster):
                 dtype=self.dtype,
                 imbalance=self.imbalance,
                 expert_capacity_factor=self.expert_capacity_factor,
+                state_bytes=self.state_bytes,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=self.top,

@@ -43,6 +43,9 @@ class OnCluster(Command):
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
     expert_capacity_factor: float | None = config_option("expert_capacity_factor")
     dtype: str = option("bf16", "the type of matrix products", choices=("bf16", "fp32"))
+    state_bytes: float = option(
+        8.0, "bytes of the optimizer's states for a trained element: 8 of AdamW, about 2 in 8 bits, 1 in 4 bits"
+    )
     lora_r: int = option(
         0, "the rank of LoRA adapters on a frozen model loaded in --dtype; 0 to train the model itself"
     )
@@ -93,6 +96,11 @@ class OnCluster(Command):
             self.html, f"{simulated.name} on {cluster.name}", [card, layouts_part(steps, cluster, table), *drawn]
         )
         print(f"a page of it: {self.html}")
+
+    def check_state_bytes(self) -> None:
+        """Raises ValueError where states would take less than nothing."""
+        if not 0 <= self.state_bytes < inf:
+            raise ValueError(f"--state_bytes {self.state_bytes:g}: give 0 or more, such as 2 for AdamW in 8 bits")
 
     def check_counts(self, *names: str) -> None:
         """Raises ValueError where an option is below 1."""
@@ -166,6 +174,7 @@ class SimulateCommand(OnCluster):
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()
+        self.check_state_bytes()
         ranks = self.tp_size * self.pp_size * self.cp_size
         if cluster.devices % ranks:
             raise ValueError(
@@ -179,7 +188,7 @@ class SimulateCommand(OnCluster):
             )
         sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
         HelixConfig(**sharding)  # refuses both at once
-        names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor")
+        names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes")
         case = {name: getattr(self, name) for name in names} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan

@@ -16,7 +16,7 @@ from hf_helix.config import AUTO, RECOMPUTE
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.fsdp import FSDP, simulate_fsdp
-from hf_helix.doctor.memory import bytes_text
+from hf_helix.doctor.memory import STATES, bytes_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity, possible_names
@@ -90,6 +90,7 @@ class Search:
     dtype: str = "bf16"
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None
+    state_bytes: float = STATES
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -281,6 +282,7 @@ class Search:
             dtype=self.dtype,
             imbalance=self.imbalance,
             expert_capacity_factor=self.expert_capacity_factor,
+            state_bytes=self.state_bytes,
         )
 
     def _fsdp(self) -> FSDP | None:

@@ -50,6 +50,7 @@ class Sharing:
     expert_copies: int = 1
     states: bool = False
     parameters: bool = False
+    state_bytes: float = STATES  # of an element
 
     def part_of(self, held: Weights) -> float:
         """Returns the number of trained elements of a rank, given its unsharded weights."""
@@ -109,7 +110,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     return Memory(
         weights=PARAMETER * mine + sharing.frozen_bytes_of(held),
         gradients=gradients,
-        states=STATES * mine,
+        states=sharing.state_bytes * mine,
         copies=copies,
         activations=peak.activations,
         buffers=buffers,

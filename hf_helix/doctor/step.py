@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
-from hf_helix.doctor.memory import PARAMETER, Memory, Sharing, held_weights, memory_of
+from hf_helix.doctor.memory import PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
 from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
@@ -60,6 +60,7 @@ class Case:
     # times the counted memory
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
+    state_bytes: float = STATES  # bytes of the optimizer's states for an element
 
     @property
     def tokens(self) -> int:
@@ -81,7 +82,7 @@ class Case:
         """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters)
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes)
 
 
 @dataclass(frozen=True)

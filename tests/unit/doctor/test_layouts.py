@@ -270,3 +270,13 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer
     assert plain.memory.total <= device.memory
+
+
+def test_smaller_states_leave_room():
+    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
+    usual, small = (
+        memory_of_case(paper.amounts(case), case)
+        for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, state_bytes=2))
+    )
+    assert small.states == usual.states / 4
+    assert usual.total - small.total == usual.states - small.states
