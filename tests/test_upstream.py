@@ -43,7 +43,8 @@ OWNED: dict[str, str] = {
     "transformers.masking_utils": "create_causal_mask create_sliding_window_causal_mask",
     "transformers.loss.loss_utils": "LOSS_MAPPING ForCausalLMLoss",
     "transformers.models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES "
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES "
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "transformers.models.gpt2.modeling_gpt2:GPT2Attention": "_upcast_and_reordered_attn",
     "transformers.models.gpt2.modeling_gpt2": "eager_attention_forward",
     "transformers.models.gpt_neox.modeling_gpt_neox": "eager_attention_forward apply_rotary_pos_emb",

@@ -61,7 +61,8 @@ all others are derived, and proven before their first step: docs/adding_a_model.
 
 CENSUS_LEGEND = """\
 The census cuts a small model of every causal-LM class of Transformers, with the defaults of its configuration (or with
-the options in brackets; [text]: on text alone; [classifier]: up to the head), and compares losses, every gradient and logits with those of the unsplit model. proven: all
+the options in brackets; [text]: on text alone; [classifier]: up to the head), and compares
+losses, every gradient and logits with those of the unsplit model. proven: all
 are equal. refused: such a model cannot be trained cut like this, and says so before it starts. failed: it must not be
 used. `hf-helix check NAME` compares a class or a checkpoint's own configuration here and now.
 """

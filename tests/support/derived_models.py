@@ -126,8 +126,8 @@ HYBRIDS = (
 qwen3_5_text = functools.partial(small, "Qwen3_5ForConditionalGeneration")
 gemma3_text = functools.partial(small, "Gemma3ForConditionalGeneration")
 llava_text = functools.partial(small, "LlavaForConditionalGeneration")
-gemma4_text = functools.partial(small, "Gemma4ForConditionalGeneration")  # padding in the places of images
-TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text", "gemma4_text")
+kimi_text = functools.partial(small, "Kimi_K25ForConditionalGeneration")  # padding in the places of images
+TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text", "kimi_text")
 """The functions of classes with towers beside their text."""
 
 
