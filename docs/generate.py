@@ -1,7 +1,8 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the
-      folders of the package and their docstrings; `versions.json`, the runs that `pytest --record` has noted.
+      folders of the package and their docstrings; `versions.json`, the runs that `pytest --record` has noted;
+      `hardware.json`, the doctor's answers.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
       models.md, installation.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
@@ -122,12 +123,26 @@ def _folder(folder: Path, indent: str) -> Iterator[str]:
         yield from _folder(inner, indent + "    ")
 
 
+def hardware() -> str:
+    """The doctor's answers of `docs/hardware.py`, and the commands that give them."""
+    rows, found = [], json.loads((DOCS / "hardware.json").read_text())
+    for command, row in found.items():
+        machine = command.partition("--cluster ")[2].partition(" --batch_tokens")[0]
+        trained = "LoRA" if "--lora_r" in command else "full"
+        cells = (f"`{machine}`", trained, row["layout"], row["rate"], row["gain"], row["stock"])
+        rows.append(f"| {' | '.join(cells)} |")
+    head = "| `--cluster` | training | best layout | tokens/s | gain from overlap | best stock layout: tokens/s |"
+    first = next(iter(found))
+    return "\n".join([head, "|---|---|---|---:|---:|---|", *rows, "", f"`{first}`; with `--lora_r 16` for LoRA."])
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
     "models": ("support.md", models),
     "census": ("models.md", census),
     "versions": ("installation.md", versions),
+    "hardware": ("../README.md", hardware),
     "census number": ("../README.md", census_number),
 }
 
