@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.installed
 # The oldest versions that pyproject.toml promises. Torch from a package index may bring CUDA packages of gigabytes;
 # `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
 OLDEST       := .venv-oldest
+PACKAGE      := .venv-package
 TORCH        ?= 2.11.0
 OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.14.0 'huggingface_hub<2'
 
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow test-oldest golden fuzz lint format docs bench gpu-check gpu-check-dry clean
+.PHONY: help install demo test test-slow test-oldest package golden fuzz lint format docs bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,14 @@ test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that ar
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+
+package:  ## build sdist and wheel in dist/, install the wheel alone into .venv-package, and run what a user runs first
+	rm -rf dist $(PACKAGE)
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet build
+	$(PACKAGE)/bin/python -m build
+	$(PACKAGE)/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[recipes,html,pictures]"
+	$(PACKAGE)/bin/python tests/support/packaged.py
 
 golden: $(STAMP)  ## record graphs, plans, programs, predictions and checkpoints in runs/golden.json; about ten minutes
 	mkdir -p runs
@@ -74,4 +83,4 @@ gpu-check-dry: $(STAMP)  ## the same on the CPU with tiny sizes: shows that the 
 	$(BIN)/python -m benchmarks.gpu --dry
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(OLDEST) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(PACKAGE) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

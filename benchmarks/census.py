@@ -28,8 +28,9 @@ import transformers
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.prove import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.causal_lm import causal_lm_classes, text_classes
+from hf_helix.models.causal_lm import causal_lm_classes, classifier_classes, text_classes
 from hf_helix.models.census import (
+    CLASSIFIER,
     FAILED,
     FILE,
     PROVEN,
@@ -128,7 +129,7 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
     try:
         subject = subject_of(name)
         model = subject.build()
-        run_unsplit(model)
+        run_unsplit(model, is_classifier=name.endswith(CLASSIFIER))
     except Exception as error:
         because = f"the unsplit model does not train on token ids alone: {type(error).__name__}: {error}"
         return {layout: Finding(REFUSED, short(because)) for layout in layouts if layout != "ep2"}
@@ -142,7 +143,8 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
 def subjects() -> list[str]:
     """Returns the names of all classes, each followed by those of its variants."""
     causal = [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
-    return [*causal, *(f"{name}{TEXT}" for name in sorted(text_classes()))]
+    others = {TEXT: text_classes(), CLASSIFIER: classifier_classes()}
+    return [*causal, *(f"{name}{kind}" for kind, names in others.items() for name in sorted(names))]
 
 
 def variants(name: str) -> dict[str, dict[str, Any]]:
@@ -153,6 +155,8 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 def subject_of(name: str) -> Subject:
     """Returns what is proven under a name of `subjects`."""
     name, bracket, options = name.partition("[")
+    if f"{bracket}{options}" == CLASSIFIER:
+        return Subject(kind=getattr(transformers, name))
     subject = Subject.of(name)
     if not bracket or f"{bracket}{options}" == TEXT:
         return subject
@@ -160,10 +164,10 @@ def subject_of(name: str) -> Subject:
     return replace(subject, config=subject.kind.config_class(**variants(name)[bracket + options]))
 
 
-def run_unsplit(model: Any) -> None:
-    """Runs the unsplit model forward and backward on token ids and labels."""
-    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
-    loss = model(input_ids=ids, labels=ids).loss
+def run_unsplit(model: Any, is_classifier: bool = False) -> None:
+    """Runs the unsplit model forward and backward on token ids and labels: of tokens, or of a row for a classifier."""
+    ids = torch.randint(3, 100, (1 if is_classifier else 2, 12), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids.new_zeros(1) if is_classifier else ids).loss
     loss.backward()
     if not loss.isfinite():
         raise ValueError(f"its loss is {float(loss)}")

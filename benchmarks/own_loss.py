@@ -1,8 +1,9 @@
 """A loss of the user's own beside the built-in one, and the memory of DPO with a large vocabulary.
 
 Measured: the step time of HelixTrainer with `compute_loss_func`, the next-token loss of Transformers, over that
-of HelixTrainer with the built-in loss; in turn, on copies of one Llama with the same data, in fp32 on the CPU. With
-`--memory`: the live bytes at the peak of a training step of TRL's DPOTrainer with its chunked head, stock on one
+of HelixTrainer with the built-in loss; in turn, on copies of one Llama with the same data, in fp32 on the CPU. The
+allocator keeps freed memory, as that of a GPU does: otherwise the kernel maps the logits anew in every micro-batch.
+With `--memory`: the live bytes at the peak of a training step of TRL's DPOTrainer with its chunked head, stock on one
 process and under the mixin on every rank, counted storage by storage; parameters and gradients do not count.
 
     python -m benchmarks.own_loss --tp_size 1
@@ -37,6 +38,9 @@ TARGET = 1.03
 
 STOCK_PEAK = "STOCK_PEAK"
 """The variable with the peak of the stock trainer, which is measured on one process before the ranks start."""
+
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**32, "MALLOC_TOP_PAD_": 2**28}
+"""Variables of glibc, in bytes, that a process reads at its start."""
 
 BUILT_IN, OWN = "built-in loss", "loss of one's own"
 
@@ -162,6 +166,8 @@ def main() -> None:
 
         with tempfile.TemporaryDirectory() as folder:
             os.environ[STOCK_PEAK] = str(peak_of_step(trl.DPOTrainer, options, folder))
+    for name, size in KEEPS_MEMORY.items():
+        os.environ.setdefault(name, str(size))
     Ranks(options.tp_size).run(run, options)
 
 

@@ -1,9 +1,10 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the
-      folders of the package and their docstrings.
+      folders of the package and their docstrings; `versions.json`, the runs that `pytest --record` has noted;
+      `hardware.json`, the doctor's answers.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
-      models.md and CONTRIBUTING.md.
+      models.md, installation.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from hf_helix.config import HelixConfig, described_options
 from hf_helix.models.census import read_census
 
 DOCS = Path(__file__).parent
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
 
 
 def options() -> str:
@@ -82,6 +85,21 @@ def census_number() -> str:
     return f"**{headline(read_census())}**: [which, and why not the others]({page})."
 
 
+def versions() -> str:
+    """The runs of tests with their versions, as `pytest --record` has noted them; the oldest versions first."""
+    runs = json.loads((DOCS / "versions.json").read_text())
+    packages = list(dict.fromkeys(name for run in runs for name in run["versions"]))
+    lines = [f"| date | {' | '.join(packages)} | device | tests | outcome |", "|---" * (len(packages) + 4) + "|"]
+    for run in sorted(
+        runs, key=lambda run: [[int(n) for n in re.findall(r"\d+", run["versions"]["torch"])], run["date"]]
+    ):
+        outcome = ", ".join(f"{run[name]} {name}" for name in OUTCOMES if name in run)
+        installed = [run["versions"].get(name, "") for name in packages]
+        tests = run["tests"].replace("tests/", "")
+        lines.append(f"| {run['date']} | {' | '.join(installed)} | {run['device']} | `{tests}` | {outcome} |")
+    return "\n".join(lines)
+
+
 def _cell(text: str) -> str:
     """A text that may stand in a table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
@@ -105,11 +123,26 @@ def _folder(folder: Path, indent: str) -> Iterator[str]:
         yield from _folder(inner, indent + "    ")
 
 
+def hardware() -> str:
+    """The doctor's answers of `docs/hardware.py`, and the commands that give them."""
+    rows, found = [], json.loads((DOCS / "hardware.json").read_text())
+    for command, row in found.items():
+        machine = command.partition("--cluster ")[2].partition(" --batch_tokens")[0]
+        trained = "LoRA" if "--lora_r" in command else "full"
+        cells = (f"`{machine}`", trained, row["layout"], row["rate"], row["gain"], row["stock"])
+        rows.append(f"| {' | '.join(cells)} |")
+    head = "| `--cluster` | training | best layout | tokens/s | gain from overlap | best stock layout: tokens/s |"
+    first = next(iter(found))
+    return "\n".join([head, "|---|---|---|---:|---:|---|", *rows, "", f"`{first}`; with `--lora_r 16` for LoRA."])
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
     "models": ("support.md", models),
     "census": ("models.md", census),
+    "versions": ("installation.md", versions),
+    "hardware": ("../README.md", hardware),
     "census number": ("../README.md", census_number),
 }
 

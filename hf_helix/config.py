@@ -45,6 +45,7 @@ NEEDED = {
     "tuning_share": "a number from 0 to 1, such as 0.05",
     "layers_per_stage": "a list of whole numbers, such as [4, 4, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
+    "memory_gb": "a number of gigabytes, such as 22, or None",
 }
 """What an option takes, for the error about a value that is not of its annotated type."""
 
@@ -82,10 +83,10 @@ class HelixConfig:
             Accelerate, without a known length, as many steps are expected as were taken). 1 measures before the first
             step, however short the run; 0 never measures, and takes only cached results.
         schedule: which micro-batch a pipeline rank takes when:
-            `auto`: the fastest schedule on the fold. Until operators are measured, the best of a few by the simulated
-            time of equal layers; once `plan="auto"` measures, `folded_1f1b`, `dualpipe_v` and the best that a search
-            finds for the measured times are timed in real steps. Layers never move between ranks, so `1f1b`, with
-            another placement of layers, is not among the candidates;
+            `auto`: the fastest schedule on the fold that fits the memory (see `memory_gb`). Until operators are
+            measured, the best of a few by the simulated time of equal layers; once `plan="auto"` measures,
+            `folded_1f1b`, `dualpipe_v` and the best that a search finds for the measured times are timed in real steps.
+            Layers never move between ranks, so `1f1b`, with another placement of layers, is not among the candidates;
             `folded_1f1b`: the paper's W schedule on the fold (section 4.1);
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
@@ -118,7 +119,11 @@ class HelixConfig:
             differ within the rounding of their type.
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
-            meanwhile. Windows that cannot be captured run normally, and say why; see docs/cuda_graphs.md.
+            meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
+            docs/cuda_graphs.md.
+        memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
+            activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
+            CPUs.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
@@ -139,6 +144,7 @@ class HelixConfig:
     profile: str | None = None
     compile: bool = False
     cuda_graphs: bool = False
+    memory_gb: float | None = None
     cache: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
@@ -180,6 +186,8 @@ class HelixConfig:
         share, factor = self.tuning_share, self.expert_capacity_factor
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            raise ValueError(f"memory_gb={self.memory_gb} is no memory of a device; use a number, such as memory_gb=22")
         if factor is not None and not factor >= 1:
             raise ValueError(
                 f"expert_capacity_factor={factor} leaves less room than the chosen experts of all tokens need, however "

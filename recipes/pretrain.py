@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --text corpus.jsonl
-    accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/pretrain.py --config_name MODEL
+    accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --config_name Qwen/Qwen3-8B
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --link 300mbit
 
 In:   the configuration of a model (`recipes/models` has some), a text, and the layout in the launcher's YAML.
@@ -145,6 +145,9 @@ def main() -> None:
             print(format_scorecard(overlap, trainer.plan.rule))
         if compared is not None:
             show_gain(compared, args.output_dir)
+        page = Path(args.output_dir, "helix", "page.html")
+        if page.is_file():
+            print(f"a page of the run, for a browser: {page}")
 
 
 def show_gain(compared: Comparison, folder: str) -> None:
@@ -163,8 +166,22 @@ def has_checkpoint(args: TrainingArguments) -> bool:
     return not args.save_only_model and Path(args.output_dir).is_dir() and bool(get_last_checkpoint(args.output_dir))
 
 
+def reachable(name: str) -> str:
+    """A folder or a name on the Hub; without the Hub, the folder of `recipes/models` that has the model's shape."""
+    folder = MODELS / name.rpartition("/")[2].lower()
+    if Path(name).exists() or not folder.is_dir():
+        return name
+    try:
+        AutoConfig.from_pretrained(name)
+    except OSError:
+        print(f"the Hub gives no configuration of {name}; its shape is read from {folder}")
+        return str(folder)
+    return name
+
+
 def read_config(name: str, overrides: str) -> PreTrainedConfig:
     """A model's configuration, with some values changed as if they stood in its file."""
+    name = reachable(name)
     config = AutoConfig.from_pretrained(name)
     changes = dict(pair.partition("=")[::2] for pair in overrides.split(",") if pair)
     unknown = [key for key in changes if not hasattr(config, key)]

@@ -30,6 +30,19 @@ settings.register_profile("default", max_examples=200, deadline=None)
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="add versions and outcomes to docs/versions.json")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("--record"):
+        from support import versions
+
+        marks = ["slow, too"] if "not slow" not in config.getoption("-m") else []
+        asked = [word for word in config.invocation_params.args if str(word).startswith("tests")]
+        versions.record(terminalreporter.stats, [*map(str, asked), *marks])
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -122,8 +122,8 @@ def test_no_message_installs_from_an_index_that_does_not_have_it() -> None:
         assert not re.search(r"pip install '?\"?hf_helix", path.read_text()), path
 
 
-def generator() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+def generator(name: str = "generate") -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -135,6 +135,18 @@ def test_what_is_generated_is_up_to_date() -> None:
     made = generator()
     for page in {page for page, _ in made.BLOCKS.values()}:
         assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
+
+
+def test_the_first_page_is_short() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    assert any(line.startswith("make demo") for line in lines[:40])
+
+
+@pytest.mark.slow
+def test_the_doctor_answers_as_the_first_page_says() -> None:
+    made = generator("hardware")
+    assert made.answers() == made.json.loads(made.ANSWERS.read_text())
 
 
 def test_the_file_to_copy_has_every_option() -> None:

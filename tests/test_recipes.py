@@ -233,3 +233,12 @@ def test_sizes_that_do_not_fit_are_refused(pretrain: Any):
         pretrain.check_sizes(config, 513, 512)
     with pytest.raises(ValueError, match="use --config_overrides max_position_embeddings=513, or shorter"):
         pretrain.check_sizes(config, 512, 513)
+
+
+def test_a_model_of_the_hub_has_its_shape_from_a_folder_without_the_hub(pretrain: Any, capsys: Any):
+    config = pretrain.read_config("Qwen/Qwen3-8B", "num_hidden_layers=2")
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("qwen3", 4096, 2)
+    assert "the Hub gives no configuration of Qwen/Qwen3-8B; its shape is read from " in capsys.readouterr().out
+    assert pretrain.reachable(str(MODELS / "tiny-llama")) == str(MODELS / "tiny-llama")
+    with pytest.raises(OSError, match="connect"):
+        pretrain.read_config("nobody/nothing", "")

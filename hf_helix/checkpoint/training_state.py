@@ -5,9 +5,9 @@ In:   an optimizer over this rank's slices or shards of parameters, with the nam
 Out:  a folder with every rank's part; from the folder, the states for the slices of another layout; generators set to
       saved states.
 Must hold: replicated states are written once. A state with the shape of its parameter is cut as the parameter and is
-stored with its offset in the full tensor, so any layout finds its part; other states fit one layout only and are
-refused elsewhere, by name. The optimizer is unchanged until everything has been read. `torch.load` reads the states of
-generators with `weights_only=True`.
+stored with its offset in the full tensor, so any layout finds its part; quantized states are stored as values and as
+codes (`quantized_states`); other states fit one layout only and are refused elsewhere, by name. The optimizer is
+unchanged until everything has been read. `torch.load` reads the states of generators with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from hf_helix.checkpoint.quantized_states import CODES, format_of
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.zero import LocalParameter, Offset
 
@@ -89,10 +90,16 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
     }
+    form = format_of(optimizer)
     for parameter in _parameters(optimizer):
-        about = local.get(parameter)
-        for key, value in optimizer.state.get(parameter, {}).items() if about else ():
-            assert about is not None
+        about, states = local.get(parameter), optimizer.state.get(parameter, {})
+        if about is None or not states:
+            continue
+        if form is not None:
+            for key, value in form.exact(states).items():
+                saved[f"{about.name}/{CODES}{key}@{_elements(parameter, about)}"] = value
+            states = form.values(parameter, states)
+        for key, value in states.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 saved[f"{about.name}/{key}"] = value
             elif value.shape == parameter.shape:
@@ -121,13 +128,19 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         else:
             wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
+    form = format_of(optimizer)
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
-    _put(optimizer, parameters, values, wanted[GROUPS])
+    _put(optimizer, parameters, {} if form else values, wanted[GROUPS])
+    for parameter, read in values.items() if form is not None else ():
+        exact = {key.removeprefix(CODES): value for key, value in read.items() if key.startswith(CODES)}
+        others = {key: value for key, value in read.items() if not key.startswith(CODES)}
+        assert form is not None
+        optimizer.state[parameter] = form.made(parameter, others, exact)
     for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
         group.update(options)
 
@@ -150,7 +163,10 @@ def _saved_states(
             continue
         key, _, mark = key.partition("@")
         about = local[parameter]
-        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.full_shape(parameter):
+        if key.startswith(CODES):
+            if mark == _elements(parameter, about):
+                yield parameter, key, name, saved
+        elif isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.full_shape(parameter):
             yield parameter, key, name, saved
         elif mark.partition("of")[2] != about.mark.partition("of")[2]:
             raise ValueError(
@@ -161,6 +177,12 @@ def _saved_states(
             )
         elif mark == about.mark.removeprefix("@"):
             yield parameter, key, name, saved
+
+
+def _elements(parameter: nn.Parameter, about: LocalParameter) -> str:
+    """Returns the elements of a parameter that this rank steps, as text."""
+    start = 0 if about.shard is None else about.shard.start
+    return f"{about.mark}:{start}:{parameter.numel()}"
 
 
 def _is_scalar(saved: Any) -> bool:

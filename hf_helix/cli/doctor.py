@@ -41,6 +41,7 @@ class DoctorCommand(OnCluster):
       hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
       hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
       hf-helix doctor --model path/to/folder --cluster l40sx8 --batch_tokens 512k --lora_r 16
+      hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --html doctor.html
 
     HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a
     run on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
@@ -57,7 +58,8 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
-        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines
+        from hf_helix.doctor.memory import STATES
+        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
@@ -65,6 +67,7 @@ class DoctorCommand(OnCluster):
         tokens = parse_count(self.batch_tokens)
         self.check_counts("top", "sequence_length")
         self.check_experts()
+        self.check_state_bytes()
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
         ranking = self._search(simulated, cluster, tokens)
@@ -79,7 +82,8 @@ class DoctorCommand(OnCluster):
             )
         best = ranking.steps[0]
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
-        if self.network is None and not assumes_rows:  # a run is told nothing that was only supposed
+        supposes = self.network is not None or assumes_rows or self.state_bytes != STATES
+        if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
@@ -95,6 +99,8 @@ class DoctorCommand(OnCluster):
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
         _print_best(best, simulated, cluster)
+        if self.html:
+            self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
             print("\nDropped:")
             print("\n".join(dropped_lines(ranking.dropped)))
@@ -120,6 +126,7 @@ class DoctorCommand(OnCluster):
                 dtype=self.dtype,
                 imbalance=self.imbalance,
                 expert_capacity_factor=self.expert_capacity_factor,
+                state_bytes=self.state_bytes,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=self.top,

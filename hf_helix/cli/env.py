@@ -21,7 +21,7 @@ from hf_helix.doctor.processes import usable_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),
-    *("peft", "trl", "datasets", "flash-attn", "matplotlib"),
+    *("peft", "trl", "datasets", "flash-attn", "bokeh", "matplotlib"),
 )
 LAUNCHER = re.compile(
     r"(HELIX|ACCELERATE|FSDP|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|CUDA|OMP|MKL|SLURM)_\w+"

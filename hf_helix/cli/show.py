@@ -1,18 +1,19 @@
 """hf-helix show: draw a plan as a timeline, a profile as a table of overlap, a schedule as a pipeline.
 
 In:   a plan with its profile, a profile, or the name of a schedule.
-Out:  text, or pictures.
-Must hold: files are enough, without torch.
+Out:  text, a page, or a picture.
+Must hold: files are enough, without torch; memory alone needs the model.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_helix.cli.common import made_for, read_profile, schedule_for
+from hf_helix.cli.common import configuration_file, made_for, read_profile, schedule_for
 from hf_helix.cli.options import Command, argument, option
 from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
@@ -21,19 +22,19 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.planning.schedule.scheduler import simulate_layers
 from hf_helix.planning.schedule.slot_clock import Simulated
-from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile
-from hf_helix.report import heatmap
-from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+from hf_helix.report import heatmap, page
+from hf_helix.report.pipeline import text_comparison, text_pipeline, text_ranks
 from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
-from hf_helix.report.timeline import bars_of_timeline, draw_timeline, text_timeline
+from hf_helix.report.timeline import bars_of_timeline, text_timeline
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")
 # Options of some kinds of drawings.
 OF_SCHEDULES = ("pp", "layers", *TIMES)
-OF_PLANS = ("profile", "compare", "recompute")
-OF_PLANS_AND_SCHEDULES = ("microbatches",)
+OF_PLANS = ("profile", "compare", "recompute", "model", "output")
+OF_BOTH = ("microbatches", "html")
 
 COMPARED_MICROBATCHES = 8  # of the windows of compared plans
 
@@ -44,7 +45,8 @@ class ShowCommand(Command):
 
     examples:
       hf-helix show plan.json --profile profile.json                      a timeline in the terminal
-      hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
+      hf-helix show plan.json --profile profile.json --html page.html     the same as a page for a browser, and more
+      hf-helix show plan.json --profile profile.json --html page.html --model FOLDER   with memory over the window
       hf-helix show plan.json --profile profile.json --compare sequential   two layers under both plans
       hf-helix show profile.json                                          where time goes, and what overlaps well
       hf-helix show --schedule folded_1f1b --pp 4 --microbatches 12       a pipeline, slot by slot
@@ -61,7 +63,9 @@ class ShowCommand(Command):
     recompute: str | None = option(None, "as given when the plan was made", choices=RECOMPUTE[1:])
     microbatches: int | None = option(None, "micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule")
     width: int = option(100, "columns of text")
-    output: Path | None = option(None, "draw a picture instead of text: a path ending in .svg, .png or .pdf")
+    html: Path | None = option(None, "write a page for a browser instead of text: one file, .html")
+    model: str | None = option(None, "the model that was profiled, as of `profile`: the page then has its memory")
+    output: Path | None = option(None, "with --compare: the layers as a picture, .svg, .png or .pdf")
     schedule: str | None = option(
         None, "draw a schedule by its name in HelixConfig, or from a file of actions; all of them with `all`"
     )
@@ -74,7 +78,7 @@ class ShowCommand(Command):
     gain: float = option(1.0, "how many times faster forward and backward are side by side than in turn")
 
     def run(self) -> None:
-        """Text, or a picture where `--output` is given."""
+        """Text, or a page where `--html` is given."""
         if (self.file is None) == (self.schedule is None):
             raise ValueError(
                 "show takes either a plan or a profile, or a schedule, such as --schedule 1f1b; give one of them"
@@ -108,16 +112,10 @@ class ShowCommand(Command):
 
     def _show_profile(self, file: Path) -> None:
 
-        self._refuse((*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")
+        self._refuse((*OF_PLANS, *OF_BOTH), "a profile")
         profile = load_profile(file)
-        if self.output is None:
-            about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
-            print(about, heatmap.text_breakdown(profile), heatmap.text_heatmap(profile), sep="\n\n")
-            return
-        share = self.output.with_stem(self.output.stem + "-breakdown")
-        heatmap.draw_heatmap(profile, self.output)
-        heatmap.draw_breakdown(profile, share)
-        print(f"{self.output}\n{share}")
+        about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
+        print(about, heatmap.text_breakdown(profile), heatmap.text_heatmap(profile), sep="\n\n")
 
     def _show_plan(self, file: Path) -> None:
 
@@ -128,43 +126,62 @@ class ShowCommand(Command):
         model, mesh = made_for(profile)
         plan = load_plan(file, profile.layout.graphs, model=model, mesh=mesh)
         if self.compare is not None:
-            self._refuse(OF_PLANS_AND_SCHEDULES, "a comparison of two layers")
+            self._refuse(("microbatches",), "a comparison of two layers")
             other = plan_by(self.compare, profile, schedule_for(profile, COMPARED_MICROBATCHES))
             return self._show_strips([other, plan], profile)
-        predicted = predict(plan, profile, schedule_for(profile, microbatches), timeline=True)
+        self._refuse(("output",), "one plan")
+        schedule = schedule_for(profile, microbatches)
+        if self.html is not None:
+            return self._write(
+                f"{model}, {profile.about['mesh']}",
+                page.plan_parts(plan, profile, schedule, _measured(file), self._memory(profile, mesh)),
+            )
+        self._refuse(("model",), "text")
+        predicted = predict(plan, profile, schedule, timeline=True)
         bars = bars_of_timeline(predicted.timeline, predicted.instructions)
         title = f"{plan.rule}: {microbatches} micro-batches, predicted {predicted.seconds * 1e3:,.1f} ms"
-        if self.output is None:
-            print(title, text_timeline(bars, self.width), sep="\n")
-        else:
-            draw_timeline(bars, self.output, title)
-            print(self.output)
+        print(title, text_timeline(bars, self.width), sep="\n")
+
+    def _memory(self, profile: Profile, mesh: dict[str, int]) -> Callable[[Prediction], page.WindowMemory] | None:
+        """What gives the memory of a predicted window, where the model is given."""
+        if self.model is None:
+            return None
+        from hf_helix.doctor.page import memory_of_run
+
+        return functools.partial(memory_of_run, configuration_file(str(self.model)), profile, mesh)
+
+    def _write(self, title: str, parts: Sequence[page.Part]) -> None:
+        assert self.html is not None
+        page.write_page(self.html, title, parts)
+        print(self.html)
 
     def _show_strips(self, plans: Sequence[Plan], profile: Profile) -> None:
 
-        shown = strips_of_plans(profile, plans)
-        if self.output is None:
-            print(f"two decoder layers ({note_of(profile)})", text_strips(shown, self.width), sep="\n")
-        else:
+        self._refuse(("model",), "a comparison of two layers")
+        shown, title = strips_of_plans(profile, plans), f"two decoder layers ({note_of(profile)})"
+        if self.html is not None:
+            self._write(title, [page.window_part({strip.title: strip.bars for strip in shown})])
+        if self.output is not None:
             draw_strips(shown, self.output, note_of(profile))
             print(self.output)
+        if self.html is self.output is None:
+            print(title, text_strips(shown, self.width), sep="\n")
 
     def _show_schedule(self, name: str) -> None:
 
         if self.pp < 1:
             raise ValueError(f"--pp {self.pp} must be at least 1, such as --pp 4")
         if name == "all":
-            if self.output is not None:
-                raise ValueError("--schedule all is a table; for a picture name one schedule, such as --schedule auto")
+            if self.html is not None:
+                raise ValueError("--schedule all is a table; for a page name one schedule, such as --schedule auto")
             print(text_comparison(dict(self._simulated(each) for each in (*PLACEMENT_OF, AUTO))))
             return
         label, simulated = self._simulated(name)
         title = f"{label}: {self.pp} ranks, {simulated.num_microbatches} micro-batches, time {simulated.seconds:,.6g}"
-        if self.output is None:
+        if self.html is None:
             print(title, text_pipeline(simulated, self.width), text_ranks(simulated), sep="\n\n")
         else:
-            draw_pipeline(simulated, self.output, title)
-            print(text_ranks(simulated), self.output, sep="\n")
+            self._write(title, [page.pipeline_part(simulated, label)])
 
     def _simulated(self, name: str) -> tuple[str, Simulated]:
         """A schedule by name or file, and its label, run on a clock with the times of the command line."""
@@ -172,3 +189,9 @@ class ShowCommand(Command):
         times = {key: getattr(self, key) for key in TIMES}
         label, simulated = simulate_layers(name, self.pp, self.microbatches, self.layers, **times)
         return name if label == name else f"{name} ({label})", simulated
+
+
+def _measured(plan: Path) -> str:
+    """What a run wrote beside its plan, if any."""
+    beside = plan.with_name("tuning.txt")
+    return beside.read_text().strip() if beside.is_file() else ""

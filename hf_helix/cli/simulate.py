@@ -1,16 +1,17 @@
 """hf-helix simulate: a step of a layout on a cluster, without the cluster.
 
 In:   a model's configuration, a cluster file, the sizes of the mesh and of a micro-batch.
-Out:  seconds of a step and of its parts, tokens a second, TFLOP/s, MFU, memory by part; a picture if asked for.
+Out:  seconds of a step and of its parts, tokens a second, TFLOP/s, MFU, memory by part; a page if asked for.
 Must hold: nothing is measured, and no process is started.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, isinf, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
@@ -18,11 +19,10 @@ from hf_helix.config import RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
-from hf_helix.report.timeline import bars_of_timeline, draw_timeline
 
 if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
-    from hf_helix.doctor.step import Case
+    from hf_helix.doctor.step import Case, Step
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -45,11 +45,15 @@ class OnCluster(Command):
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
     expert_capacity_factor: float | None = config_option("expert_capacity_factor")
     dtype: str = option("bf16", "the type of matrix products", choices=("bf16", "fp32"))
+    state_bytes: float = option(
+        8.0, "bytes of the optimizer's states for a trained element: 8 of AdamW, about 2 in 8 bits, 1 in 4 bits"
+    )
     lora_r: int = option(
         0, "the rank of LoRA adapters on a frozen model loaded in --dtype; 0 to train the model itself"
     )
     target_modules: str = option("all-linear", "modules that get adapters, such as q_proj,v_proj")
     schedule: str = config_option("schedule")
+    html: Path | None = option(None, "also write a page for a browser: a window, its memory, the layouts; one file")
 
     def scaled_cluster(self) -> Cluster:
         """Returns the cluster of the file, with the devices and the network of the options."""
@@ -78,6 +82,26 @@ class OnCluster(Command):
         if capacity is not None and simulated.experts == 1:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: {simulated.name} has no experts; leave it out")
         return simulated
+
+    def write_page(self, simulated: SimulatedModel, cluster: Cluster, steps: Mapping[str, Step], table: str) -> None:
+        """Writes the page of the fastest of some steps, by name, with their table; FSDP is no step of ours."""
+        from hf_helix.doctor.page import layouts_part, step_parts
+        from hf_helix.doctor.report import step_lines
+        from hf_helix.report.page import Part, write_page
+
+        assert self.html is not None
+        best = next(iter(steps.values()))
+        card = Part("The scorecard", "Predicted, from the rates of the cluster.", "\n".join(step_lines(best, cluster)))
+        drawn = step_parts(simulated.amounts(best.case), best.case, cluster)
+        write_page(
+            self.html, f"{simulated.name} on {cluster.name}", [card, layouts_part(steps, cluster, table), *drawn]
+        )
+        print(f"a page of it: {self.html}")
+
+    def check_state_bytes(self) -> None:
+        """Raises ValueError where states would take less than nothing."""
+        if not 0 <= self.state_bytes < inf:
+            raise ValueError(f"--state_bytes {self.state_bytes:g}: give 0 or more, such as 2 for AdamW in 8 bits")
 
     def check_counts(self, *names: str) -> None:
         """Raises ValueError where an option is below 1."""
@@ -124,7 +148,6 @@ class SimulateCommand(OnCluster):
     recompute: str = config_option("recompute", default="none", choices=RECOMPUTE)
     shard_optimizer: bool = config_option("shard_optimizer")
     shard_parameters: bool = config_option("shard_parameters")
-    output: Path | None = option(None, "a picture of a window: .svg, .png or .pdf")
 
     @without_collection
     def run(self) -> None:
@@ -134,24 +157,25 @@ class SimulateCommand(OnCluster):
 
         cluster = self.scaled_cluster()
         case = self._case(cluster)
-        amounts = self.simulated_model(cluster).amounts(case)
+        simulated = self.simulated_model(cluster)
+        amounts = simulated.amounts(case)
         rules = RULES if self.plan == ALL else (self.plan,)
         steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
         print("\n".join(step_lines(shown, cluster)))
         if len(steps) > 1:
-            print(f"\n{'plan':<14}{'step':>12}{'tokens/s':>14}{'speed-up':>10}")
-            for rule, step in steps.items():
-                gain = steps["sequential"].seconds / step.seconds
-                print(f"{rule:<14}{step.seconds:>10.3f} s{step.tokens_per_second:>14,.0f}{gain:>9.2f}x")
-        if self.output:
-            _draw(self.output, shown)
+            print(f"\n{_table(steps)}")
+        if self.html:
+            self.write_page(
+                simulated, cluster, dict(sorted(steps.items(), key=lambda each: each[1].seconds)), _table(steps)
+            )
 
     def _case(self, cluster: Cluster) -> Case:
         from hf_helix.doctor.step import Case
 
         self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
         self.check_experts()
+        self.check_state_bytes()
         ranks = self.tp_size * self.pp_size * self.cp_size
         if cluster.devices % ranks:
             raise ValueError(
@@ -165,11 +189,21 @@ class SimulateCommand(OnCluster):
             )
         sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
         HelixConfig(**sharding)  # refuses both at once
-        names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor")
+        names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes")
         case = {name: getattr(self, name) for name in names} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)
+
+
+def _table(steps: Mapping[str, Step]) -> str:
+    """Returns a line for every rule."""
+    first = next(iter(steps.values()))
+    lines = [f"{'plan':<14}{'step':>12}{'tokens/s':>14}{'speed-up':>10}"]
+    for rule, step in steps.items():
+        gain = first.seconds / step.seconds
+        lines.append(f"{rule:<14}{step.seconds:>10.3f} s{step.tokens_per_second:>14,.0f}{gain:>9.2f}x")
+    return "\n".join(lines)
 
 
 def _linked(cluster: Cluster, network: str) -> Cluster:
@@ -219,12 +253,3 @@ def _resized(cluster: Cluster, gpus: str) -> Cluster:
     if network.devices == cluster.devices_per_node:  # the devices of a node share a link
         network = replace(network, devices=per_node)
     return replace(cluster, nodes=nodes, devices_per_node=per_node, network=network, name=name)
-
-
-def _draw(path: Path, step: Any) -> None:
-
-    if step.drawn is None:
-        raise ValueError(f"--output {path}: the window is too long to be drawn; give fewer --microbatches, such as 4")
-    programs, timeline = step.drawn
-    draw_timeline(bars_of_timeline(timeline, programs), path, f"{step.case.plan}: a window of the first rank")
-    print(f"a picture of the window: {path}")

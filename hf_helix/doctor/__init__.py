@@ -12,4 +12,5 @@ fsdp          a step under FSDP of the stock Trainer
 layouts       the search of layouts
 processes     simulations in several processes                                              (no torch)
 report        steps and rankings as text
+page          the same as a page for a browser, with the memory of a window over time
 """

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from hf_helix.doctor.amounts.amounts import Amounts, Weights
 from hf_helix.doctor.amounts.meter import MATMUL, Transfer
 from hf_helix.doctor.estimate import Ring, estimate_profile, rings, transfer_seconds
-from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
+from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, Memory
 from hf_helix.doctor.step import OPTIMIZER_BYTES, Case, Step, layout_of, memory_of_case, model_flops
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
@@ -168,7 +168,7 @@ def _memory(amounts: Amounts, case: Case, units: Sequence[_Unit], trained: int, 
     return Memory(
         weights=(PARAMETER * trained + frozen) / shares,
         gradients=GRADIENT * trained / shares + whole,
-        states=STATES * trained / shares,
+        states=case.state_bytes * trained / shares,
         copies=sum(unit.weights for unit in (first, last, *largest)),
         activations=_activations(amounts, case),
         buffers=sum(unit.gradients for unit in largest),

@@ -8,6 +8,7 @@ exceeds the memory of a device is never proposed; plain data parallelism is amon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +16,12 @@ from hf_helix.config import AUTO, RECOMPUTE
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.fsdp import FSDP, simulate_fsdp
-from hf_helix.doctor.memory import Memory, Peak, bytes_text
+from hf_helix.doctor.memory import STATES, bytes_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
-from hf_helix.doctor.window import Fidelity
+from hf_helix.doctor.window import Fidelity, possible_names
+from hf_helix.planning.schedule.memory import Peak
+from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
@@ -29,10 +32,6 @@ SHORTEST_PART = 1024
 """Least tokens in each of the two parts of a sequence on a context-parallel rank; shorter parts never pay."""
 
 OFF = 0.1  # largest relative difference between the tokens of a step and the requested tokens
-MARGIN = 0.15
-"""Fraction of the activations left free under `schedule="auto"` in a pipeline: a searched schedule may need more than
-the counted schedules."""
-
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 
@@ -91,6 +90,7 @@ class Search:
     dtype: str = "bf16"
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None
+    state_bytes: float = STATES
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -149,7 +149,7 @@ class Search:
             # Few layers without a pipeline; all layers with a pipeline, whose ranks wait for each other.
             fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
             step = simulate_step(self.amounts(case), case, self.cluster, fidelity)
-            needed, seemed = (self._with_margin(case, memory) for memory in (step.memory, found.memory))
+            needed, seemed = step.memory.total, found.memory.total
             if needed <= budget:
                 return step
             device = replace(self.cluster.device, memory=min(0.99, budget / needed) * seemed)
@@ -234,10 +234,11 @@ class Search:
                 last = last or Dropped(case, "its weights take longer to gather than another way takes in all")
                 continue
             try:
-                case = self._fitting(case, best.case if best is not None else None)
+                cases = self._fitting(case, best.case if best is not None else None)
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = simulate_step(self.amounts(case), case, self.cluster, Fidelity.QUICK)
+            steps = [simulate_step(self.amounts(each), each, self.cluster, Fidelity.QUICK) for each in cases]
+            step = max(steps, key=lambda each: each.tokens_per_second)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
@@ -281,6 +282,7 @@ class Search:
             dtype=self.dtype,
             imbalance=self.imbalance,
             expert_capacity_factor=self.expert_capacity_factor,
+            state_bytes=self.state_bytes,
         )
 
     def _fsdp(self) -> FSDP | None:
@@ -312,39 +314,61 @@ class Search:
             best = fastest
         return best
 
-    def _fitting(self, case: Case, smaller: Case | None) -> Case:
-        """Returns the case with the least recomputation that fits, with `shard_optimizer` if possible; `smaller` is a
-        fitting case with smaller micro-batches. Raises ValueError if the model cannot be cut to these sizes, or does
-        not fit."""
+    def _fitting(self, case: Case, smaller: Case | None) -> list[Case]:
+        """Returns the cases with the least recomputation that fit, with `shard_optimizer` if possible; `smaller` is a
+        fitting case with smaller micro-batches. Under "auto" the case of a named schedule follows if the schedule saves
+        recomputation; the case of another placement, with more waiting, only if nothing fits on the fold. Raises
+        ValueError if the model cannot be cut to these sizes, or does not fit."""
         shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
-        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
+        fitting: list[Case] = []
+        least = math.inf
+        for schedule in self._schedules(case):
+            if not modes or (fitting and schedule not in (AUTO, *FOLDED)):
+                break
+            of_schedule = replace(case, schedule=schedule)
+            ways = [replace(of_schedule, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
+            found = self._first_fitting(ways, smaller is None)
+            if found is not None:
+                fitting.append(found)
+                modes = modes[: modes.index(found.recompute)]
+            elif not fitting:
+                least = min(least, self._least(ways))
+        if not fitting:
+            raise ValueError(
+                f"needs {bytes_text(least)} of a device that has {bytes_text(self.cluster.device.memory)}, with all "
+                "that saves memory"
+            )
+        return fitting
+
+    def _schedules(self, case: Case) -> Sequence[str]:
+        """Returns the schedules to look at, the fastest first; named schedules may need less memory than "auto"."""
+        if case.schedule != AUTO or case.sizes.pp == 1:
+            return (case.schedule,)
+        return (AUTO, *(FOLDED if self.amounts(case).model.tied else NAMED_SCHEDULES))
+
+    def _first_fitting(self, ways: Sequence[Case], is_smallest: bool) -> Case | None:
+        """Returns the first case that fits; None if none does."""
         budget = self.cluster.device.memory
         # Counting a mode takes time. Most layouts that do not fit fail with the smallest micro-batches under every
         # mode; larger micro-batches mostly fit under the mode of the smaller.
-        least = self._least(ways) if smaller is None and self._memory(ways[0]) > budget else 0.0
-        fitting = next((way for way in ways if self._memory(way) <= budget), None) if least <= budget else None
-        if fitting is None:
-            least = least or self._least(ways)
-            raise ValueError(
-                f"needs {bytes_text(least)} of a device that has {bytes_text(budget)}, with all that saves memory"
-            )
-        return fitting
+        if is_smallest and self._memory(ways[0]) > budget and self._least(ways) > budget:
+            return None
+        return next((way for way in ways if self._memory(way) <= budget), None)
 
     def _least(self, ways: Sequence[Case]) -> float:
         """Returns the least memory of the cases with the most recomputation."""
         return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
+        named = possible_names(case.schedule, case.sizes.pp)
+        if len(named) > 1:
+            return max(self._memory(replace(case, schedule=each)) for each in named)
         amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
-        return self._with_margin(case, memory_of_case(amounts, case, layout, self._peaks[whole]))
-
-    def _with_margin(self, case: Case, memory: Memory) -> float:
-        is_searched = case.schedule == AUTO and case.sizes.pp > 1
-        return memory.total + (MARGIN * memory.activations if is_searched else 0.0)
+        return memory_of_case(amounts, case, layout, self._peaks[whole]).total
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:

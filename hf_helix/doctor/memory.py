@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hf_helix.doctor.amounts.amounts import Amounts, Weights
+from hf_helix.planning.schedule.memory import Peak
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES
 
@@ -42,20 +43,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Peak bytes of a window, besides the memory held between windows."""
-
-    activations: int = 0  # activations and workspace of operators
-    weights: int = 0  # gathered weights, and copies of gathered weights
-    gradients: int = 0  # full gradients before their reduction, with sharded weights
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.activations + self.weights + self.gradients
-
-
-@dataclass(frozen=True)
 class Sharing:
     """How replicas of a parameter and of an expert shard states and trained weights (ZeRO-1), or all (ZeRO-3)."""
 
@@ -63,6 +50,7 @@ class Sharing:
     expert_copies: int = 1
     states: bool = False
     parameters: bool = False
+    state_bytes: float = STATES  # of an element
 
     def part_of(self, held: Weights) -> float:
         """Returns the number of trained elements of a rank, given its unsharded weights."""
@@ -96,7 +84,15 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
 
 
 def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: Sharing) -> Memory:
-    """Returns the memory of a pipeline rank."""
+    """Returns the memory of a pipeline rank.
+
+    Args:
+        amounts: the amounts of a rank.
+        layout: the units of all ranks.
+        rank: the pipeline rank.
+        peak: the peak of its window.
+        sharing: how replicas share weights and states.
+    """
     held = held_weights(amounts, layout, rank)
     trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
@@ -114,7 +110,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     return Memory(
         weights=PARAMETER * mine + sharing.frozen_bytes_of(held),
         gradients=gradients,
-        states=STATES * mine,
+        states=sharing.state_bytes * mine,
         copies=copies,
         activations=peak.activations,
         buffers=buffers,

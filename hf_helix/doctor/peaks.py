@@ -1,40 +1,46 @@
-"""Peak memory of a window: of a program, operator by operator, or of a schedule, unit by unit.
+"""Peak memory of a window by the amounts of a model: of a program, operator by operator, or of a schedule.
 
 In:   the memory allocated by operators, and a rank's program or schedule.
 Out:  `Peak`s.
 Must hold: in a program, memory is freed after the last holder releases it (`hf_helix.doctor.amounts.lifetimes`);
 collectives in flight are holders. Releases follow the rules of `hf_helix.runtime.streams`: on a GPU an event keeps the
 buffers until the compute stream waits for the event, or until nothing refers to the event; on a CPU a thread releases
-the buffers at the end of the collective. A value sent to another stage is freed when the next transfer begins. Without
-a program, two strands take turns layer by layer: plans need at most one layer's activations more.
+the buffers at the end of the collective. A value sent to another stage is freed when the next transfer begins.
+`hf_helix.planning.schedule.memory` counts schedules.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
-from hf_helix.doctor.memory import GRADIENT, Peak
-from hf_helix.planning.graph.backward import RECEIVE
+from hf_helix.doctor.memory import GRADIENT
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.schedule.memory import Passes, Peak
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
-from hf_helix.planning.window.instructions import PARTS_OF, Instruction, entry_of
+from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program, without batches; collectives keep their buffers as in `held`.
+    """Returns the peak memory of a rank's program, see `memory_of_program`."""
+    return max(memory_of_program(amounts, layout, program, held), key=lambda peak: peak.total, default=Peak())
 
-    Gradients are part of the peak with sharded weights only: other gradients also live between windows.
+
+def memory_of_program(
+    amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None
+) -> Iterator[Peak]:
+    """Yields the most memory during each instruction of a rank, without batches; collectives keep their buffers as in
+    `held`.
+
+    Gradients are part of it with sharded weights only: other gradients also live between windows.
     """
     alive = _LiveMemory(amounts, layout)
     held = held or {}
@@ -42,12 +48,11 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     for place, instruction in enumerate(program):
         for block in landing.pop(place, ()):
             alive.let_go(block)
-        if instruction.operator is None:
-            continue
+        alive.begin()
         until = held.get(place, 0)
-        if blocks := alive.run(instruction, holds=until > place + 1):
+        if instruction.operator and (blocks := alive.run(instruction, holds=until > place + 1)):
             landing.setdefault(until, []).extend(blocks)
-    return alive.peak
+        yield alive.peak
 
 
 def peaks_of_window(
@@ -58,16 +63,20 @@ def peaks_of_window(
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
-    peaks = []
-    for mine in places:
-        program = [programs[place] for place in mine]
-        if timeline is None:
-            held = held_until_waited(program)
-        else:
-            starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
-            held = held_until_over(program, starts, ends)
-        peaks.append(peak_of_program(amounts, layout, program, held))
-    return peaks
+    programs_of_ranks = ([programs[place] for place in mine] for mine in places)
+    return [
+        peak_of_program(amounts, layout, program, held_in(program, mine, timeline))
+        for mine, program in zip(places, programs_of_ranks, strict=True)
+    ]
+
+
+def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:
+    """Returns the releases of a rank's program, which stands at these places of a timeline; without a timeline, on a
+    GPU."""
+    if timeline is None:
+        return held_until_waited(program)
+    starts, ends = ([times[place] for place in places] for times in (timeline.starts, timeline.ends))
+    return held_until_over(program, starts, ends)
 
 
 ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
@@ -83,7 +92,7 @@ class _Block:
 
 
 class _LiveMemory:
-    """Live memory of a rank during a program, and its peak so far."""
+    """Live memory of a rank during a program, and its peak since `begin`."""
 
     def __init__(self, amounts: Amounts, layout: Layout) -> None:
         self.peak = Peak()
@@ -98,6 +107,10 @@ class _LiveMemory:
                 for adder in adders:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
         self._begun: set[object] = set()
+
+    def begin(self) -> None:
+        """Begins a peak anew, with what is live."""
+        self.peak = Peak(*self._now)
 
     def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
         """Counts the allocations of an instruction, and the releases after it. Returns the blocks held by the
@@ -203,128 +216,14 @@ def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[
 def peaks_of_schedules(
     amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
 ) -> list[Peak]:
-    """Returns the peak memory of each rank under its most demanding schedule; strands take turns, layer by layer, and
-    two strands hold one layer more."""
-    passes = _Passes(amounts, layout)
-    more = passes.largest_layer() if two_strands else 0
+    """Returns the peak memory of each rank under its most demanding schedule."""
+    passes = Passes(amounts.operators, layout, amounts.handed_on, two_strands)
     peaks = []
     for rank in range(layout.num_ranks):
-        peak = max((_peak_of_slots(each[rank], passes) for each in schedules), key=lambda each: each.total)
+        peak = max((passes.peak(each[rank]) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _sharded_gradients(amounts, layout, rank))
-        peaks.append(Peak(peak.activations + more, peak.weights, gradients))
+        peaks.append(replace(peak, gradients=gradients))
     return peaks
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """The change of live memory by one pass of a micro-batch through a unit."""
-
-    delta: int = 0  # change of live bytes, including the release of `gathered`
-    peak: int = 0  # largest increase of live bytes during the pass
-    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
-    weights_then: int = 0  # the increase of the bytes of gathered weights at the peak
-    gathered: int = 0  # bytes of weights gathered before the pass begins
-    # whether the unit sends to or receives from another stage; the next transfer frees sent values
-    is_transfer: bool = False
-
-    def then(self, other: _Pass) -> _Pass:
-        """Returns the sequential composition of two passes, with the weights of both gathered first."""
-        peak, weights_then = self.peak, self.weights_then
-        if self.delta + other.peak > peak:
-            peak, weights_then = self.delta + other.peak, self.weights + other.weights_then
-        delta, weights = self.delta + other.delta, self.weights + other.weights
-        return _Pass(delta, peak, weights, weights_then, self.gathered + other.gathered, self.is_transfer)
-
-
-class _Passes:
-    """The passes through the units of a layout."""
-
-    def __init__(self, amounts: Amounts, layout: Layout) -> None:
-        self._amounts, self._layout = amounts, layout
-        self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
-        self._known: dict[tuple[str, str], _Pass] = {}
-        self._of_slots: dict[tuple[object, ...], list[_Pass]] = {}
-        entries = (op for pair in layout.graphs.values() for _, op in pair.entries())
-        self.ahead = max((op.ahead for op in entries), default=0)  # units
-
-    def through(self, unit: int, computation_type: str) -> _Pass:
-        """Returns the pass through a unit, shared by all units of its name."""
-        key = self._layout.units[unit], computation_type
-        if key not in self._known:
-            self._known[key] = self._counted(unit, computation_type)
-        return self._known[key]
-
-    def of_slot(self, slot: Slot) -> list[_Pass]:
-        """Returns the passes of a slot, equal for all micro-batches."""
-        forward, backward = slot.forward, slot.backward
-        key = forward and forward.stage, backward and (backward.stage, backward.computation_type)
-        if key not in self._of_slots:
-            self._of_slots[key] = _merged(self.through(*turn) for turn in _turns(self._layout, slot))
-        return self._of_slots[key]
-
-    def largest_layer(self) -> int:
-        """Returns the largest peak of a pass through a layer."""
-        layers = [unit for unit, name in enumerate(self._layout.units) if self._layout.graphs[name].forward.repeats]
-        return max((self.through(unit, part).peak for unit in layers for part in PARTS_OF), default=0)
-
-    def _counted(self, unit: int, computation_type: str) -> _Pass:
-        layout, forward = self._layout, computation_type == "F"
-        if layout.transfers(unit):
-            if computation_type == "W":
-                return _Pass()
-            passed = self._amounts.handed_on
-            taken = forward == (layout.units[unit] == RECEIVE)
-            return _Pass(passed, passed, is_transfer=True) if taken else _Pass(-passed, is_transfer=True)
-        parts, name = PARTS_OF[computation_type], layout.units[unit]
-        ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
-        whole = _Pass()
-        for each in sorted(ops, key=self._turns.__getitem__):
-            usage = self._amounts.operators[each]
-            if ops[each].ahead:
-                whole = whole.then(_Pass(gathered=usage.delta))
-            else:
-                whole = whole.then(_Pass(usage.delta, usage.peak, usage.weights))
-        return whole
-
-
-def _peak_of_slots(slots: Sequence[Slot], passes: _Passes) -> Peak:
-    turns = [change for slot in slots for change in passes.of_slot(slot)]
-    coming = deque(change.gathered for change in turns if change.gathered)
-    alive = weights = sum(coming.popleft() for _ in range(min(passes.ahead, len(coming))))
-    sent = most = then = 0
-    for change in turns:
-        if change.gathered and coming:
-            gathered = coming.popleft()
-            alive, weights = alive + gathered, weights + gathered
-        delta = change.delta
-        if change.is_transfer:
-            alive -= sent
-            sent, delta = max(0, -delta), max(0, delta)
-        if alive + change.peak > most:
-            most, then = alive + change.peak, weights + change.weights_then
-        alive += delta
-        weights += change.weights
-    return Peak(most - then, then)
-
-
-def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates."""
-    found: list[_Pass] = []
-    for change in passes:
-        if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
-            found[-1] = found[-1].then(change)
-        else:
-            found.append(change)
-    return found
-
-
-def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
-    """Yields the units visited by a rank in a slot, as (unit, computation type); strands take turns."""
-    entering, leaving = (
-        [(unit, action.computation_type) for unit in layout.chunks[action.stage]] if action else []
-        for action in (slot.forward, slot.backward)
-    )
-    yield from (each for pair in zip_longest(entering, leaving[::-1]) for each in pair if each)
 
 
 # -- collectives in flight ---------------------------------------------------------------------------------------------

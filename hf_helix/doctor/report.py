@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
+from hf_helix.config import AUTO
 from hf_helix.doctor.fsdp import FSDP
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text
@@ -35,6 +36,7 @@ def case_text(case: Case) -> str:
     parts = [f"{case.microbatches} x {case.batch}"]
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
+    parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
     capacity = case.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
@@ -93,11 +95,8 @@ def shards_line(best: Step, shared: Step) -> str:
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
     """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and FSDP."""
     best, plain = ranking.steps[0], ranking.plain()
-    shown = list(ranking.steps[:top])
-    if plain is not None and plain not in shown:
-        shown.append(plain)
     stock = _fsdp_rows(ranking.fsdp, cluster)
-    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in shown] + stock
+    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in _own_steps(ranking, top)] + stock
     fastest = max((step for _, _, step in rows), key=lambda step: step.tokens_per_second)
     if fastest is not best:
         ahead = fastest.tokens_per_second / best.tokens_per_second - 1
@@ -125,6 +124,18 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         yield f"The second layout is {margin:.1%} slower than the first{close}."
     yield from _meanings([how for _, how, _ in rows])
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
+
+
+def _own_steps(ranking: Ranking, top: int) -> list[Step]:
+    """Returns the steps of the table, plain data parallelism among them, without FSDP."""
+    plain, shown = ranking.plain(), list(ranking.steps[:top])
+    return [*shown, *([plain] if plain is not None and plain not in shown else [])]
+
+
+def shown_steps(ranking: Ranking, cluster: Cluster, top: int) -> dict[str, Step]:
+    """Returns the steps of the table by name."""
+    own = {size_text(step.case.sizes): step for step in _own_steps(ranking, top)}
+    return own | {name: step for name, _, step in _fsdp_rows(ranking.fsdp, cluster)}
 
 
 def _meanings(options: Sequence[str]) -> Iterator[str]:

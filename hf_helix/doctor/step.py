@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
-from hf_helix.doctor.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
+from hf_helix.doctor.memory import PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
 from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
-from hf_helix.doctor.window import Fidelity, WindowClock, usual_schedules
+from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
@@ -59,6 +60,7 @@ class Case:
     # times the counted memory
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
+    state_bytes: float = STATES  # bytes of the optimizer's states for an element
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,7 @@ class Case:
         """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters)
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes)
 
 
 @dataclass(frozen=True)
@@ -176,17 +178,23 @@ def memory_of_case(
     return max(found, key=lambda memory: memory.total)
 
 
+def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) -> MemoryLimit:
+    """Returns the limit of the windows of a case on devices with this many bytes of memory."""
+    passes = Passes(amounts.operators, layout, amounts.handed_on, not runs_one_strand(case.plan))
+    held = [memory_of(amounts, layout, rank, Peak(), case.sharing).total for rank in range(layout.num_ranks)]
+    return MemoryLimit(passes, [memory - each for each in held])
+
+
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     """Returns the peak memory of each pipeline rank; `case.shard_optimizer` does not change the peaks."""
     two_strands = not runs_one_strand(case.plan)
-    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
+    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches)
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
 def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
     """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
-    schedule = Scheduler(case.schedule, case.sizes.pp)(min(case.microbatches, 2 * case.sizes.pp + 2))
-
+    schedule = schedule_of(clock.named, case.sizes.pp, min(case.microbatches, 2 * case.sizes.pp + 2))
     planned = clock.all_layers  # memory is not linear in the number of layers, which decides the position of the peak
     layout = planned.profile.layout
     if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run
@@ -218,7 +226,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
     def complete(profile: Profile) -> Profile:
         return with_reductions(profile, amounts, case, cluster)
 
-    clock = WindowClock(profile, made, complete, case.schedule, case.microbatches, fidelity)
+    limit = memory_limit(amounts, case, profile.layout, cluster.device.memory)
+    clock = WindowClock(profile, made, complete, case.schedule, case.microbatches, fidelity, limit)
     return _step(amounts, case, cluster, profile, clock)
 
 

@@ -22,10 +22,10 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.schedule.auto import listed_schedules
+from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
-from hf_helix.planning.schedule.slot_clock import USUAL_GAIN, Costs, simulate_schedule, stage_costs
+from hf_helix.planning.schedule.slot_clock import Costs, simulate_schedule, stage_costs
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
@@ -99,6 +99,10 @@ class WindowClock:
         profile: of all layers and ranks, without gradient reductions and gathers of weights.
         make_plan: returns the plan of a profile; called for each number of layers, and once at whole fidelity.
         complete: adds gradient reductions and gathers of weights to a profile.
+        schedule: the name of a schedule, or "auto".
+        microbatches: of the window.
+        fidelity: how much of the window is predicted.
+        limit: of the memory of the window under "auto"; None without a limit.
     """
 
     def __init__(
@@ -109,13 +113,14 @@ class WindowClock:
         schedule: str,
         microbatches: int,
         fidelity: Fidelity,
+        limit: MemoryLimit | None = None,
     ) -> None:
         self.layout = profile.layout
         self.fidelity = fidelity
         self.busiest = busiest_rank(profile)
         self._profile, self._make_plan, self._complete, self._microbatches = profile, make_plan, complete, microbatches
         self._ranks = self.layout.num_ranks
-        self._asked = schedule
+        self._asked, self._limit = schedule, limit
 
     @functools.cached_property
     def _costs(self) -> Costs:
@@ -124,7 +129,8 @@ class WindowClock:
         return replace(costs, gain=1.0) if runs_one_strand(self._reduced[0][0].plan.rule) else costs
 
     @functools.cached_property
-    def _named(self) -> str:
+    def named(self) -> str:
+        """The fastest of the named schedules that the run may choose."""
         return named_schedule(self._asked, self.layout, self._microbatches, self._costs)
 
     @functools.cached_property
@@ -199,7 +205,7 @@ class WindowClock:
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        schedule = Scheduler(self._asked, self._ranks, self._costs)(self._microbatches)
+        schedule = Scheduler(self._asked, self._ranks, self._costs, self._limit)(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
@@ -239,7 +245,7 @@ class WindowClock:
         return self._microbatches if self._ranks == 1 else min(self._microbatches, self._ranks + 1)
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
-        schedule = schedule_of(self._named, self._ranks, microbatches)
+        schedule = schedule_of(self.named, self._ranks, microbatches)
         return predict(planned.plan, planned.profile, schedule)
 
     def _own(self, planned: Planned) -> Planned:
@@ -255,7 +261,7 @@ class WindowClock:
         return parts.seconds - parts.reduction_seconds
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
-        return schedule_of(self._named if self._named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
+        return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
 
 
 # -- fewer layers, fewer ranks -----------------------------------------------------------------------------------------
@@ -338,17 +344,11 @@ def possible_names(name: str, num_ranks: int) -> Sequence[str]:
     return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
 
 
-def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
-    """Returns the schedules for the prediction of memory, in a window long enough for the peak."""
+def usual_schedules(name: str, num_ranks: int, microbatches: int) -> list[Schedule]:
+    """Returns the schedules for the prediction of memory, in a window long enough for the peak. Schedules that "auto"
+    finds by a search keep to the memory of the run."""
     count = min(microbatches, REMEMBERED * num_ranks)
-    named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
-    return [*named, *_listed(num_ranks, count, two_strands)] if name == AUTO and num_ranks > 1 else named
-
-
-@functools.lru_cache(maxsize=64)
-def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Schedule]:
-    costs = Costs.of_layers([1] * (2 * num_ranks), gain=USUAL_GAIN if two_strands else 1.0)
-    return listed_schedules(num_ranks, microbatches, costs)
+    return [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
 
 
 def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:

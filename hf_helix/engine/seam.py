@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_helix.engine.evaluate import split_rows
 from hf_helix.engine.microbatches import LossScale, WindowMaker
@@ -46,15 +46,10 @@ _HIDDEN, _ROUTERS, _ATTENTIONS = "output_hidden_states", "output_router_logits",
 
 
 @dataclass
-class DecoderOutput(ModelOutput):
+class DecoderOutput(MoeModelOutputWithPast):
     """The output of a call, with the fields of every decoder of Transformers."""
 
-    last_hidden_state: Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
     cross_attentions: Any = None
-    router_logits: Any = None
 
 
 OpenWindow = Callable[[Sequence[MicroBatch]], AbstractContextManager[object]]
@@ -139,7 +134,7 @@ class Seam:
         return DecoderOutput(
             last_hidden_state=output,
             hidden_states=(*states, *((output,) if self._is_last_normed else ())) if given[_HIDDEN] else None,
-            router_logits=logits if given[_ROUTERS] else None,
+            router_logits=logits if given[_ROUTERS] else None,  # type: ignore[arg-type]  # declared as of one layer
         )
 
     def _stray(self, given: Mapping[str, Any]) -> list[str]:

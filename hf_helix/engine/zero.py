@@ -49,6 +49,8 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
     shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
         return
+    if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
+        optimizer.check_overrides()
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):

@@ -1,8 +1,9 @@
-"""Checks of optimizers for cut parameters, and the hand-over of parameters at an optimizer's first step.
+"""The granularity of optimizers, checks for cut parameters, and the hand-over of parameters at a first step.
 
 In:   a configuration, and the optimizer of a Trainer or of a loop.
 Out:  nothing, or an error with the optimizer, the reason and an alternative.
-Must hold: an accepted optimizer updates a slice as the optimizer would update the slice inside the full parameter.
+Must hold: an accepted optimizer updates a slice as the optimizer would update the slice inside the full parameter; of
+blocks, which begin anew with each slice, up to the rounding of the states.
 """
 
 from __future__ import annotations
@@ -12,24 +13,53 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import Trainer
+from transformers import Adafactor, Trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.zero import steps_shards
 from hf_helix.runtime.divided import plain_parameters
 
-# Element-wise optimizers: a slice is updated as in the full parameter.
-ELEMENTWISE_OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "schedule_free_adamw",
-    "schedule_free_sgd",
-    "schedule_free_radam",
-)
+ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
+"""What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
+states in 8 bits; a matrix; more than a matrix, or unknown. A class says so by the attribute `granularity`."""
+
+NAMES = {
+    ELEMENT: (
+        "adamw_torch",
+        "adamw_torch_fused",
+        "sgd",
+        "adagrad",
+        "rmsprop",
+        "schedule_free_adamw",
+        "schedule_free_sgd",
+        "schedule_free_radam",
+        "adamw_anyprecision",
+        "adamw_torch_npu_fused",
+        "adamw_torch_xla",
+        "ademamix",
+        "lion_32bit",
+        "paged_adamw_32bit",
+        "paged_ademamix_32bit",
+        "paged_lion_32bit",
+        "rmsprop_bnb",
+        "rmsprop_bnb_32bit",
+    ),
+    BLOCK: (
+        "adamw_8bit",
+        "adamw_bnb_8bit",
+        "adamw_torch_4bit",
+        "adamw_torch_8bit",
+        "ademamix_8bit",
+        "lion_8bit",
+        "paged_adamw_8bit",
+        "paged_ademamix_8bit",
+        "paged_lion_8bit",
+        "rmsprop_bnb_8bit",
+    ),
+    MATRIX: ("adafactor", "apollo_adamw", "galore_adafactor", "galore_adamw", "galore_adamw_8bit", "stable_adamw"),
+}
+"""Values of `TrainingArguments.optim` by granularity; all others are of `MODEL`."""
 
 ELEMENTWISE_CLASSES = (
     torch.optim.AdamW,
@@ -47,8 +77,20 @@ ELEMENTWISE_CLASSES = (
 
 _ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
 
-# Optimizers that read a full matrix at a time: only cut matrices matter.
-TENSORWISE_OPTIMIZERS = ("adafactor",)
+MATRIXWISE_CLASSES = (torch.optim.Adafactor, torch.optim.Muon, Adafactor)
+
+LIBRARIES = {
+    "apollo_torch": MATRIX,
+    "bitsandbytes": BLOCK,
+    "galore_torch": MATRIX,
+    "optimi": MATRIX,
+    "schedulefree": ELEMENT,
+    "torchao": BLOCK,
+}
+"""The granularity of the optimizers of a package."""
+
+LAYERWISE = ("LAMB", "LARS", "PytorchLARS")
+"""Optimizers of bitsandbytes that scale the step of a matrix by its norm."""
 
 # Optimizers that step inside autograd's backward, which here runs operator by operator.
 FUSED_OPTIMIZERS = (
@@ -61,22 +103,40 @@ FUSED_OPTIMIZERS = (
 )
 
 
-def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
-    """Returns the reason against optimizers that are not element-wise; empty without a reason.
+def granularity_of(kind: Any) -> str:
+    """Returns the granularity of an optimizer's class. Raises ValueError for an unknown attribute `granularity`."""
+    given = getattr(kind, "granularity", None)
+    if given is not None:
+        if given not in GRANULARITIES:
+            raise ValueError(f"{kind.__name__}.granularity={given!r} is unknown; use one of {', '.join(GRANULARITIES)}")
+        return str(given)
+    for each in getattr(kind, "__mro__", ()):
+        if each in ELEMENTWISE_CLASSES:
+            return ELEMENT
+        if each in MATRIXWISE_CLASSES or each.__name__.startswith(LAYERWISE):
+            return MATRIX
+        library = each.__module__.partition(".")[0]
+        if library in LIBRARIES:
+            return LIBRARIES[library]
+    return MODEL
 
-    Args:
-        tensorwise: whether the optimizer reads a full tensor at a time, so that a pipeline is no reason.
-    """
-    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
+
+def cuts_of(config: HelixConfig, granularity: str = MODEL) -> str:
+    """Returns the reason against optimizers of a granularity; empty without a reason."""
+    if granularity in (ELEMENT, BLOCK):
+        return ""
+    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size}
+    sizes |= {"pp_size": config.pp_size} if granularity == MODEL else {}
     given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     given += [f"{name}=True" for name in ("shard_optimizer", "shard_parameters") if getattr(config, name)]
     if not given:
         return ""
-    return f"it may look at more than single elements, and with {' and '.join(given)} a rank holds only a part"
+    reads = "it reads full matrices" if granularity == MATRIX else "it may look at more than single elements"
+    return f"{reads}, and with {' and '.join(given)} a rank holds only a part"
 
 
 def check_trainers_optimizer(trainer: Any) -> None:
-    """Refuses an optimizer of a Trainer that is not element-wise, where parameters are cut."""
+    """Refuses an optimizer of a Trainer that reads more than a rank holds."""
     config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
     cuts = cuts_of(config)
     makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
@@ -92,11 +152,12 @@ def check_trainers_optimizer(trainer: Any) -> None:
 
 
 def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
-    cuts = cuts_of(config)
-    if cuts and not _is_elementwise(kind):
+    cuts = cuts_of(config, granularity_of(kind))
+    if cuts:
         raise ValueError(
             f"{option}=({getattr(kind, '__name__', kind)}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or say "
-            "`elementwise = True` in the class if it treats every element by itself"
+            "`granularity = 'element'` in the class if it treats every element by itself ('block': blocks of elements, "
+            "'matrix': matrices, for pp_size alone)"
         )
 
 
@@ -119,11 +180,6 @@ def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> No
             f"{option}=({name}, ...) has taken steps on the whole model, and its averages are not taken over; give a "
             "new one"
         )
-
-
-def _is_elementwise(kind: Any) -> bool:
-    listed = isinstance(kind, type) and issubclass(kind, ELEMENTWISE_CLASSES)
-    return listed or bool(getattr(kind, "elementwise", False))
 
 
 def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:

@@ -1,12 +1,13 @@
-"""Peak memory of a window on a rank.
+"""Memory on a rank: the peak of a window, of single operators, and what a window may hold.
 
 In:   a runner and a window of micro-batches.
-Out:  bytes of activations and buffers, without parameters, gradients and the batch itself.
+Out:  bytes of activations and buffers, without parameters, gradients and the batch itself; bytes of a device.
 Must hold: counted, not estimated: by CUDA's own allocator, on a CPU by a tally of every storage that an operator makes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,20 @@ from torch.utils._pytree import tree_leaves
 
 from hf_helix.measure.overlap import forget_gradients
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
+from hf_helix.planning.graph.backward import SEND
+from hf_helix.planning.schedule.memory import MemoryLimit, Passes
+from hf_helix.planning.timing.profile import OperatorMemory, Profile
+from hf_helix.planning.window.layout import Name
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+
+STATES = 8
+"""Bytes of an optimizer's states for an element: two numbers in fp32."""
+
+FRAGMENTS = 0.05
+"""The part of a GPU's memory that its allocator may lose between blocks."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -55,6 +68,118 @@ class LiveBytes(TorchDispatchMode):
         return self._upper_bound
 
 
+class _OperatorTrace(Trace):
+    """Notes live bytes before and after every operator, by label, and the most meanwhile."""
+
+    def __init__(self, device: torch.device, tally: LiveBytes) -> None:
+        super().__init__()
+        self.changes: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # by label: change, and most above the start
+        self._device, self._tally, self._label = device, tally, ""
+        self._start = self._now()
+
+    def note(self, verb: str, label: str) -> None:
+        if verb != "wait":
+            self.begin(label)
+
+    def begin(self, label: str) -> None:
+        """Ends an operator, and begins another."""
+        now, most = self._now(), self._most()
+        if self._label:
+            change = self.changes[self._label]
+            change[1] = max(change[1], change[0] + most - self._start)
+            change[0] += now - self._start
+        self._label, self._start = label, now
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else self._tally.now()
+
+    def _most(self) -> int:
+        """Returns the most live bytes since the last call."""
+        if self._device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return most
+        most, self._tally.peak = max(self._tally.peak, self._tally.now()), 0
+        return most
+
+
+def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMemory]:
+    """Returns the memory of every operator of this rank in the order of one strand, by a micro-batch alone. Collective.
+
+    Args:
+        runner: a runner under `sequential`; it is left with gradients.
+        batch: the micro-batch.
+    """
+    side = batch.prepare()
+    batch = replace(batch, prepare=partial(dict, side))
+    names: dict[str, Name] = {}
+    for index in runner.layout.units_of(runner.stage.rank):
+        for entry, op in runner.layout.graphs[runner.layout.units[index]].entries():
+            if not runner.layout.transfers(index):
+                names[runner.executor.label(batch.key[1], index, op)] = (runner.layout.units[index], entry)
+    runner.train_window([batch], complete=False)  # makes the gradients
+    streams = runner.executor.streams
+    with LiveBytes(_existing(runner, [side])) as tally:
+        trace, before = _OperatorTrace(runner.mesh.device, tally), streams.trace
+        streams.trace = trace
+        try:
+            runner.train_window([batch], complete=False)
+            trace.begin("")
+        finally:
+            streams.trace = before
+    found: dict[Name, OperatorMemory] = {}
+    for label, (change, most) in trace.changes.items():
+        if label in names:  # further units of a name need as much as the first
+            found.setdefault(names[label], OperatorMemory(change, max(most, change, 0)))
+    return found
+
+
+def memory_limit(
+    profile: Profile | None, runner: Runner, has_stepped: bool, gigabytes: float | None
+) -> MemoryLimit | None:
+    """Returns the `MemoryLimit` of a run's windows, the same on every rank; None without a limit. Collective.
+
+    Args:
+        profile: the memory of operators; None before a measurement.
+        runner: the runner of the run, between two steps.
+        has_stepped: whether the optimizer has its states; else two in fp32 are expected, as of AdamW.
+        gigabytes: what a device may hold; None for all of a GPU, and for no limit on a CPU.
+    """
+    room = _room(runner, has_stepped, gigabytes)
+    if room is None:
+        return None
+    rooms = all_gather_object((runner.stage.rank, room))
+    of_ranks = [min(room for rank, room in rooms if rank == each) for each in range(runner.layout.num_ranks)]
+    if profile is None or not profile.memory:
+        return MemoryLimit()
+    handed_on = profile.bytes.get((SEND, "F.transfer"), 0)
+    return MemoryLimit(Passes(profile.memory, profile.layout, handed_on), of_ranks)
+
+
+def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float | None:
+    """Returns the bytes that a window may hold on this rank; None without a limit."""
+    device, stepped = runner.mesh.device, [each for each in runner.stage.stepped if each.requires_grad]
+    missing = sum(each.nbytes for each in stepped if each.grad is None)
+    states = STATES * sum(each.numel() for each in stepped)
+    if device.type != "cuda":
+        if gigabytes is None:
+            return None
+        held = sum(each.nbytes for each in _existing(runner)) + missing + states
+        return gigabytes * 1e9 - held
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    may_use = (1 - FRAGMENTS) * (total - others) if gigabytes is None else gigabytes * 1e9
+    return may_use - torch.cuda.memory_allocated(device) - missing - (0 if has_stepped else states)
+
+
+def _existing(runner: Runner, sides: Sequence[Any] = ()) -> list[Tensor]:
+    """Returns the tensors that live between windows, and those of batches."""
+    existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
+    for parameter in runner.stage.stepped:
+        existing += [parameter] if parameter.grad is None else [parameter, parameter.grad]
+    return existing + [value for side in sides for value in side.values() if isinstance(value, Tensor)]
+
+
 def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
     """Returns the peak memory of a window on this rank. Collective; there must be no gradients."""
     sides = [batch.prepare() for batch in window]
@@ -69,12 +194,7 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             runner.train_window(window)
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
-        existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
-        for parameter in runner.stage.stepped:
-            existing += [parameter] if parameter.grad is None else [parameter, parameter.grad]
-        for side in sides:
-            existing += [value for value in side.values() if isinstance(value, Tensor)]
-        with LiveBytes(existing) as tally:
+        with LiveBytes(_existing(runner, sides)) as tally:
             runner.train_window(window)
         return tally.peak
     finally:

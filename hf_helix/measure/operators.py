@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.measure.machine import machine
+from hf_helix.measure.memory import operator_memory
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.measure.progress import Progress
 from hf_helix.measure.timing import (
@@ -41,7 +42,7 @@ from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.timing.profile import Pair, Profile, slowdown_of
+from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
 from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
 from hf_helix.runtime.distributed.agreement import all_gather_object
@@ -378,7 +379,13 @@ def _measure(
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
-    return Profile({**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, without)
+    memory: dict[Name, OperatorMemory] = {}
+    if runner.layout.num_ranks > 1:  # schedules are chosen by memory
+        for mine_of in all_gather_object(operator_memory(runner, window[0])):
+            memory |= mine_of
+    return Profile(
+        {**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, without, memory
+    )
 
 
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:

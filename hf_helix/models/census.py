@@ -23,6 +23,9 @@ PROVEN, REFUSED, FAILED = "proven", "refused", "failed"
 TEXT = "[text]"
 """What the name of a class ends with that has towers beside a causal language model, and is proven on text alone."""
 
+CLASSIFIER = "[classifier]"
+"""What the name of a sequence classifier ends with: its decoder is proven, its head is the model's own code above."""
+
 
 class Finding(NamedTuple):
     """The finding for a class on a layout.
@@ -70,9 +73,9 @@ class Census:
         """The classes without variants."""
         return [name for name in self.classes if "[" not in name]
 
-    def proven_on_text(self, *layouts: str) -> list[str]:
-        """Returns the classes with towers that are proven on all given layouts, see `TEXT`."""
-        named = [name for name in self.classes if name.endswith(TEXT)]
+    def proven_as(self, kind: str, *layouts: str) -> list[str]:
+        """Returns the classes of a kind, `TEXT` or `CLASSIFIER`, that are proven on all given layouts."""
+        named = [name for name in self.classes if name.endswith(kind)]
         return [name for name in named if all(self.classes[name][layout].status == PROVEN for layout in layouts)]
 
     @property

@@ -17,6 +17,9 @@ from transformers import PretrainedConfig
 Values = dict[str, Any]
 
 MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
+OF_QWEN = {"text_config": {"rope_parameters": MROPE}}
+OF_GLM = {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}}}
+NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0}
 OPEN: dict[str, Values] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -29,7 +32,12 @@ OPEN: dict[str, Values] = {
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma4_text": NO_LAYER_INPUTS,
+    "gemma4": {"text_config": NO_LAYER_INPUTS},
+    "glm4v": OF_GLM,
+    "glm46v": OF_GLM,
+    "glm4v_moe": OF_GLM,
+    "glm_ocr": OF_GLM,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
@@ -37,8 +45,10 @@ OPEN: dict[str, Values] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": MROPE}},
+    "paddleocr_vl": OF_QWEN,
+    "qwen2_vl": OF_QWEN,
+    "qwen2_5_vl": OF_QWEN,
+    "qwen2_5_omni_thinker": OF_QWEN,
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.vocab_parallel import CHUNK
-from hf_helix.operators.vocab_slices import VocabDivision, stack_over, sum_over
+from hf_helix.operators.vocab_slices import VocabDivision, stack_over, start_sum
 
 TOKENS, ROWS = 4096, 32768
 """The size of a tile, in tokens and in rows of the head; as TRL's."""
@@ -208,7 +208,7 @@ class _LogProbs(torch.autograd.Function):
             torch.zeros(each.shape, dtype=torch.float32, device=each.device) if needed else None
             for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         ]
-        per_token = [gradients[0], gradients[1], log_total, entropy]
+        per_token, waits = [gradients[0], gradients[1], log_total, entropy], []
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in _tiles(hidden, weight, bias, ctx.dtype, ctx.options.rows):
                 gradient = tile.products()
@@ -216,9 +216,17 @@ class _LogProbs(torch.autograd.Function):
                     given = [None if each is None else each[tile.tokens][piece].float() for each in per_token]
                     ids = targets[tile.tokens][piece] - tile.rows.start
                     products.copy_(_gradient(products, ids, given, ctx.options))
-                _accumulate(made, gradient, tile)
-        if made[0] is not None and ctx.division.axis.size > 1:
-            made[0] = sum_over(made[0], ctx.division.axis)
+                of_hidden, of_weight, of_bias = made
+                if of_hidden is not None:
+                    _add_product(of_hidden[tile.tokens], gradient, tile.weight)
+                    if tile.rows.stop == len(weight):  # overlapped with what follows
+                        waits.append(start_sum(of_hidden[tile.tokens], ctx.division.axis))
+                if of_weight is not None:
+                    _add_product(of_weight[tile.rows], gradient.t(), tile.hidden)
+                if of_bias is not None:
+                    of_bias[tile.rows] += gradient.sum(0, dtype=torch.float32)
+        for wait in waits:
+            wait()
         pairs = zip(made, (hidden, weight, bias), strict=True)
         return *(None if each is None else each.to(like.dtype) for each, like in pairs), None, None, None
 
@@ -246,17 +254,6 @@ def _gradient(products: Tensor, targets: Tensor, given: list[Tensor | None], opt
         assert entropy is not None
         result.sub_(chances.mul_(of_entropy).mul_(log_probs.add_(entropy)))
     return result.mul_(slope)
-
-
-def _accumulate(made: list[Tensor | None], gradient: Tensor, tile: _Tile) -> None:
-    """Adds what the gradient of a tile's products gives to the gradients of hidden states, weight and bias."""
-    of_hidden, of_weight, of_bias = made
-    if of_hidden is not None:
-        _add_product(of_hidden[tile.tokens], gradient, tile.weight)
-    if of_weight is not None:
-        _add_product(of_weight[tile.rows], gradient.t(), tile.hidden)
-    if of_bias is not None:
-        of_bias[tile.rows] += gradient.sum(0, dtype=torch.float32)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

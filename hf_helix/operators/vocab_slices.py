@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_helix.operators.communication.transport import Axis
@@ -76,9 +77,14 @@ def stack_over(value: Tensor, axis: Axis) -> Tensor:
 def sum_over(value: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of every rank's value, equal on all ranks."""
     value = value.clone(memory_format=torch.contiguous_format)
-    if axis.group is not None:
-        dist.all_reduce(value, group=axis.group)
+    start_sum(value, axis)()
     return value
+
+
+def start_sum(value: Tensor, axis: Axis) -> Callable[[], object]:
+    """Starts the sum of every rank's contiguous value, in place; returns the function that waits for the sum."""
+    work = None if axis.group is None else dist.all_reduce(value, group=axis.group, async_op=True)
+    return (lambda: None) if work is None else work.wait
 
 
 class _Communicated(torch.autograd.Function):
@@ -105,6 +111,47 @@ def summed_gradient(value: Tensor, axis: Axis) -> Tensor:
     """Returns a value that is equal on all ranks of an axis, for use in computations that differ between them: its
     gradient is the sum of theirs."""
     return value if axis.size == 1 else changed_gradient(value, lambda gradient: sum_over(gradient, axis))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.axis = axis
+        return functional.linear(value, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), (value, weight) = gradients, ctx.saved_tensors
+        of_value = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
+        wait = None if of_value is None else start_sum(of_value, ctx.axis)
+        rows = gradient.flatten(0, -2)
+        of_weight = rows.t() @ value.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if wait is not None:
+            wait()
+        return of_value, of_weight, of_bias, None
+
+
+def sliced_linear(value: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    """Returns this rank's slice of the outputs of a linear. The sum of the value's gradient over the ranks is
+    overlapped with the gradient of the weight, as in Megatron-LM.
+
+    Args:
+        value: [..., features], equal on all ranks.
+        weight: this rank's rows [slice, features].
+        bias: [slice]; None without.
+        axis: the ranks.
+    """
+    kind = value.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        value, weight = value.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        result: Tensor = _Linear.apply(value, weight, bias, axis)
+    return result
 
 
 def gathered(local: Tensor, division: VocabDivision) -> Tensor:
@@ -150,6 +197,36 @@ def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
     return _LogSumExp.apply(exact(local), axis)
 
 
+class _TargetTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
+        place, inside = division.places(ids)
+        picked = local.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill_(~inside, 0)
+        of_ranks = stack_over(torch.stack((torch.logsumexp(local, -1), picked)), division.axis)
+        whole = torch.logsumexp(of_ranks[:, 0], 0)
+        ctx.save_for_backward(local, whole, place, inside)
+        return whole, of_ranks[:, 1].sum(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (of_whole, of_target), (local, whole, place, inside) = gradients, ctx.saved_tensors
+        result = (local - whole.unsqueeze(-1)).exp_().mul_(of_whole.unsqueeze(-1))
+        result.scatter_add_(-1, place.unsqueeze(-1), (of_target * inside).unsqueeze(-1))
+        return result, None, None
+
+
+def target_terms(local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
+    """Returns `log_sum_exp`, and the element at a token id, per token [...]; in fp32, in a single exchange.
+
+    Args:
+        local: [..., slice].
+        ids: [...].
+    """
+    whole, target = _TargetTerms.apply(exact(local), ids, division)
+    return whole, target
+
+
 def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
     """Returns this rank's slice of the log-softmax, in fp32."""
     local = exact(local)
@@ -192,10 +269,11 @@ def class_loss(
     ids, local = target.masked_fill(~is_counted, 0), exact(local)
     of_classes = local.new_ones(division.length) if weight is None else weight
     weights = of_classes[ids].masked_fill(~is_counted, 0)
-    loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1) * weights
-    if of_logits:
-        whole = log_sum_exp(local, division.axis)
-        loss = loss + whole * weights
+    if not of_logits:
+        loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
+    else:
+        whole, target_logit = target_terms(local, ids, division)
+        loss = (whole - target_logit).masked_fill(~is_counted, 0) * weights
         if label_smoothing:
             sums = whole * of_classes.sum() - total((local * division.slice(of_classes)).sum(-1), division.axis)
             even = sums.masked_fill(~is_counted, 0) / division.length

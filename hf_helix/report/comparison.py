@@ -105,10 +105,9 @@ def text_of(comparison: Comparison, width: int = 100) -> str:
 
 
 def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Writes the plan, the profile, and the picture as SVG and PNG (needs matplotlib); returns the files."""
-    paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
-    comparison.plans[comparison.chosen].save(paths[0])
-    save_profile(comparison.profile, Path(folder, "profile.json"))
-    for path in paths[1:]:
-        draw_strips(strips_of(comparison), path, note_of(comparison.profile))
-    return [*paths, Path(folder, "profile.json")]
+    """Writes the plan, the profile, and the picture as SVG (needs matplotlib); returns the files."""
+    plan, profile, picture = (Path(folder, name) for name in ("plan.json", "profile.json", "plan.svg"))
+    comparison.plans[comparison.chosen].save(plan)
+    save_profile(comparison.profile, profile)
+    draw_strips(strips_of(comparison), picture, note_of(comparison.profile))
+    return [plan, profile, picture]

@@ -85,22 +85,6 @@ def text_width(text: str, size: float) -> float:
     return float(TextPath((0, 0), text, size=size).get_extents().width)
 
 
-def draw_head(figure: Figure, title: str, note: str, margins: tuple[float, float], size: float = 8.0) -> None:
-    """Draws the title and a note at the top.
-
-    Args:
-        figure: the figure.
-        title: the title, at the left margin.
-        note: the note, at the right margin.
-        margins: the left and the right margin in inches.
-        size: the font size of the note.
-    """
-    width, height = figure.get_size_inches()
-    left, right = margins
-    figure.text(left / width, 1 - 0.16 / height, title, fontsize=10.5, fontweight="bold", va="center")
-    figure.text(1 - right / width, 1 - 0.16 / height, note, ha="right", va="center", color=FAINT, fontsize=size)
-
-
 def draw_legend(figure: Figure, colours: Mapping[str, str], left: float, **style: Any) -> None:
     """Draws a legend at the bottom.
 

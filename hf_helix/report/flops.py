@@ -71,10 +71,15 @@ def token_flops(model: Any) -> TokenFlops:
         share = config.num_experts_per_tok / len(weight) if weight in experts else 1.0
         linear += sizes[weight] * share * (6.0 if weight.requires_grad else 4.0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
+    widths = (_width(layer) for layer, kind in zip(layers, kinds, strict=True) if kind not in WITHOUT_ATTENTION)
+    return TokenFlops(linear, 12.0 * sum(widths))
+
+
+def _width(config: Any) -> int:
+    """Returns the dimensions of all query heads of a layer."""
     heads = getattr(config, "num_attention_heads", 1)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TokenFlops(linear, 12.0 * layers * heads * dim)
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
 
 
 def peak_tflops(device_name: str) -> float | None:

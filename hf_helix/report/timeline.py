@@ -1,8 +1,8 @@
-"""Timelines: the streams of a window, as text and as figures.
+"""Timelines: the streams of a window, as text, and the bars of figures.
 
 In:   a predicted window.
-Out:  `Bar`s: an operator with its stream, strand and micro-batch, its start and end; rows of letters for terminals;
-      SVG, PNG and PDF files.
+Out:  `Bar`s: an operator with its rank, stream, strand and micro-batch, its start and end; rows of letters for
+      terminals; rows of bars in figures.
 Must hold: everything is to scale; idle time stays visible; bars need no torch.
 """
 
@@ -12,14 +12,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.window import STREAMS
-from hf_helix.report.figures import COLOURS, EMPTY, INK, draw_head, draw_legend, figure_file, text_width
+from hf_helix.report.figures import COLOURS, EMPTY, INK, text_width
 from hf_helix.runtime.trace import Span, Trace, merge
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Bar:
     start: float  # seconds, as `end`
     end: float
     communicates: bool  # whether the operator moves data
+    rank: int = 0  # of the pipeline
 
     @property
     def seconds(self) -> float:
@@ -105,7 +105,8 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
             strand = "F" if op.part is Part.F else "B"
             label = f"{strand}{instruction.microbatch}.{labels[instruction.unit]}.{op.name}"
             times = timeline.starts[place], timeline.ends[place]
-            bars.append(Bar(op.kind.value, strand, instruction.microbatch, label, *times, op.kind.communicates))
+            here = instruction.microbatch, label, *times, op.kind.communicates, work.rank(place)
+            bars.append(Bar(op.kind.value, strand, *here))
     return bars
 
 
@@ -166,12 +167,35 @@ def streams_of(bars: Iterable[Bar]) -> list[str]:
     return [*(stream for stream in rows if stream in streams), *sorted(streams - set(rows))]
 
 
+def rows_of(bars: Sequence[Bar]) -> dict[str, list[Bar]]:
+    """Returns the bars of every stream of every rank, by the name of the row; one rank has no number."""
+    ranks, streams = sorted({bar.rank for bar in bars}), streams_of(bars)
+    rows = {
+        f"rank {rank} {stream}" if len(ranks) > 1 else stream: [b for b in bars if (b.rank, b.stream) == (rank, stream)]
+        for rank in ranks
+        for stream in streams
+    }
+    return {name: mine for name, mine in rows.items() if mine}
+
+
+def summary_of(bars: Sequence[Bar]) -> str:
+    """Returns the length of a window, and the share of communication beside computation, on all ranks."""
+    start, end = extent(bars)
+    traces = [
+        Trace(spans=[Span(bar.stream, bar.label, bar.start, bar.end) for bar in bars if bar.rank == rank])
+        for rank in {bar.rank for bar in bars}
+    ]
+    moving = sum(trace.busy(compute=False) for trace in traces)
+    beside = sum(trace.overlapped() for trace in traces)
+    hidden = f", {beside / moving:.0%} of communication beside computation" if moving else ""
+    return f"{(end - start) * 1e3:,.1f} ms{hidden}"
+
+
 # -- drawn -------------------------------------------------------------------------------------------------------------
 
 
-WIDTH, LEFT, RIGHT, HEAD, FOOT, ROW, AXIS = 10.0, 0.8, 0.4, 0.4, 0.25, 0.56, 0.34  # inches; AXIS below every line
+ROW = 0.56  # inches
 SIZE = 6.5  # of names in bars
-OPERATORS_PER_LINE, MOST_LINES = 70, 10
 
 
 def tick_step(span: float, max_steps: int) -> float:
@@ -181,15 +205,15 @@ def tick_step(span: float, max_steps: int) -> float:
 
 
 def text_timeline(bars: Sequence[Bar], width: int = 100) -> str:
-    """Returns a row of letters for every stream; all columns are equally long. Raises ValueError without bars."""
+    """Returns a row of letters for every stream of a rank, of equally long columns. Raises ValueError without bars."""
     start, end = extent(bars)
-    rows = streams_of(bars)
+    rows = rows_of(bars)
     indent = max(len(row) for row in rows) + 2
     columns = max(10, width - indent - len("  100% busy"))
     lines = []
-    for row in rows:
-        drawn = letters([bar for bar in bars if bar.stream == row], start, (end - start) / columns, columns)
-        lines.append(f"{row:<{indent}}{drawn}  {busy_fraction(bars, row, start, end):4.0%} busy")
+    for row, mine in rows.items():
+        drawn = letters(mine, start, (end - start) / columns, columns)
+        lines.append(f"{row:<{indent}}{drawn}  {busy_fraction(mine, mine[0].stream, start, end):4.0%} busy")
     lines += [" " * indent + line for line in text_axis(start, end, columns)]
     return "\n".join([*lines, *text_legend(bars, indent, width)])
 
@@ -227,41 +251,6 @@ def text_legend(bars: Sequence[Bar], indent: int, width: int) -> list[str]:
         fits = len(lines[-1]) + 3 + len(item) <= width
         lines = [*lines[:-1], f"{lines[-1]}   {item}"] if fits else [*lines, " " * indent + item]
     return lines
-
-
-def draw_timeline(bars: Sequence[Bar], path: str | Path, title: str = "", lines: int | None = None) -> None:
-    """Saves a figure: a row for every stream, to scale; names where there is room.
-
-    Args:
-        bars: the bars of a window.
-        path: its suffix names the format: .svg, .png or .pdf.
-        title: the title.
-        lines: the number of lines that the timeline is broken into; None for as many as names need.
-
-    Raises:
-        ValueError: no bars, or another suffix.
-        ImportError: matplotlib is missing.
-    """
-    start, end = extent(bars)
-    rows = streams_of(bars)
-    lines = lines or min(MOST_LINES, math.ceil(len(bars) / OPERATORS_PER_LINE))
-    height = HEAD + lines * (len(rows) * ROW + AXIS) + FOOT
-    step = (end - start) / lines
-    with figure_file(path, WIDTH, height) as figure:
-        for line in range(lines):
-            top = HEAD + line * (len(rows) * ROW + AXIS)
-            box = (LEFT / WIDTH, 1 - (top + len(rows) * ROW) / height)
-            axes = figure.add_axes((*box, 1 - (LEFT + RIGHT) / WIDTH, len(rows) * ROW / height))
-            _draw_line(axes, bars, rows, start + line * step, start + (line + 1) * step, f"line{line}")
-        draw_head(figure, title, _summary(bars), (LEFT, RIGHT))
-        draw_legend(figure, colours_of(bars), LEFT)
-
-
-def _draw_line(axes: Axes, bars: Sequence[Bar], rows: list[str], start: float, end: float, name: str) -> None:
-    shares = {row: f"{row}\n{busy_fraction(bars, row, start, end):.0%} busy" for row in rows}
-    draw_rows(axes, between(bars, start, end), shares, (start, end), end, WIDTH - LEFT - RIGHT, name)
-    axes.set_yticks(range(len(rows)), list(shares.values()), linespacing=1.4)
-    axes.tick_params(axis="x", length=3, width=0.6, pad=2, labelsize=7.5)
 
 
 def colours_of(bars: Sequence[Bar]) -> dict[str, str]:
@@ -320,12 +309,3 @@ def _name_that_fits(bar: Bar, points: float) -> tuple[str, bool]:
     rooms = {False: points - 3, True: 0.84 * ROW * 72 - 2 if points >= SIZE + 1 else 0.0}
     fitting = ((text, upright) for upright, room in rooms.items() for text in forms if text_width(text, SIZE) <= room)
     return next(fitting, ("", False))
-
-
-def _summary(bars: Sequence[Bar]) -> str:
-    """The length, and the share of communication that computation hides."""
-    start, end = extent(bars)
-    trace = Trace(spans=[Span(bar.stream, bar.label, bar.start, bar.end) for bar in bars])
-    moving = trace.busy(compute=False)
-    beside = f";  {trace.overlapped() / moving:.0%} of communication beside computation" if moving else ""
-    return f"{(end - start) * 1e3:,.1f} ms{beside}"

@@ -360,8 +360,8 @@ def is_calling() -> bool:
 
 def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Returns the result of a function of a model's code or a loss; `NotImplemented` for other uses of parameters."""
-    if func in _OPERANDS and (has_gradients or _calls):
-        found = _with_part(func, args, kwargs)
+    if func in _OPERANDS:
+        found = _with_part(func, args, kwargs, has_gradients)
         if found is not NotImplemented:
             return found
     if getattr(func, "__name__", "") in _ATTRIBUTES:
@@ -389,7 +389,7 @@ def _gives_gradients(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return any(each.requires_grad for each in _tensors(result))
 
 
-def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Returns the result of a linear or a lookup, computed over the parts that ranks hold."""
     given = {**dict(zip(_OPERANDS[func], args, strict=False)), **kwargs}
     value, weight, bias = given["input"], given.get("weight"), given.get("bias")
@@ -403,7 +403,12 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
             return placed.full_lookup(value, weight) if _calls else NotImplemented
         if _calls:
             return placed.full_linear(value, weight, bias, features=int(func is torch.addmm))
-        return placed.linear(value, weight, bias) if placed.is_above and func is functional.linear else NotImplemented
+        if not placed.is_above or func is not functional.linear:
+            return NotImplemented
+        if not has_gradients:  # perhaps in a callback, on a single rank
+            with watched():
+                meet(f"{weight._division.name} is used")
+        return placed.linear(value, weight, bias)
 
 
 def _gathered_once(value: Tensor) -> Tensor:

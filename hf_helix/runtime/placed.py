@@ -21,7 +21,7 @@ from torch.nn import functional
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
-from hf_helix.operators.vocab_slices import changed_gradient, summed_gradient
+from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -72,9 +72,9 @@ class Placed:
             part = self.placement.shape(self.shape, self.mesh.tp.size, self.mesh.tp.rank) if self.is_cut else self.shape
             result = self.received(value, (*value.shape[:-1], part[0]), _type_of_products(value))
         else:
-            value = summed_gradient(value, self.mesh.tp) if self.is_cut else value
             bias = None if bias is None else self.recorded(bias)
-            result = functional.linear(value, self.recorded(weight), bias)
+            operands = value, self.recorded(weight), bias
+            result = sliced_linear(*operands, self.mesh.tp) if self.is_cut else functional.linear(*operands)
             self.share(result.detach())
         return divided_logits(result, self.mesh.tp, self.placement.length) if self.is_cut else result
 

@@ -25,6 +25,7 @@ from dataclasses import replace
 
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.measure.machine import machine
+from hf_helix.measure.memory import memory_limit
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import StageProgress, progress_bar, stage_progress
@@ -32,6 +33,7 @@ from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import RULES, runs_one_strand
+from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names
 from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import Profile, rough_profile
@@ -219,7 +221,10 @@ class Tuner:
             num_microbatches: their number, the same on all ranks.
             steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
         """
+        is_first = not self._has_begun
         self._say_nothing_interleaves(num_microbatches)
+        if is_first:
+            runner = self._within_memory(runner)
         if self.is_settled:
             return runner
         is_due = self._steps.begin_step(runner.executor.streams.synchronize)
@@ -233,6 +238,15 @@ class Tuner:
         if self.config.tuning_share == 1:
             return self._measure(runner, FULL, self._timed)
         return self._measure_if_due(runner, self._timed, is_due, steps_left)
+
+    def _within_memory(self, runner: Runner) -> Runner:
+        """The runner of the first step, whose schedule keeps to the memory that there is. Collective."""
+        profile = self._given_profile(runner.stage.layout)
+        limit = self._memory_limit(profile, runner)
+        if limit is None:
+            return runner
+        costs = stage_costs(profile) if profile is not None else None
+        return runner.with_plan(runner.plan, Scheduler(self.config.schedule, self.config.pp_size, costs, limit))
 
     def _measure_if_due(self, runner: Runner, timed: _TimedWindow, is_due: bool, steps_left: int | None) -> Runner:
         """The runner of a tuning, where the rest of the run is worth it; otherwise the runner in use."""
@@ -296,7 +310,9 @@ class Tuner:
                     tier,
                     about=timed.about,
                     profile=self._given_profile(runner.stage.layout),
-                    schedules=functools.partial(candidates, self.config.schedule),
+                    schedules=lambda profile: candidates(
+                        self.config.schedule, profile, timed.num_microbatches, self._memory_limit(profile, runner)
+                    ),
                     num_microbatches=timed.num_microbatches,
                     progress=progress,
                 )
@@ -320,7 +336,14 @@ class Tuner:
             return runner  # a plan of an older version, refused on every rank
         costs = stage_costs(result.profile) if result.profile is not None else None
         self.result = self._in_words(result, runner, timed)
-        return runner.with_plan(plan, Scheduler(result.schedule, self.config.pp_size, costs))
+        limit = self._memory_limit(result.profile, runner)
+        return runner.with_plan(plan, Scheduler(result.schedule, self.config.pp_size, costs, limit))
+
+    def _memory_limit(self, profile: Profile | None, runner: Runner) -> MemoryLimit | None:
+        """Returns the limit of the run's windows if `auto` chooses their schedule. Collective."""
+        if self.config.schedule != AUTO or self.config.pp_size == 1:
+            return None
+        return memory_limit(profile, runner, self._steps.steps_done > 0, self.config.memory_gb)
 
     @staticmethod
     def _in_words(result: TuningResult, runner: Runner, timed: _TimedWindow) -> TuningResult:

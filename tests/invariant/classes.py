@@ -262,6 +262,9 @@ add_derived("gemma3", "tp2:packed")
 add_derived("phi3", "tp2:left")  # fused projections whose blocks differ in length
 add_derived("olmo2", "tp2:left")  # sums over ranks within a norm
 add_derived("deepseek_v3", "tp2:left")  # linears of which every rank has a copy
+add_derived("bitnet", "tp2:left")
+for name in ("bitnet", "modernbert"):
+    add_derived(name, "tp2 pp2", slow=True)
 for name in ("gemma2", "gemma3", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen2_moe"):
     add_derived(name, "tp2 pp2 tp2+pp2:left", slow=True)
     for mode in ("selective", "full"):
@@ -275,13 +278,13 @@ add_derived("gemma2 untied", "tp2:dense pp2:dense", slow=True, tie_word_embeddin
 add_derived("phi3 tied", "tp2:dense pp2:dense", slow=True, **TIED)
 
 HYBRID = {"lengths": (70, 9, 13), "floor": 1e-8}  # over a chunk of a recurrence; steps of time hardly matter so early
-add_derived("qwen3_5", "tp2:left", **HYBRID)
+add_derived("qwen3_5", "tp2:left cp2:left", **HYBRID)
 for name in HYBRIDS:
-    add_derived(name, "tp2:left tp2:dense pp2:packed", slow=True, **HYBRID)
+    add_derived(name, "tp2:left tp2:dense pp2:packed cp2:left", slow=True, **HYBRID)
 for name in ("qwen3_next", "nemotron_h", "lfm2"):
-    add_derived(name, "tp2+pp2:left tp2+dp2:right", slow=True, **HYBRID)
+    add_derived(name, "tp2+pp2:left tp2+dp2:right tp2+cp2:left cp2:right cp2:packed", slow=True, **HYBRID)
     for mode in ("selective", "full"):
-        add_derived(f"{name} {mode}", "tp2:left", slow=True, recompute=mode, **HYBRID)
+        add_derived(f"{name} {mode}", "tp2:left cp2:left", slow=True, recompute=mode, **HYBRID)
 SHARED_KEYS = {"num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 add_derived("qwen3_next shared keys", "tp4:left", slow=True, **HYBRID, **SHARED_KEYS)
 for name in ("qwen3_5_moe", "nemotron_h", "granite_moe_hybrid"):

@@ -84,6 +84,7 @@ def runs() -> list[Any]:
     ]
     for case in [*(f"hybrid {name}" for name in HYBRIDS), *(f"text of {name}" for name in TEXT_PARTS)]:
         result += [(case, 2, {axis: 2, "plan": "greedy"}, True) for axis in ("tp_size", "pp_size")]
+    result += [(f"hybrid {name}", 2, {"cp_size": 2, "plan": "greedy"}, True) for name in ("qwen3_5", "nemotron_h")]
     for plan in ("greedy", "intra_batch", "auto"):
         result += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
     return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in result]

@@ -112,6 +112,9 @@ lfm2 = functools.partial(small, "Lfm2ForCausalLM")  # short convolutions
 lfm2_moe = functools.partial(small, "Lfm2MoeForCausalLM")
 lfm3 = functools.partial(small, "Lfm3ForCausalLM")
 
+bitnet = functools.partial(small, "BitNetForCausalLM")  # a norm between attention and the linear behind
+modernbert = functools.partial(small, "ModernBertDecoderForCausalLM")  # a norm of embeddings
+
 HYBRIDS = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "nemotron_h"),
     *("granite_moe_hybrid", "bamba", "falcon_h1", "mamba2", "mamba", "falcon_mamba", "jamba"),
@@ -123,7 +126,8 @@ HYBRIDS = (
 qwen3_5_text = functools.partial(small, "Qwen3_5ForConditionalGeneration")
 gemma3_text = functools.partial(small, "Gemma3ForConditionalGeneration")
 llava_text = functools.partial(small, "LlavaForConditionalGeneration")
-TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text")
+kimi_text = functools.partial(small, "Kimi_K25ForConditionalGeneration")  # padding in the places of images
+TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text", "kimi_text")
 """The functions of classes with towers beside their text."""
 
 

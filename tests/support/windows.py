@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import xml.etree.ElementTree as ET
-from pathlib import Path
-
 from support.arrays import arrays_of, window_instructions
 
 from hf_helix.planning.graph.backward import GraphPair
@@ -53,18 +49,6 @@ def window() -> tuple[Timeline, list[Instruction]]:
 
 def bar(start: float, end: float, stream: str = "compute", strand: str = "F", operator: str = "up") -> Bar:
     return Bar(stream, strand, 0, f"{strand}0.layers.0.{operator}", start, end, stream != "compute")
-
-
-def boxes(path: Path) -> dict[str, tuple[float, float]]:
-    """Left edge and width of every named rectangle of an SVG file."""
-    result = {}
-    for group in ET.parse(path).iter(f"{SVG}g"):
-        if ":" in group.get("id", ""):
-            corners = re.findall(r"[ML] ([\d.]+) ([\d.]+)", group.find(f"{SVG}path").get("d"))
-            xs = [float(x) for x, _ in corners]
-            assert group.get("id") not in result
-            result[group.get("id")] = min(xs), max(xs) - min(xs)
-    return result
 
 
 PAIRS: dict[tuple[Name, Name], Pair] = {

@@ -21,6 +21,7 @@ from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
@@ -33,14 +34,11 @@ Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a grad
 
 
 @dataclass(frozen=True)
-class OperatorAmounts:
+class OperatorAmounts(OperatorMemory):
     """The work and the memory of one call of an operator."""
 
     kernels: Sequence[Kernel] = ()
     transfers: Sequence[Transfer] = ()
-    delta: int = 0  # change of live bytes, including releases by its readers
-    peak: int = 0  # largest increase of live bytes while the operator runs
-    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ def count_amounts(
     operators = {}
     for name in ran:
         metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
-        operators[name] = OperatorAmounts(metered.kernels, sent, metered.delta, metered.peak, gathered.get(name, 0))
+        operators[name] = OperatorAmounts(metered.delta, metered.peak, gathered.get(name, 0), metered.kernels, sent)
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):

@@ -24,9 +24,9 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import (
-    ELEMENTWISE_OPTIMIZERS,
     FUSED_OPTIMIZERS,
-    TENSORWISE_OPTIMIZERS,
+    MODEL,
+    NAMES,
     check_trainers_optimizer,
     cuts_of,
 )
@@ -95,12 +95,10 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
 
 
 def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
-    if name in ELEMENTWISE_OPTIMIZERS:
-        return []
-    use = f"use optim='adamw_torch', or another of {', '.join(ELEMENTWISE_OPTIMIZERS[1:])}"
+    use = "use optim='adamw_torch', or with states in 8 bits optim='adamw_bnb_8bit'"
     if name in FUSED_OPTIMIZERS:
         return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
-    cuts = cuts_of(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
+    cuts = cuts_of(config, next((each for each, names in NAMES.items() if name in names), MODEL))
     return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
 
 

@@ -2,7 +2,7 @@
 
 In:   a trainer and the arguments of its `create_model_card`.
 Out:  `README.md` in the output folder: the stock card with the tag `hf_helix` and a section on layout, plan, overlap,
-      versions, and a YAML for the same training.
+      versions, and a YAML for the same training; `helix/page.html`, if operators were measured and bokeh is there.
 Must hold: the card is written on rank 0 alone, without collectives; every figure was measured; no path of this machine
 appears; totals of the stock card count a batch once, not once for every rank that shares the batch; the Hub is asked
 only for the needs of the stock card, and a card is written without a network, too.
@@ -28,7 +28,10 @@ from huggingface_hub import RepoCard
 
 from hf_helix import __version__
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
+from hf_helix.planning.timing.predict import Prediction
+from hf_helix.report.page import WindowMemory, plan_parts, write_page
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
@@ -37,6 +40,7 @@ from hf_helix.tuning.verdict import TuningResult, in_ms
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
 PACKAGES = ("torch", "transformers", "accelerate")
+PAGE = "helix/page.html"
 
 # A phrase of the stock card for a model trained from random weights, without the name of a base model.
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
@@ -94,7 +98,8 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     card.data["tags"] = _with_tag(card.data.get("tags"))  # PEFT writes its own tags over the others
     card.data["base_model"] = card.data.get("base_model", base_model)
     text = _corrected(card.text, trainer.helix_config.ranks_per_batch)
-    card.text = f"{text.rstrip()}\n\n{format_section(_run_of(trainer))}"
+    run = _run_of(trainer)
+    card.text = f"{text.rstrip()}\n\n{format_section(run)}{_write_page(trainer, run)}"
     card.save(path)
 
 
@@ -117,7 +122,13 @@ def format_section(run: RunFacts) -> str:
     parts = ["## Trained with hf_helix", table, *_timed(run)]
     if run.overlap is not None:
         parts.append(f"```\n{format_scorecard(run.overlap, run.plan)}\n```")
-    parts += ["To train so again, with `accelerate launch --config_file`:", f"```yaml\n{_launch_yaml(run)}```"]
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    several = " --machine_rank RANK --main_process_ip HOST" if machines > 1 else ""
+    where = "on every machine, with its RANK from 0 on and the address HOST of machine 0, " if machines > 1 else ""
+    launch = (
+        f"To train so again, {where}with `accelerate launch --config_file FILE{several} YOUR_SCRIPT.py`, where FILE is:"
+    )
+    parts += [launch, f"```yaml\n{_launch_yaml(run, machines)}```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -140,6 +151,29 @@ def _run_of(trainer: Any) -> RunFacts:
         use_cpu=not cuda,
         link=str(engine.mesh.link or ""),
     )
+
+
+def _write_page(trainer: Any, run: RunFacts) -> str:
+    """Writes the page of the run where its operators were measured, and returns the link to it, as Markdown."""
+    folder, profile = Path(trainer.args.output_dir, PAGE).parent, run.tuning.profile if run.tuning is not None else None
+    if profile is None or not folder.is_dir():
+        return ""
+    engine, many = trainer.helix, min(run.microbatches[0], 3 * run.sizes["pp"])
+    measured = format_scorecard(run.overlap, run.plan) if run.overlap is not None else ""
+
+    def memory(predicted: Prediction) -> WindowMemory | None:
+        try:
+            return memory_of_run(trainer.model.config, profile, engine.mesh.option_sizes, predicted)
+        except ValueError:  # not of adapters, nor of a class that Transformers does not make from a configuration
+            return None
+
+    try:
+        parts = plan_parts(engine.plan, profile, engine.runner.scheduler(many), measured, memory)
+        write_page(Path(trainer.args.output_dir, PAGE), f"{Path(trainer.args.output_dir).name}: plan {run.plan}", parts)
+    except ImportError:
+        command = "hf-helix show plan.json --profile profile.json --html page.html"
+        return f"\n`{command}`, in `{folder.name}`, draws a window.\n"
+    return f"\n[A page of the run]({PAGE}): a window operator by operator, and its memory; for a browser.\n"
 
 
 def _reason(run: RunFacts) -> str:
@@ -187,7 +221,7 @@ def _timed(run: RunFacts) -> list[str]:
     return ["\n".join(lines)]
 
 
-def _launch_yaml(run: RunFacts) -> str:
+def _launch_yaml(run: RunFacts, machines: int) -> str:
     """Returns a configuration for `accelerate launch`. Files are named without their folder on this machine."""
     fields = dataclasses.fields(run.config)
     changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}
@@ -195,13 +229,12 @@ def _launch_yaml(run: RunFacts) -> str:
     for name in ("plan", "schedule", "profile"):
         if options.get(name):
             options[name] = Path(options[name]).name
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     launch = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if run.num_ranks > 1 else "NO",
         "use_cpu": run.use_cpu,
         "num_machines": machines,
-        **({"machine_rank": 0, "main_process_ip": "HOST"} if machines > 1 else {}),
+        "machine_rank": 0,
         "num_processes": run.num_ranks,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": {"helix": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}},

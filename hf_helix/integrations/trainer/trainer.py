@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.online import count_batches_once, gathering_once, is_online, settle_generation
 from hf_helix.integrations.trainer.own_loss import has_own_loss
+from hf_helix.integrations.trainer.references import cut_references
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
@@ -183,6 +185,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._own_loss = has_own_loss(self, model, self._loss_function)
         if not self._own_loss:
             self._cut(model)
+        elif self.helix_config.ranks_per_batch > 1 or self.helix_config.shard_parameters:
+            mesh = self._plugin.build_mesh(self.args.device)
+            cut_references(self.accelerator, model, self.helix_config, mesh, self._run_options(), USE_INSTEAD)
 
     def _cut(self, model: Any) -> None:
         """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""
@@ -192,14 +197,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             model,
             self.helix_config,
             self._plugin.build_mesh(args.device),
-            RunOptions(
-                seed=args.seed,
-                num_microbatches=_accumulation_steps(args),
-                autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-                loss_tweaks=self._loss_tweaks(args),
-                checkpointing=asked_by(args),
-                weights=self._weights,
-            ),
+            self._run_options(),
             USE_INSTEAD,
         )
         if before is not None:
@@ -209,6 +207,17 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if self._own_loss:
             run_in_mixed_precision(model, self.accelerator)
             cut_fused_head()
+
+    def _run_options(self) -> RunOptions:
+        args = self.args
+        return RunOptions(
+            seed=args.seed,
+            num_microbatches=_accumulation_steps(args),
+            autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+            loss_tweaks=self._loss_tweaks(args),
+            checkpointing=asked_by(args),
+            weights=self._weights,
+        )
 
     def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
         if self._own_loss:
@@ -286,7 +295,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Makes the optimizer as the stock method does. With `shard_optimizer` or `shard_parameters`, the optimizer
         steps this rank's shards.
         """
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        # Of an optimizer of Transformers, the stock method counts the elements of embeddings for a line of its log.
+        with plain_parameters() if self.optimizer_cls_and_kwargs is None else nullcontext():
+            optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.helix.step_shards(optimizer)
         return optimizer
 

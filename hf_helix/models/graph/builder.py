@@ -104,12 +104,21 @@ class Builder:
         """
         if self.tp.size == 1:
             return value
+        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
+        return self.join_features(name, parts, self.tp, dim)
+
+    def join_features(self, name: str, value: str, axis: Axis, dim: int) -> str:
+        """Adds the join of the shares of a dimension [ranks * tokens, batch, ...] to the whole [tokens, batch, ...].
+
+        Args:
+            axis: the ranks that the shares come from.
+            dim: the dimension.
+        """
 
         def join(parts: Tensor) -> Tensor:
-            return parts.unflatten(0, (self.tp.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+            return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
-        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, relative_cost=LIGHT)
-        return self.declare(name, Segment(join), (parts,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, Segment(join), (value,), relative_cost=LIGHT / 2)[0]
 
     def take_part(self, name: str, value: str) -> str:
         """Adds the cut of a full sequence that every rank has: this rank's part. The gradient is a partial sum."""
@@ -365,7 +374,14 @@ class Builder:
         operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
         return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
 
-    def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
+    def lookup(
+        self,
+        name: str,
+        embedding: nn.Module,
+        *,
+        plain: bool = False,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> str:
         """Adds the lookup of token embeddings in a table cut by rows; returns partial sums for `reduce_scatter`.
 
         Reads the side input `ids` and, for noise, `length`.
@@ -374,6 +390,7 @@ class Builder:
             embedding: the embedding.
             plain: whether the caller declares the extra computation of a subclass of `nn.Embedding` (a scale) by
                 operators after the lookup. Otherwise subclasses are refused.
+            change: returns the ids that are looked up, from those of the batch.
 
         Raises:
             ValueError: the embedding is of another class; or noise would be added before an operator after the lookup.
@@ -389,7 +406,8 @@ class Builder:
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
             self.place([adapter.up], COPIED_ON_SHARDS)
-        return self.declare(name, _lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha), ())[0]
+        segment = _lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha, change)
+        return self.declare(name, segment, ())[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -524,13 +542,20 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
     )
 
 
-def _lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alpha: float | None) -> Segment:
+def _lookup_segment(
+    table: Unwrapped,
+    embedding: nn.Module,
+    tp: Axis,
+    neftune_alpha: float | None,
+    change: Callable[[Tensor], Tensor] | None,
+) -> Segment:
     """Returns the segment of a lookup in a table with adapters; `embedding` has the training mode."""
     num_rows = table.weight.shape[0]
     first, _ = cut_bounds(num_rows, tp.size, tp.rank)
     padding = table.module.padding_idx
 
     def find(ids: Tensor) -> Tensor:
+        ids = ids if change is None else change(ids)
         value = total = lookup(ids, table.weight, first, num_rows, padding)
         for adapter in table.adapters():
             low = lookup(ids, adapter.down.t(), first, num_rows, padding)

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
-from hf_helix.models.graph.context import ATTENTION as ATTENTION_COST
-from hf_helix.models.graph.context import LIGHT
 from hf_helix.models.lowering.experts import Experts
+from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
 from hf_helix.models.placement.rules import SAME
 from hf_helix.models.placement.value_placement import COLUMN, FULL, PARTIAL, ROW, SHARD, dim_of, name_of
 from hf_helix.models.stock_modules import is_silu
-from hf_helix.models.trace.mixers import hide_padding
 from hf_helix.models.trace.opaque_calls import (
     ATTENTION,
     DROPOUT,
@@ -35,11 +33,11 @@ from hf_helix.models.trace.opaque_calls import (
     MaskOf,
     OpaqueCall,
 )
-from hf_helix.models.trace.trace import SEEN, Underivable, args_of
+from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
 
 
-class Lowering(Experts):
+class Lowering(Experts, Mixers):
     """Declares the operators of one module."""
 
     def run(self, where: str = SHARD) -> str:
@@ -111,12 +109,17 @@ class Lowering(Experts):
         self._set(node, self.b.dropout(self._name(node), dropout, value))
 
     def _lookup(self, node: Node, opaque: OpaqueCall) -> None:
-        table, ids = self.module.get_submodule(opaque.path), args_of(node)[0]
+        table, given = self.module.get_submodule(opaque.path), args_of(node)[0]
+        ids = given
         while ids.op == "call_function" and name_of(ids) in (*SAME, "view", "reshape"):
             ids = args_of(ids)[0]
-        if ids is not self.trace.hidden:
-            raise Underivable("its code changes the ids of tokens before it looks them up")
-        self._set(node, self.b.lookup(self._name(node), table, plain=True))
+        change = None
+        if ids is not self.trace.hidden:  # such as padding in the places of images
+            segment, _ = self.plan.segment([given], [self.trace.hidden])
+            if segment.side or self.trace.shape(given) != self.trace.shape(self.trace.hidden):
+                raise Underivable("its code changes the ids of tokens before it looks them up")
+            change = segment.bind(self.module)
+        self._set(node, self.b.lookup(self._name(node), table, plain=True, change=change))
 
     def _residual(self, node: Node) -> None:
         """Declares a sum: partial terms are added first, scattered, and added to the other terms."""
@@ -179,39 +182,6 @@ class Lowering(Experts):
             share = plan.placements.shares[node]
             name = b.gather_features(self._name(node, "features"), name, dim_of(share))
         self._set(node, name)
-
-    def _mixer(self, node: Node, opaque: OpaqueCall) -> None:
-        """Declares a recurrent mixer, with the segment before it."""
-        plan, b, call = self.plan, self.b, opaque.details["call"]
-        if b.cp.size > 1:
-            raise Underivable(
-                f"cp_size={b.cp.size}: {opaque.path or 'a layer'} mixes tokens by {call.name}(), which is not built "
-                "over a shared sequence; use cp_size=1 with tp_size or pp_size"
-            )
-        segment, inputs = plan.segment([node])
-        function, side = self._function(segment, [node], inputs, mixes=True)
-        name = b.segment(
-            self._free(".".join(filter(None, (opaque.path, call.name)))),
-            function,
-            *(self.value(value, FULL) for value in inputs),
-            side=side,
-            **self._used_by(segment),
-            on_shard=True,
-            compiles=False,
-            relative_cost=LIGHT if call.mixer.by_channel else ATTENTION_COST,
-        )
-        self._set(node, name)
-
-    def _hide(self, node: Node, opaque: OpaqueCall) -> None:
-        """Declares zeros for hidden tokens."""
-        where = self.plan.placement(node).where
-        rank = self.b.tp.rank if where == SHARD else 0
-
-        def hidden(value: Tensor, **side: Tensor | None) -> Tensor:
-            return hide_padding(value, side[SEEN], rank)
-
-        value = self.value(args_of(node)[0], where)
-        self._set(node, self.b.segment(self._name(node, "hide"), hidden, value, side=(SEEN,), compiles=False))
 
     def _attention(self, node: Node, opaque: OpaqueCall) -> None:
         plan, b = self.plan, self.b
@@ -306,6 +276,6 @@ class Lowering(Experts):
         ATTENTION: _attention,
         EXPERTS: Experts._experts,
         LAYER: _layer,
-        MIXER: _mixer,
-        HIDE: _hide,
+        MIXER: Mixers._mixer,
+        HIDE: Mixers._hide,
     }

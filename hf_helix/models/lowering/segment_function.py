@@ -88,6 +88,7 @@ class SegmentWriter:
         self.made: dict[Node, Any] = {}
         self.sizes: dict[Any, tuple[Node, int]] = {}
         self.first: Node | None = None
+        self.entered: Node | None = None
 
     def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> SegmentFunction:
         """Returns the function that computes nodes from others."""
@@ -157,6 +158,7 @@ class SegmentWriter:
 
     def _enter(self, node: Node, here: Node) -> None:
         self.made[node] = here
+        self.entered = self.entered or here
         if self.first is None and node.meta["val"].is_floating_point():
             self.first = here
         if self._is_flattened(node):
@@ -251,12 +253,13 @@ class SegmentWriter:
         return made
 
     def _type(self, value: Any) -> Any:
-        """Returns a dtype or device of the trace as the dtype or device of the first value."""
-        if value is DTYPE or value == META:
-            if self.first is None:
-                raise Underivable("its code makes tensors of nothing")
-            return self.graph.call_function(getattr, (self.first, "dtype" if value is DTYPE else "device"))
-        return value
+        """Returns a dtype or device of the trace as those of the first value with fractions; a device, of any value."""
+        if value is not DTYPE and value != META:
+            return value
+        source = self.first if value is DTYPE or self.first is not None else self.entered
+        if source is None:
+            raise Underivable("its code makes tensors of nothing")
+        return self.graph.call_function(getattr, (source, "dtype" if value is DTYPE else "device"))
 
     def _of(self, value: Any) -> ValuePlacement:
         return self.placements.values[value]

@@ -117,7 +117,7 @@ class SegmentPlan:
         self.groups: dict[Node, set[Node]] = {}
         self._choose_values()
         self.flat = {*self.routed, *self.routed.values()}
-        self._segments: dict[tuple[Node, ...], tuple[SegmentFunction, list[Node]]] = {}
+        self._segments: dict[tuple[tuple[Node, ...], tuple[Node, ...] | None], tuple[SegmentFunction, list[Node]]] = {}
 
     def _ancestors(self, node: Node) -> set[Node]:
         """Returns a node and all nodes before it."""
@@ -239,11 +239,14 @@ class SegmentPlan:
             visit(node)
         return inputs
 
-    def segment(self, outputs: Sequence[Node]) -> tuple[SegmentFunction, list[Node]]:
-        """Returns the segment that computes the outputs, and the values that the segment reads."""
-        key = tuple(outputs)
+    def segment(
+        self, outputs: Sequence[Node], inputs: Sequence[Node] | None = None
+    ) -> tuple[SegmentFunction, list[Node]]:
+        """Returns the segment that computes the outputs, and the values that the segment reads: those between operators
+        unless given."""
+        key = tuple(outputs), None if inputs is None else tuple(inputs)
         if key not in self._segments:
-            inputs = self.inputs_of(outputs)
+            inputs = self.inputs_of(outputs) if inputs is None else list(inputs)
             function = SegmentWriter(self.placements, self.share, self.flat).write(inputs, outputs)
             self._segments[key] = function, inputs
         return self._segments[key]

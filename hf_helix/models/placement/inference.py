@@ -145,7 +145,7 @@ def _linear(p: Placements, node: Node) -> ValuePlacement:
 def _norm(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is not None and given.dim == p.dims(node) - 1:
-        if p.feeds_attention(node):
+        if p.feeds_attention(node) or p.follows_attention(node):
             raise NeedsInlining(p.trace.path_of(node))
         p.demote(given.origins, node)
     return replace(given, where=where_reduced(given), start=None, expanded=None)

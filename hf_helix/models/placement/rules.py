@@ -123,6 +123,19 @@ class Placements:
         self.decisions.gathered.clear()
         raise Restart
 
+    def follows_attention(self, node: Node) -> bool:
+        """Returns whether a value comes from attention, without a linear between."""
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            value = waiting.pop()
+            opaque = self.trace.opaque_call(value)
+            if opaque is not None and opaque.kind in (ATTENTION, LINEAR):
+                if opaque.kind == ATTENTION:
+                    return True
+                continue
+            waiting += value.all_input_nodes
+        return False
+
     def feeds_attention(self, node: Node) -> bool:
         """Returns whether a value reaches attention before any linear, on every path."""
         waiting, seen = list(node.users), set()

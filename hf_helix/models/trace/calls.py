@@ -37,9 +37,11 @@ LAYER_CLASS = GradientCheckpointingLayer
 
 
 def stock_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the `forward` of a module without the replacement of a cut model."""
+    """Returns the `forward` of a module without the replacements of a cut model."""
     forward: Any = module.forward
-    return forward.__wrapped__ if getattr(forward, "is_refusal", False) else forward
+    while getattr(forward, "is_refusal", False):
+        forward = forward.__wrapped__
+    return forward
 
 
 class _Enough(Exception):
@@ -190,7 +192,7 @@ def _naming(name: str) -> Callable[..., Any]:
         by_positions = kwargs.get("position_ids") is not None
         if name == "create_recurrent_attention_mask" and not extra:
             return PaddingMask()
-        if name == "create_masks_for_generate" and not extra and kwargs.get("block_sequence_ids") is None:
+        if name == "create_masks_for_generate" and not extra:  # text alone has no blocks of images in it
             return _masks_by_kind(config.get_text_config(), by_positions)
         if name not in _MASKS or extra:
             raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
@@ -217,7 +219,8 @@ def _masks_by_kind(config: Any, by_positions: bool) -> Any:
 
 @contextlib.contextmanager
 def _narrow_lookups() -> Iterator[list[Tensor]]:
-    """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature.
+    """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature,
+    and norms of embeddings return their value.
 
     Only the first pipeline rank has these tables. Yields the list of ids looked up.
     """
@@ -227,7 +230,10 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
         looked_up.append(ids)
         return weight.new_zeros((*ids.shape, 1))
 
-    with replaced([(vars(functional), {"embedding": embedding})]):
+    def layer_norm(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return value
+
+    with replaced([(vars(functional), {"embedding": embedding, "layer_norm": layer_norm})]):
         yield looked_up
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -173,3 +174,17 @@ def hide_padding(value: Tensor, seen: Tensor | None, rank: int = 0) -> Tensor:
         return value
     here = seen[rank * len(value) :][: len(value)]
     return (value * here.view(*here.shape, *[1] * (value.dim() - 2))).to(value.dtype)
+
+
+def shares_of(value: Tensor, dim: int | None, count: int) -> tuple[Tensor, ...]:
+    """Returns the shares of ranks in an operand of a mixer.
+
+    Args:
+        value: the operand.
+        dim: its dimension of heads, of groups that several heads share, or of channels; None for what all share.
+        count: the number of ranks. It divides the heads; a group of heads on several ranks is in each share.
+    """
+    if dim is None:
+        return (value,) * count
+    copies = math.lcm(value.shape[dim], count) // value.shape[dim]
+    return (value if copies == 1 else value.repeat_interleave(copies, dim)).chunk(count, dim)

@@ -62,6 +62,24 @@ class AllGatherReplicated(Communication):
         return (out,), transfer
 
 
+class Exchange(Communication):
+    """All-to-all of values [size * n, ...]: block i goes to rank i, and the blocks of all ranks arrive in rank order;
+    backward is the same exchange of gradients."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+        values = [value.contiguous() for value in inputs]
+        out, exchange = tuple([torch.empty_like(value) for value in values]), self.axis.transport.exchange
+
+        def transfer() -> None:
+            for arrived, value in zip(out, values, strict=True):
+                exchange(arrived, value)
+
+        return out, transfer
+
+
 def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
     """Returns the full value [size * n, ...] of shards [n, ...], not filled yet, and the transfer that fills it."""
     value = value.contiguous()

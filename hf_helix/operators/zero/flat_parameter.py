@@ -7,7 +7,7 @@ Must hold: every rank has the same layout of the buffer. The parts are views of 
 nothing. Nobody reads a resharded parameter: a placeholder of its shape and type, full of NaN (of packed weights, 0).
 The type of a buffer changes no bit of a result.
 
-The buffer, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
+The buffer, with three parameters over two ranks (`.` is padding between starts, see `ALIGNMENT`):
 
     aaaaaaaaaaaaa...bbbbbbbb|bbbbb...ccccc...........
     rank 0                   rank 1
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -33,8 +32,9 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
 
-ALIGNMENT = 32
-"""Elements between starts of parameters: every parameter begins at a multiple of 64 bytes in half precision."""
+ALIGNMENT, BLOCK, BLOCKED = 32, 256, 4096
+"""A parameter begins at a multiple of `ALIGNMENT` elements: 64 bytes in half precision. From `BLOCKED` elements on, it
+begins and is divided at multiples of `BLOCK`, the elements with a common scale in optimizer states of 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,11 @@ class FlatParameter:
     def shard_in_place(self, device: torch.device) -> None:
         """Copies this rank's shard of the parameters to a device, and makes the parameters placeholders there."""
         shapes = [tuple(parameter.shape) for parameter in self.placements]
-        starts = list(accumulate((_aligned(prod(shape)) for shape in shapes), initial=0))
-        extents = map(Extent, starts, shapes)  # the last start is the end of the buffer
-        self._extents = dict(zip(self.placements, extents, strict=True))
-        owned = _aligned(-(-starts[-1] // self.gather_axis.size))
+        end, largest = 0, max(map(_alignment, shapes))
+        for parameter, shape in zip(self.placements, shapes, strict=True):
+            extent = self._extents[parameter] = Extent(_aligned(end, _alignment(shape)), shape)
+            end = extent.end
+        owned = _aligned(-(-_aligned(end, ALIGNMENT) // self.gather_axis.size), largest)
         dtype = next(iter(self.placements)).dtype
         self.shard = self._make_shard(owned, dtype, device)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -245,6 +246,11 @@ class FlatParameter:
         return shard[start : start + last - first]
 
 
-def _aligned(count: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _alignment(shape: tuple[int, ...]) -> int:
+    """The elements of which a parameter's start is a multiple."""
+    return BLOCK if prod(shape) >= BLOCKED else ALIGNMENT
+
+
+def _aligned(count: int, alignment: int) -> int:
+    """The next multiple of an alignment."""
+    return -(-count // alignment) * alignment

@@ -3,7 +3,7 @@
 In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
 Out:  the fastest schedule found: a named schedule, or a list schedule improved by local search.
 Must hold: the placement is the fold, so layers never move between ranks; the schedule is never slower than
-`folded_1f1b` and `dualpipe_v` where their activations fit; equal inputs give equal schedules on every machine.
+`folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal schedules on every machine.
 
     list scheduling   a free rank takes its policy's preferred action among the actions with all inputs
     local search      anneals the best schedules by small random changes, mostly on the critical path
@@ -21,6 +21,7 @@ from itertools import product
 
 from hf_helix.planning.annealing import anneal, threshold
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
 from hf_helix.planning.schedule.slot_clock import (
@@ -40,15 +41,23 @@ FINALISTS, STARTS = 4, 2
 
 
 def choose_schedule(
-    num_ranks: int, num_microbatches: int, costs: Costs, max_live: int | None = None, search: bool = True
+    num_ranks: int,
+    num_microbatches: int,
+    costs: Costs,
+    max_live: int | None = None,
+    search: bool = True,
+    limit: MemoryLimit | None = None,
 ) -> tuple[str, Schedule]:
-    """Returns the fastest schedule found on the fold, and its label: a name, or `SEARCHED`.
+    """Returns the fastest schedule found on the fold that fits, and its label: a name, or `SEARCHED`. If none fits, the
+    schedule with the least excess.
 
     Args:
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
             of `folded_1f1b` and `dualpipe_v`.
         search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
             else the choice is among the named schedules and two list schedules.
+        limit: of the memory; None without a limit. If the memory of operators is unknown, the choice is among the named
+            schedules.
 
     Raises:
         ValueError: `max_live` is less than 2.
@@ -57,36 +66,34 @@ def choose_schedule(
         raise ValueError(f"max_live={max_live} is too few: a micro-batch leaves 2 activations on a rank; use 2 or more")
     ranks = stage_ranks(FOLD, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
+    fits_rank = _fits_rank(limit)
 
     def run(label: str, schedule: Schedule) -> tuple[str, Simulated]:
         return label, simulate_schedule(schedule, ranks, costs)
+
+    def merit(candidate: tuple[str, Simulated]) -> tuple[float, float, int]:
+        excess = 0.0 if limit is None else max(0.0, limit.excess(candidate[1].schedule))
+        return excess, candidate[1].seconds, max(candidate[1].live)
 
     candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
     if max_live is None:
         max_live = max(max(simulated.live) for _, simulated in candidates)
     candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
-    policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
-    candidates.append(run(SEARCHED, _listed(clock, policies)))
-    for _, start in sorted(candidates, key=_merit)[: STARTS if search else 0]:
-        candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live)))
-    label, best = min(candidates, key=_merit)
+    if limit is None or limit.passes is not None or not candidates:
+        policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
+        candidates.append(run(SEARCHED, _listed(clock, policies)))
+        for _, start in sorted(candidates, key=merit)[: STARTS if search else 0]:
+            candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live, fits_rank)))
+    label, best = min(candidates, key=merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
 
 
-def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
-    """Returns list schedules, made without a search; a rank defers weight gradients until it would wait."""
-    ranks = stage_ranks(FOLD, num_ranks)
-    clock = SlotClock(ranks, costs, num_microbatches)
-    named = [simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in FOLDED]
-    max_live = max(max(simulated.live) for simulated in named)
-    policies = _usual_policies(num_ranks, num_microbatches, costs, max_live)
-    return [list_schedule(clock, policy)[0] for policy in policies]
-
-
-def _merit(candidate: tuple[str, Simulated]) -> tuple[float, int]:
-    """Time, then memory."""
-    return candidate[1].seconds, max(candidate[1].live)
+def _fits_rank(limit: MemoryLimit | None) -> Callable[[int, Row], bool] | None:
+    """Returns whether a rank with these slots keeps to its memory, as a function; None without a limit."""
+    if limit is None or limit.passes is None:
+        return None
+    return lambda rank, row: limit.excess_of(rank, (timed.slot for timed in row)) <= 0
 
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
@@ -290,7 +297,9 @@ class _Candidate:
         return self.run.critical_path()
 
 
-def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Schedule:
+def improve_schedule(
+    schedule: Schedule, clock: SlotClock, max_live: int, fits_rank: Callable[[int, Row], bool] | None = None
+) -> Schedule:
     """Returns the fastest schedule of a random walk of small changes.
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
@@ -299,6 +308,7 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Sch
     Args:
         clock: of its stages and micro-batches.
         max_live: activations, each of one stage and micro-batch, alive at once on a rank.
+        fits_rank: whether a rank with these slots keeps to its memory; None without a limit.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)
@@ -309,6 +319,8 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int) -> Sch
         row = list(current.rows[rank])
         rng.choice(CHANGES)(row, place, rng, clock.timed)
         if row == current.rows[rank] or not _is_valid(row, len(clock.ranks), max_live):
+            return None
+        if fits_rank is not None and not fits_rank(rank, row):
             return None
         changed = [*current.rows[:rank], row, *current.rows[rank + 1 :]]
         run = clock.run(changed)

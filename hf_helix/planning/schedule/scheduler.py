@@ -20,6 +20,7 @@ from hf_helix.planning.schedule.actions import (
     without_microbatches,
 )
 from hf_helix.planning.schedule.auto import choose_schedule
+from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule, stage_costs
@@ -36,6 +37,7 @@ class Scheduler:
         name: of a schedule, `auto`, or the path of an action file.
         num_ranks: of the pipeline.
         costs: of every virtual stage; None without a measurement.
+        limit: of the memory of a window, which `auto` keeps to; None without a limit.
 
     Attributes:
         placement: of the virtual stages; of `auto`, the fold.
@@ -46,9 +48,10 @@ class Scheduler:
         OSError: the action file cannot be read.
     """
 
-    def __init__(self, name: str, num_ranks: int, costs: Costs | None = None) -> None:
+    def __init__(self, name: str, num_ranks: int, costs: Costs | None = None, limit: MemoryLimit | None = None) -> None:
         self.name = name
         self.num_ranks = num_ranks
+        self._limit = limit
         self._costs = None if costs is None else lambda ranks: costs
         self._made: dict[int, Schedule] = {}
         self.max_microbatches: int | None = None
@@ -61,7 +64,7 @@ class Scheduler:
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a window."""
         if num_microbatches not in self._made:
-            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs)
+            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs, self._limit)
             self._made[num_microbatches] = schedule
         return self._made[num_microbatches]
 
@@ -71,13 +74,24 @@ def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
     return (*FOLDED, AUTO) if name == AUTO and num_ranks > 1 else (name,)
 
 
-def candidates(name: str, profile: Profile) -> list[Scheduler]:
-    """The schedulers that a measured run may choose from, all of one placement."""
+def candidates(
+    name: str, profile: Profile, num_microbatches: int | None = None, limit: MemoryLimit | None = None
+) -> list[Scheduler]:
+    """The schedulers that a measured run may choose from, all of one placement.
+
+    Args:
+        name: of the schedule that the run asks for.
+        profile: the measured times.
+        num_microbatches: of the windows; None for three for each rank.
+        limit: of the memory of a window; a named schedule behind `auto` that exceeds the limit is left out.
+    """
     num_ranks = profile.layout.num_ranks
     names = schedule_names(name, num_ranks)
-    return [
-        Scheduler(each, num_ranks, stage_costs(profile) if len(names) > 1 and each == AUTO else None) for each in names
-    ]
+    if len(names) == 1:
+        return [Scheduler(name, num_ranks)]
+    count = num_microbatches or 3 * num_ranks
+    fitting = [each for each in FOLDED if limit is None or limit.excess(build_schedule(each, num_ranks, count)) <= 0]
+    return [*(Scheduler(each, num_ranks) for each in fitting), Scheduler(AUTO, num_ranks, stage_costs(profile), limit)]
 
 
 def find_schedule(
@@ -85,12 +99,14 @@ def find_schedule(
     num_ranks: int,
     num_microbatches: int | None,
     costs: Callable[[Sequence[int]], Costs] | None = None,
+    limit: MemoryLimit | None = None,
 ) -> tuple[str, Schedule]:
     """Returns the schedule of a name, and its label.
 
     Args:
         num_microbatches: of the window; None for all of an action file, or else three for each rank.
         costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
+        limit: of the memory of a window, which `auto` keeps to; None without a limit.
 
     Raises:
         ValueError: no such schedule, or as `choose_schedule`, `build_schedule` and `load_schedule`.
@@ -103,7 +119,8 @@ def find_schedule(
         return name, build_schedule(name, num_ranks, count)
     if name == AUTO:
         ranks = stage_ranks(FOLD, num_ranks)
-        return choose_schedule(num_ranks, count, costs(ranks) if costs else Costs.even(len(ranks)), search=bool(costs))
+        of_stages = costs(ranks) if costs else Costs.even(len(ranks))
+        return choose_schedule(num_ranks, count, of_stages, search=bool(costs), limit=limit)
     check_schedule(name)
     return name, load_schedule(name, num_ranks, num_microbatches)
 

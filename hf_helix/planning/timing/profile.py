@@ -63,6 +63,21 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class OperatorMemory:
+    """The memory of one call of an operator.
+
+    Attributes:
+        delta: change of live bytes, including releases by its readers.
+        peak: largest increase of live bytes while the operator runs.
+        weights: the part of `delta` in gathered weights or copies of gathered weights.
+    """
+
+    delta: int = 0
+    peak: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
 class Profile:
     """The times of the operators of a layout.
 
@@ -75,6 +90,7 @@ class Profile:
         like: an operator -> an equal one (a collective of the same size) that `pairs` names.
         bytes: sent by a rank in each operator that communicates.
         bare: seconds of each of these without the emulated link of `times`; empty without one.
+        memory: of each operator, in the order of one strand; empty if not measured.
     """
 
     about: Mapping[str, str]
@@ -85,10 +101,11 @@ class Profile:
     like: Mapping[Name, Name] = field(default_factory=dict)
     bytes: Mapping[Name, int] = field(default_factory=dict)
     bare: Mapping[Name, float] = field(default_factory=dict)
+    memory: Mapping[Name, OperatorMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_times(self.layout, self.times, self.pairs)
-        for name in [*self.like, *self.like.values()]:
+        for name in [*self.like, *self.like.values(), *self.memory]:
             if name not in self.times:
                 raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.text import first_difference, format_json, round_ms
-from hf_helix.planning.timing.profile import Pair, Profile, join_name
+from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, join_name
 from hf_helix.planning.window.layout import GradientReduction, Layout, Name, WeightGather
 
 FORMAT = "hf_helix.profile/1"
@@ -115,9 +115,10 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     for row in data["pairs"]:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
+    memory = {_split(name): OperatorMemory(*map(int, row)) for name, row in data.get("memory", {}).items()}
     about = {str(key): str(value) for key, value in data["about"].items()}
     layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers)
-    return Profile(about, layout, times, spread, pairs, like, moved, bare)
+    return Profile(about, layout, times, spread, pairs, like, moved, bare, memory)
 
 
 def _split(text: str) -> Name:
@@ -159,6 +160,7 @@ def profile_json(profile: Profile) -> str:
             "ranks": list(profile.layout.ranks),
             **_window_data(profile.layout),
         },
+        **_memory_data(profile),
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},
     }
     return format_json(data) + "\n"
@@ -169,6 +171,12 @@ def _window_data(layout: Layout) -> dict[str, Any]:
     sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.reductions]
     gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
     return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
+
+
+def _memory_data(profile: Profile) -> dict[str, Any]:
+    """The memory of the operators for a file; empty without any."""
+    rows = {join_name(name): list(astuple(each)) for name, each in profile.memory.items()}
+    return {"memory": rows} if rows else {}
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

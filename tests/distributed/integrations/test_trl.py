@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.sft_jobs import save_tokenizer
 
+from hf_helix.runtime.divided import plain_parameters
+
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "dog", "while", "rain", "fell", "over", "hills")
 CONFIG, HEADS, SCORES = "Config", "ForCausalLM", "ForSequenceClassification"
 LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
@@ -27,7 +29,7 @@ def rows(kind: str, count: int) -> Any:
         row: dict[str, Any] = {"prompt": text(5 + number % 3)}
         if kind == "kto":
             row |= {"completion": " " + text(4 + number % 4), "label": number % 2 == 0}
-        elif kind in ("dpo", "reward"):
+        elif kind in ("dpo", "synced", "reward"):
             row |= {"chosen": " " + text(4 + number % 4), "rejected": " " + text(6 - number % 3)}
         made.append(row)
     return Dataset.from_list(made)
@@ -47,7 +49,7 @@ def follow(
     from hf_helix import HelixConfig, HelixTrainerMixin
 
     online = kind in ("grpo", "rloo")
-    name = {"reward": "Reward"}.get(kind, kind.upper())
+    name = {"reward": "Reward", "synced": "DPO"}.get(kind, kind.upper())
     stock, arguments = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     words = transformers.AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(0)
@@ -57,10 +59,11 @@ def follow(
     of_model = {name: getattr(transformers, f"{model}{name}") for name in (CONFIG, HEADS, SCORES)}
     config = of_model[CONFIG](vocab_size=283, num_key_value_heads=2, pad_token_id=words.pad_token_id, **sizes)
     config.num_labels = 1 if kind == "reward" else 2
+    rows_of_rank = 2 if helix == SHARDS else 4  # data-parallel ranks share the rows of a batch out
     training: dict[str, Any] = {
         "output_dir": folder,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
+        "per_device_train_batch_size": rows_of_rank,
+        "per_device_eval_batch_size": rows_of_rank,
         "gradient_accumulation_steps": 3,
         "max_steps": 3,
         "logging_steps": 1,
@@ -80,7 +83,9 @@ def follow(
     else:
         training |= {"eval_strategy": "steps", "eval_steps": 3}
         options["eval_dataset"] = rows(kind, 8)
-    if kind in ("dpo", "kto") and not lora:
+    if kind == "synced":
+        training |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    if kind in ("dpo", "kto", "synced") and not lora:
         torch.manual_seed(7)  # of equal models, the sign of a difference is that of its rounding
         options["ref_model"] = of_model[HEADS](config)
     if lora:
@@ -100,10 +105,18 @@ def follow(
         {key: value for key, value in entry.items() if not key.startswith(LEFT_OUT)}
         for entry in trainer.state.log_history
     ]
-    return {"log": log, "fused": trainer.helix.seam.called.num_fused if helix is not None else 0}
+    if helix is None:
+        return {"log": log}
+    reference, part = getattr(trainer, "ref_model", None), 0.0
+    if reference is not None:
+        full = sum(each.nbytes for each in reference.parameters())
+        with plain_parameters():
+            part = sum(each.untyped_storage().nbytes() for each in reference.parameters()) / full
+    return {"log": log, "fused": trainer.helix.seam.called.num_fused, "part": part}
 
 
 TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
+SHARDS = {"shard_parameters": True}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +127,9 @@ TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
         for case in [
             ("dpo", PP, False, "Llama"),
             ("dpo", CP, False, "Llama"),
+            ("dpo", SHARDS, False, "Llama"),
+            ("synced", TP, False, "Llama"),
+            ("synced", PP, False, "Llama"),
             ("dpo", TP, True, "Llama"),
             ("dpo", PP, True, "Llama"),
             ("kto", TP, False, "Llama"),
@@ -145,6 +161,9 @@ def test_as_the_stock_trainer(
     assert ("aux_loss" in wanted["log"][0]) == (model != "Llama" and kind != "reward")
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **job):
         for found, stock in zip(result["log"], wanted["log"], strict=True):
+            if helix == SHARDS:
+                stock.pop("total_flos", None), found.pop("total_flos", None)  # smaller batches are padded less
             # Rewards are differences of log-probabilities of about 20, of which this is one millionth.
             assert found == pytest.approx(stock, rel=1e-4, abs=2e-5)
+        assert result["part"] < 0.8 or helix == CP  # of a reference model, a rank holds as much as of the trained one
         assert result["fused"] == (8 if kind in ("grpo", "rloo") else 6)

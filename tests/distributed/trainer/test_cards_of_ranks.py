@@ -31,6 +31,7 @@ def write_card(folder: str, helix: dict[str, Any], measure: bool = False, **card
 
 @pytest.mark.slow
 def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
+    pytest.importorskip("bokeh")
     helix = {"tp_size": 2, "cache": False, "tuning_share": 1.0}
     assert cluster_of(2).run(write_card, folder=str(tmp_path), helix=helix) == [True, False]
     card = card_in(tmp_path / "0")
@@ -45,6 +46,10 @@ def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
     assert card.text.count("*instead:* data parallelism, if the model fits") == 1
     for said in ("  overlapped ", "  hidden ", "  no plan can beat ", "- total_train_batch_size: 6\n"):
         assert card.text.count(said) == 1, card.text
+    page = (tmp_path / "0" / "helix" / "page.html").read_text()
+    assert card.text.count("[A page of the run](helix/page.html)") == 1
+    assert "memory of rank 0 by part" in page
+    assert "  overlapped " in page, "the measured scorecard"
     path = launch_file(card, tmp_path)
     assert HelixConfig.from_file(path) == HelixConfig(**helix)
     launch = load_config_from_file(str(path))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 from support.profiles import MODEL, broken, tiny_profile
 
 from benchmarks.paper.ablate import ablate_profile
@@ -154,20 +155,19 @@ def test_a_plan_as_text(file: Path, tmp_path: Path, capsys: Any) -> None:
     assert all(len(row) <= 90 for row in rows)
 
 
-SUFFIXES = [".svg", pytest.param(".png", marks=pytest.mark.slow)]  # report/test_pictures.py has every format
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_pictures(suffix: str, file: Path, tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
+def test_pages(file: Path, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("bokeh")
     plan_file("intra_batch", tmp_path / "plan.json")
-    run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", 1, "--output", tmp_path / f"plan{suffix}")
-    assert capsys.readouterr().out == f"{tmp_path}/plan{suffix}\n"
-    run("show", file, "--output", tmp_path / f"oef{suffix}")
-    assert capsys.readouterr().out == f"{tmp_path}/oef{suffix}\n{tmp_path}/oef-breakdown{suffix}\n"
-    for name in ("plan", "oef", "oef-breakdown"):
-        start = (tmp_path / f"{name}{suffix}").read_bytes()[:8]
-        assert start.startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG"), name
+    page, plan = tmp_path / "page.html", ("show", tmp_path / "plan.json", "--profile", file)
+    for words, heading in (
+        ((*plan, "--microbatches", 1), "The window"),
+        ((*plan, "--compare", "sequential"), "The window"),
+        (("show", "--schedule", "dualpipe_v", "--pp", 2), "The pipeline"),
+    ):
+        run(*words, "--html", page)
+        assert capsys.readouterr().out == f"{page}\n"
+        assert f"<h2>{heading}</h2>" in page.read_text()
+    assert "of another model" in said(capsys, *plan, "--html", page, "--model", ROOT / "recipes/models/tiny-llama")
 
 
 def test_a_profile_as_text(file: Path, capsys: Any) -> None:
@@ -193,17 +193,6 @@ def test_a_schedule_as_text(capsys: Any) -> None:
     assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
     assert first.split() == ["rank", "0", "20.0%", "16", "9", "4.50"]
     assert last.split()[:2] == ["rank", "3"]
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_pictures_of_schedules(suffix: str, tmp_path: Path, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"pipeline{suffix}"
-    run("show", "--schedule", "dualpipe_v", "--pp", 2, "--output", path)
-    *rows, last = capsys.readouterr().out.splitlines()
-    assert last == str(path)
-    assert [row.split()[:2] for row in rows[1:]] == [["rank", "0"], ["rank", "1"]]
-    assert path.read_bytes().startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG")
 
 
 def test_times_of_the_command_line_are_used(capsys: Any) -> None:
@@ -260,13 +249,14 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
         (("--schedule", "folded_1f1b", "--layers", 7), "7 layers and pp_size=4 needs at least 8"),
         (("--schedule", "folded_1f1b", "--forward", -1), "at least 0"),
         (("--schedule", "folded_1f1b", "--gain", 0), "gain=0.0 must be more than 0"),
-        (("--schedule", "all", "--output", "x.svg"), "name one schedule"),
-        (("--schedule", "folded_1f1b", "--output", "x.bmp"), "must end with one of"),
+        (("--schedule", "all", "--html", "x.html"), "name one schedule"),
+        (("--schedule", "folded_1f1b", "--output", "x.svg"), "--output would mean nothing where a schedule is drawn"),
         (
             ("--schedule", "folded_1f1b", "--compare", "sequential"),
             "--compare would mean nothing where a schedule is drawn",
         ),
         (("P", "--pp", 2, "--gain", 2), "--pp and --gain would mean nothing where a file is drawn"),
+        (("P", "--html", "x.html"), "--html would mean nothing where a profile is drawn"),
         (("P", "--microbatches", 3), "--microbatches would mean nothing where a profile is drawn"),
     ],
     ids=str,
@@ -342,7 +332,9 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
         run("plan", file, "--rule", "greedy", "--output", tmp_path / "absent" / "plan.json")
     assert caught.value.code == 2
     assert "absent" in capsys.readouterr().err
-    assert "end with one of .svg, .png" in said(capsys, "show", file, "--output", tmp_path / "x.bmp")
+    plan_file("greedy", tmp_path / "plan.json")
+    words = ("show", tmp_path / "plan.json", "--profile", file, "--compare", "sequential")
+    assert "end with one of .svg, .png" in said(capsys, *words, "--output", tmp_path / "x.bmp")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.simulated import cluster_with, on_meta
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor import layouts as searching
-from hf_helix.doctor.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, memory_of_case, simulate_step
@@ -238,16 +238,21 @@ def test_tensor_parallelism_leaves_small_nodes_alone(nodes: int, per_node: int, 
     assert {sizes.tp for sizes in layouts(cluster)} == expected
 
 
-def test_a_searched_schedule_is_left_more_memory_than_is_counted():
-    paper, sizes = paper_of(num_hidden_layers=4), Sizes(pp=2)
-    two = replace(CLUSTER, devices_per_node=2)
-    case = Case(sizes, 1, LENGTH, 8, plan="greedy")
-    memory = memory_of_case(paper.amounts(case), case)
-    for free, mode in ((1.1 * MARGIN, True), (0.5 * MARGIN, False)):
-        room = memory.total + free * memory.activations
-        cluster = replace(two, device=replace(two.device, memory=room))
-        kept = [step.case for step in search_of(sizes, paper, cluster, sequences=8).steps]
-        assert (case in kept) is mode
+def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
+    paper, sizes = paper_of(num_hidden_layers=8), Sizes(pp=4)
+    kept = Case(sizes, 1, LENGTH, 32, ONE_STRAND, recompute="full")
+    auto, linear = (replace(kept, schedule=name) for name in ("auto", "1f1b"))
+    needs, least = (memory_of_case(paper.amounts(case), case).total for case in (auto, linear))
+    assert least < needs
+    for room, schedule in ((1.05 * needs, "auto"), ((least + needs) / 2, "1f1b")):
+        cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
+        (step,) = search_of(sizes, paper, cluster).steps
+        assert step.case.schedule == schedule
+        assert step.memory.total <= room
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory=0.9 * least))
+    ranking = search_of(sizes, paper, cluster)
+    assert not ranking.steps
+    assert "with all that saves memory" in reasons(ranking)[sizes]
 
 
 def test_weights_are_spread_where_nothing_else_makes_room():
@@ -265,3 +270,13 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer
     assert plain.memory.total <= device.memory
+
+
+def test_smaller_states_leave_room():
+    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
+    usual, small = (
+        memory_of_case(paper.amounts(case), case)
+        for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, state_bytes=2))
+    )
+    assert small.states == usual.states / 4
+    assert usual.total - small.total == usual.states - small.states

@@ -27,6 +27,14 @@ def test_frozen_weights_have_no_weight_gradients() -> None:
     assert token_flops(adapted).linear == 4 * LAYER + 6 * (adapters + HEAD)
 
 
+def test_heads_of_several_sizes() -> None:
+    """The dimensions of the heads of each layer, as their projections have them."""
+    model = small("Gemma4ForCausalLM")
+    widths = [layer.self_attn.q_proj.out_features for layer in model.model.layers]
+    assert len({*widths}) > 1
+    assert token_flops(model).attention_per_length == 12 * sum(widths)
+
+
 def test_layers_of_several_kinds() -> None:
     """Convolutions have three dimensions and are no experts; only layers with attention attend; towers do not count."""
     model = small("Lfm2ForCausalLM", tie_word_embeddings=False)

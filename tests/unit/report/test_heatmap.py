@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from support.windows import MS, PAIRS, boxes, layer, profile
+from support.windows import MS, PAIRS, layer, profile
 
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Layout
-from hf_helix.report.heatmap import breakdown, draw_breakdown, pair_table, text_breakdown, text_heatmap
+from hf_helix.report.heatmap import breakdown, pair_table, text_breakdown, text_heatmap
 
 
 def test_the_heat_map_holds_what_was_measured_and_nothing_else() -> None:
@@ -73,12 +72,3 @@ def test_the_breakdown() -> None:
     lines = {line[:19].strip(): line[19:].split() for line in text_breakdown(profile()).splitlines()}
     assert lines["together"] == ["32.0", "ms", "37.2%", "54.0", "ms", "62.8%", "86.0", "ms", "100.0%"]
     assert lines["GEMM"][6:] == ["38.0", "ms", "44.2%", "█" * 11]
-
-
-def test_the_breakdown_as_a_figure_is_to_scale(tmp_path: Path) -> None:
-    draw_breakdown(profile(), tmp_path / "a.svg")
-    result = boxes(tmp_path / "a.svg")
-    assert len(result) == 3 * 5
-    widths = {name: width for name, (_, width) in result.items()}
-    assert widths["both:GEMM"] == pytest.approx(widths["forward:GEMM"] * 38 / 12, rel=1e-4)
-    assert widths["backward:attention"] == pytest.approx(widths["forward:GEMM"] * 10 / 12, rel=1e-4)

@@ -14,7 +14,8 @@ from transformers.models.lfm2 import modeling_lfm2
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.graph.context import ATTENTION, ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.models.trace.mixers import hide_padding
+from hf_helix.models.trace.mixers import hide_padding, shares_of
+from hf_helix.operators.communication.collectives import Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
@@ -128,8 +129,60 @@ def test_towers_are_idle_and_their_inputs_refused() -> None:
         WindowMaker(model, build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 
-def test_a_shared_sequence_is_refused_by_name() -> None:
-    model = small("Lfm2ForCausalLM")
-    context = ParallelContext(cp=Axis(SilentTransport(2, 0)))
-    with pytest.raises(ValueError, match=r"cp_size=2: conv mixes tokens by causal_conv1d_fn\(\).*use cp_size=1"):
-        family_of(model).units(model, context)
+def test_ids_are_looked_up_as_the_model_changes_them() -> None:
+    """Padding stands in the places of images."""
+    model = small("Gemma4ForConditionalGeneration")
+    unit = family_of(model).units(model, ParallelContext())[0]
+    (lookup,) = (
+        each for name, each in unit.operators.items() if "embed_tokens" in name and "ids" in getattr(each, "side", ())
+    )
+    ids = torch.tensor([[5], [model.config.image_token_id]])
+    expected = model.get_input_embeddings().weight[[5, model.config.text_config.pad_token_id]]
+    assert torch.equal(lookup.function(ids)[:, 0], expected)
+
+
+def shared(name: str, cp_size: int, tp_size: int = 1) -> list[Unit]:
+    """The units of the layers over a sequence that ranks share, for the second of them."""
+    model = model_of(name)
+    axes = {"tp": Axis(SilentTransport(tp_size, 0)), "cp": Axis(SilentTransport(cp_size, 1))}
+    return family_of(model).units(model, ParallelContext(**axes))[1:-1]
+
+
+def test_ranks_of_a_shared_sequence_mix_shares_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel sees the whole sequence in its order and without padding, over the channels of this rank."""
+    operators: Any = shared("lfm2", cp_size=2)[0].operators
+    split, exchange, mix = (operators[f"conv.causal_conv1d_fn{end}"] for end in (".split", ".exchange", ""))
+    assert isinstance(exchange, Exchange)
+    tokens, value = 12, torch.randn(4, 1, 192)
+    (parts,) = split.function(value)
+    assert parts.shape == (8, 1, 32)
+    seen = []
+    plain = modeling_lfm2.causal_conv1d_fn
+
+    def watch(hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((hidden_states, weight))
+        return plain(hidden_states, weight, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", watch)
+    order = torch.tensor([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])  # zig-zag: rank 0 has parts 0 and 3 of 4
+    mixed = mix.function(order[:, None, None].expand(-1, 1, 32).float(), length=tokens - 1)
+    ((hidden, weight),) = seen
+    assert torch.equal(hidden[0, 0], torch.arange(tokens - 1.0))
+    assert torch.equal(weight, next(iter(model_of("lfm2").model.layers)).conv.conv.weight[32:, 0])
+    assert mixed.shape == (tokens, 1, 32)
+    assert mixed[order == tokens - 1].eq(0).all()
+
+
+def test_shares_of_heads_groups_and_common_values() -> None:
+    heads, group, common = torch.arange(4.0).view(1, 1, 4), torch.ones(1, 1, 1), torch.ones(1, 1, 3)
+    assert [share.flatten().tolist() for share in shares_of(heads, 2, 2)] == [[0, 1], [2, 3]]
+    assert [share.flatten().tolist() for share in shares_of(heads[..., :2], 2, 4)] == [[0], [0], [1], [1]]
+    assert [share.shape for share in shares_of(group, 2, 2)] == [(1, 1, 1)] * 2
+    assert all(share is common for share in shares_of(common, None, 2))
+
+
+def test_heads_that_do_not_divide_are_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"cp_size=3: causal_conv1d_fn\(\) has 64 heads.*use a cp_size that divides 64"
+    ):
+        shared("lfm2", cp_size=3)

@@ -1,0 +1,157 @@
+"""Pages of simulated steps, and the memory of a window over time.
+
+In:   a step or a ranking with the amounts of a rank; or a predicted window with its profile and its model.
+Out:  parts of a page, see `hf_helix.report.page`; `WindowMemory`.
+Must hold: the memory of a window is that of the doctor's table, instruction by instruction; a window too long to be
+looked at is drawn with fewer micro-batches, and its title says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.memory import Sharing, memory_of
+from hf_helix.doctor.peaks import held_in, memory_of_program
+from hf_helix.doctor.simulated import amounts_of
+from hf_helix.doctor.step import Case, Step, profile_of, simulate_step
+from hf_helix.doctor.window import Fidelity
+from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.operators.moe.row_counts import assuming
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.operator_clock import Timeline
+from hf_helix.planning.timing.predict import Prediction
+from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.sizes import size_text
+from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.layout import Layout
+from hf_helix.report.page import Part, WindowMemory, schedule_parts, stacked, window_part
+from hf_helix.report.timeline import bars_of_timeline
+from hf_helix.tuning.cache import model_digest
+
+MOST_BARS = 20_000  # of a timeline that a browser zooms at once
+
+
+def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
+    """Returns the timeline of a step's window, its memory over time and its schedule."""
+    profile = profile_of(amounts, case, cluster, whole=True)
+    operators = sum(len(list(profile.layout.graphs[name].entries())) for name in profile.layout.units)
+    count = min(case.microbatches, 3 * case.sizes.pp, MOST_BARS // operators)
+    if not count:
+        return [Part("The window", f"Its {operators:,} operators of one micro-batch are too many to be drawn.")]
+    shown = replace(case, microbatches=count)
+    step = simulate_step(amounts, shown, cluster, Fidelity.DRAWN)
+    assert step.drawn is not None, "windows of so few operators are drawn"
+    programs, timeline = step.drawn
+    runs = None if cluster.device.host_runs_ahead else timeline
+    memory = window_memory(amounts, profile.layout, (programs, timeline), case.sharing, runs)
+    schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile))(count)
+    title = f"{size_text(case.sizes)}, plan {case.plan}, {count} of {case.microbatches} micro-batches"
+    return [window_part({title: bars_of_timeline(timeline, programs)}, memory), *schedule_parts(profile, schedule)]
+
+
+def layouts_part(steps: Mapping[str, Step], cluster: Cluster, table: str) -> Part:
+    """Returns layouts beside each other, by name, with their table: seconds for a million tokens, and memory, both by
+    part."""
+    labels = {f"{name}, {step.tokens_per_second:,.0f} tokens/s": step for name, step in steps.items()}
+    seconds = {label: _seconds(step) for label, step in labels.items()}
+    memory = {label: {part: each / 1e9 for part, each in step.memory.parts().items()} for label, step in labels.items()}
+    budget = cluster.device.memory / 1e9
+    figures = [
+        stacked(seconds, "Seconds for a million tokens, by part", "seconds"),
+        stacked(memory, f"Memory of the fullest device, of {budget:,.1f} GB that a run may use", "GB"),
+    ]
+    note = "Predicted. Rest: what the busiest rank waits for besides, such as its host."
+    return Part("The layouts", note, table, figures)
+
+
+def _seconds(step: Step) -> dict[str, float]:
+    """The seconds of a step for a million tokens, by part."""
+    parts = {"computation": step.loads[Kind.COMPUTE]}
+    exposed = {kind.value: seconds for kind, seconds in step.exposed.items() if kind is not Kind.PIPELINE}
+    parts |= {f"exposed {name}": seconds for name, seconds in exposed.items()}  # the bubble has a pipeline's transfers
+    parts["bubble"] = step.bubble * step.window
+    parts["rest"] = max(0.0, step.window - sum(parts.values()))
+    parts |= {"sums of gradients": step.sums, "optimizer": step.optimizer}
+    return {name: 1e6 * seconds / step.case.tokens for name, seconds in parts.items()}
+
+
+# -- memory over time --------------------------------------------------------------------------------------------------
+
+
+def window_memory(
+    amounts: Amounts,
+    layout: Layout,
+    drawn: tuple[Sequence[Instruction], Timeline],
+    sharing: Sharing,
+    runs: Timeline | None = None,
+) -> WindowMemory:
+    """Returns the memory of the fullest rank during a window.
+
+    Args:
+        amounts: the amounts of a rank.
+        layout: the units of all ranks.
+        drawn: the programs of all ranks, and their timeline.
+        sharing: how replicas share weights and states.
+        runs: the timeline again, if the host computes; see `peaks_of_window`.
+    """
+    programs, timeline = drawn
+    found = []
+    for rank in range(layout.num_ranks):
+        places = [place for place, made in enumerate(programs) if layout.rank_of(made.unit) == rank]
+        mine = [programs[place] for place in places]
+        peaks = list(memory_of_program(amounts, layout, mine, held_in(mine, places, runs)))
+        parts = {peak: memory_of(amounts, layout, rank, peak, sharing) for peak in set(peaks)}
+        found.append(
+            (max(each.total for each in parts.values()), rank, places, [parts[peak].parts() for peak in peaks])
+        )
+    _, rank, places, steps = max(found, key=lambda each: each[0])
+    starts = (timeline.starts[place] if _computes(programs[place]) else 0.0 for place in places)
+    seconds = [*accumulate(starts, max), timeline.seconds]
+    return WindowMemory(rank, seconds, {name: [step[name] for step in [*steps, steps[-1]]] for name in steps[0]})
+
+
+def _computes(instruction: Instruction) -> bool:
+    return instruction.operator is not None and not instruction.operator.kind.communicates
+
+
+def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predicted: Prediction) -> WindowMemory:
+    """Returns the memory of a predicted window of a run.
+
+    Args:
+        model: the configuration of the model, or its path.
+        profile: the profile of the run, whose `about` says the shapes and how replicas share weights.
+        mesh: the sizes of the mesh, as options of `HelixConfig`.
+        predicted: the window, with its timeline.
+
+    Raises:
+        ValueError: the profile is of another model, or of layers that are not all recomputed alike.
+    """
+    about, whole = profile.about, model_on_meta(model)
+    kind, digest, *autocast = about["model"].split()
+    if (kind, digest) != (type(whole).__name__, model_digest(whole)):
+        raise ValueError(
+            f"the profile is of another model than this {type(whole).__name__}, or of weights that are not all trained "
+            "in fp32; memory is drawn for the model that was profiled"
+        )
+    shared = about.get("weights", "")
+    copies = int(next(iter(re.findall(r"\d+", shared)), 1))
+    shards: dict[str, Any] = {"shard_optimizer": "stepped" in shared, "shard_parameters": "spread" in shared}
+    config = HelixConfig(**mesh, recompute=about.get("recompute"), **shards)
+    batch, length = max(tuple(map(int, shape.split(" x ")[:2])) for shape in about["shapes"].split(", "))
+    dtype = getattr(torch, autocast[0]) if autocast else None
+    with assuming(1.0):
+        amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], dp_size=copies)
+    runs = None if about["backend"] == "nccl" else predicted.timeline
+    drawn = predicted.instructions, predicted.timeline
+    return window_memory(amounts, profile.layout, drawn, Sharing(copies, copies, *shards.values()), runs)

@@ -1,0 +1,132 @@
+"""The declaration of recurrent mixers, and of zeros for hidden tokens.
+
+In:   the segment plan of a unit, and the builder for its operators.
+Out:  an operator for each mixer, with the segment before it; over a sequence shared by context-parallel ranks, an
+      all-to-all from parts of the sequence to shares of the heads or channels, the mixer, and the way back.
+Must hold: a mixer sees the tokens of a row in their order, without the padding that makes the sequence divide. So its
+result is that of the unsplit model, wherever rows are padded or packed.
+
+    operands [tokens of a rank, batch, heads] -> exchange -> [tokens of all ranks, batch, heads of a rank] -> mixer
+    result   [tokens of a rank, batch, heads] <- exchange <- [tokens of all ranks, batch, heads of a rank] <-
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hf_helix.models.batch_inputs import SequenceCut
+from hf_helix.models.graph.context import ATTENTION, LIGHT, TRANSFER
+from hf_helix.models.lowering.experts import ValueNames
+from hf_helix.models.lowering.segment_plan import BatchFirstSegment
+from hf_helix.models.placement.value_placement import FREE, FULL, SHARD
+from hf_helix.models.trace.mixers import MixerCall, hide_padding, shares_of
+from hf_helix.models.trace.opaque_calls import OpaqueCall
+from hf_helix.models.trace.trace import SEEN, Underivable, args_of
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.communication.collectives import Exchange
+
+
+class Mixers(ValueNames):
+    """Declares recurrent mixers."""
+
+    def _mixer(self, node: Node, opaque: OpaqueCall) -> None:
+        """Declares a mixer, with the segment before it."""
+        call: MixerCall = opaque.details["call"]
+        name = self._free(".".join(filter(None, (opaque.path, call.name))))
+        if self.b.cp.size > 1:
+            self._set(node, self._shared_mixer(name, node, call))
+            return
+        segment, inputs = self.plan.segment([node])
+        function, side = self._function(segment, [node], inputs, mixes=True)
+        names = [self.value(value, FULL) for value in inputs]
+        used = self._used_by(segment)
+        self._set(node, self.b.segment(name, function, *names, side=side, **used, **_fields(call)))
+
+    def _shared_mixer(self, name: str, node: Node, call: MixerCall) -> str:
+        """Declares a mixer over a sequence shared by ranks: each mixes all tokens of its share of heads or channels."""
+        b, plan, cp = self.b, self.plan, self.b.cp
+        operands, like = args_of(node)[:2]
+        dims = dict(zip(operands, call.dims, strict=True))
+        moved = [value for value in dims if plan.placement(value).where != FREE]
+        fixed = [value for value in dims if value not in moved]
+        dim = self._check_heads(operands[like], call)
+
+        inputs = plan.inputs_of([node])
+        before, _ = plan.segment(moved, inputs)
+        bound, side = self._function(before, moved, inputs)
+
+        def split(*values: Tensor, **given: Any) -> Tensors:
+            results = zip(moved, _as_tuple(bound(*values, **given)), strict=True)
+            return tuple([torch.cat(shares_of(value, dims[key], cp.size)) for key, value in results])
+
+        parts = b.segment_outputs(
+            f"{name}.split",
+            split,
+            [f"{name}.{value.name}.shares" for value in moved],
+            *[self.value(value, FULL) for value in inputs],
+            side=side,
+            **self._used_by(before),
+            on_shard=True,
+        )
+        whole = [f"{name}.{value.name}" for value in moved]
+        there = b.declare(f"{name}.exchange", Exchange(cp), parts, whole, kind=cp.kind, relative_cost=TRANSFER)
+
+        own, _ = plan.segment(fixed, moved)
+        parameters, mix, cut = own.bind(self.module), call.function(), SequenceCut.of(b.tp, cp)
+
+        def of_parameters(*values: Tensor) -> dict[Node, Tensor]:
+            results = zip(fixed, _as_tuple(parameters(*values)), strict=True)
+            return {key: shares_of(value, dims[key], cp.size)[cp.rank] for key, value in results}
+
+        def mix_share(*values: Tensor) -> Tensor:
+            given = {**dict(zip(moved, values, strict=True)), **of_parameters(*values)}
+            return mix(*(given[value] for value in operands))
+
+        def mix_in_order(*values: Tensor, length: int) -> Tensor:
+            in_order = [cut.join(value) for value in values]
+            return cut.parted(BatchFirstSegment(mix_share)(*in_order, length=length))
+
+        mixed = b.segment(name, mix_in_order, *there, side=("length",), **self._used_by(own), **_fields(call))
+        (back,) = b.declare(f"{name}.return", Exchange(cp), (mixed,), kind=cp.kind, relative_cost=TRANSFER)
+        return b.join_features(f"{name}.joined", back, cp, dim)
+
+    def _check_heads(self, like: Node, call: MixerCall) -> int:
+        """Returns the dimension of heads or channels.
+
+        Raises:
+            Underivable: they do not divide among the context-parallel ranks.
+        """
+        placement, dim, size = self.plan.placement(like), call.mixer.dims[call.mixer.like], self.b.cp.size
+        assert dim is not None
+        here = self.trace.shape(like)[dim] if placement.dim is None else sum(self.plan.share.of(placement.blocks))
+        if here % size:
+            raise Underivable(
+                f"cp_size={size}: {call.name}() has {here} heads or channels on a rank, and each rank of a shared "
+                f"sequence mixes a share of them; use a cp_size that divides {here}, or cp_size=1 with pp_size"
+            )
+        return dim
+
+    def _hide(self, node: Node, opaque: OpaqueCall) -> None:
+        """Declares zeros for hidden tokens."""
+        where = self.plan.placement(node).where
+        rank = self.b.tp.rank if where == SHARD else 0
+
+        def hidden(value: Tensor, **side: Tensor | None) -> Tensor:
+            return hide_padding(value, side[SEEN], rank)
+
+        value = self.value(args_of(node)[0], where)
+        self._set(node, self.b.segment(self._name(node, "hide"), hidden, value, side=(SEEN,), compiles=False))
+
+
+def _fields(call: MixerCall) -> dict[str, Any]:
+    """Returns the fields of a mixer's operator."""
+    cost = LIGHT if call.mixer.by_channel else ATTENTION
+    return {"on_shard": True, "compiles": False, "relative_cost": cost}
+
+
+def _as_tuple(value: Any) -> Tensors:
+    return value if isinstance(value, tuple) else (value,)

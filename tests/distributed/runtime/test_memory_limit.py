@@ -1,0 +1,82 @@
+"""The memory of schedules as a run measures it: predicted from single operators, counted in windows, and kept to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.pipeline_jobs import runner_of, trainer_of, window_of
+
+from hf_helix.measure.memory import memory_limit, operator_memory, peak_bytes
+from hf_helix.measure.operators import measure_profile
+from hf_helix.measure.overlap import forget_gradients
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.memory import MemoryLimit, Passes
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.schedule.scheduler import Scheduler, candidates
+from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.runtime.divided import plain_parameters
+
+COUNT, NAMES = 8, ("folded_1f1b", "dualpipe_v")
+MODEL = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 176}
+
+
+@plain_parameters()
+def measured(folder: str, recompute: str) -> dict[str, Any]:
+    """Predicted and counted peaks of this rank by schedule, and the peaks of schedules chosen under a limit."""
+    trainer = trainer_of(folder, {"pp_size": 2, "recompute": recompute}, MODEL)
+    window = window_of(trainer, COUNT, rows=1, lengths=(128,))
+    runner = runner_of(trainer, "sequential", "folded_1f1b")
+    profile = measure_profile(runner, window[:4], pairs=False)
+    assert operator_memory(runner, window[0]).keys() <= profile.memory.keys()
+    forget_gradients(runner)
+    rank, layout = runner.stage.rank, runner.layout
+    assert memory_limit(profile, runner, True, None) is None, "CPUs have no limit unless a figure is given"
+    limit = memory_limit(profile, runner, False, 1.0)
+    assert limit is not None
+    assert limit.passes is not None
+    scarce = memory_limit(None, runner, False, 1.0)
+    assert scarce is not None
+    assert scarce.passes is None
+    schedules = {name: build_schedule(name, 2, COUNT) for name in NAMES}
+    predicted = {name: limit.passes.peak(each[rank]).total for name, each in schedules.items()}
+    counted = {name: peak_bytes(runner_of(trainer, "sequential", name), window) for name in NAMES}
+    costs = stage_costs(profile)
+    free = Scheduler("auto", 2, costs)(COUNT)
+    needs = [max(limit.passes.peak(each[place]).total for each in schedules.values()) for place in range(2)]
+    tight = MemoryLimit(limit.passes, needs)
+    bound = Scheduler("auto", 2, costs, tight)(COUNT)
+    none = [each.name for each in candidates("auto", profile, COUNT, MemoryLimit(limit.passes, [0.0, 0.0]))]
+    plan = make_plan("greedy", profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
+    kept = peak_bytes(trainer.helix.runner.with_plan(plan, Scheduler("auto", 2, costs, tight)), window)
+    runner.executor.streams.close()
+    return {
+        "predicted": predicted,
+        "counted": counted,
+        "free": limit.passes.peak(free[rank]).total,
+        "bound": limit.passes.peak(bound[rank]).total,
+        "room": needs[rank],
+        "kept": kept,
+        "none": none,
+        "ranks": layout.num_ranks,
+        "given": limit.room[rank],
+        "layer": Passes(profile.memory, layout, 0).peak([]).total,
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_predictions_are_counted_and_kept_to(recompute: str, cluster_of: Any, tmp_path: Any) -> None:
+    for result in cluster_of(2).run(measured, folder=str(tmp_path), recompute=recompute):
+        for name in NAMES:  # two strands, which are predicted, hold a layer more than the counted strand
+            counted, predicted = result["counted"][name], result["predicted"][name] - result["layer"]
+            assert 0.85 * counted <= predicted <= 1.2 * counted
+        assert result["bound"] <= result["room"]
+        assert result["kept"] <= 1.1 * result["room"]
+        assert 0.9e9 < result["given"] < 1e9, "of a gigabyte, without weights, gradients and states"
+        assert result["none"] == ["auto"], "named schedules that do not fit are no candidates"
+
+
+def test_auto_without_a_measurement_puts_nothing_off_where_memory_is_limited() -> None:
+    for count in (4, 12):
+        assert Scheduler("auto", 4, limit=MemoryLimit())(count) in [build_schedule(each, 4, count) for each in NAMES]
+    assert Scheduler("auto", 4)(4) not in [build_schedule(each, 4, 4) for each in NAMES]

@@ -1,0 +1,130 @@
+"""Pages hold every operator to scale with those beside it, ask for nothing outside, and work in a browser."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import opened
+from support.profiles import tiny_profile
+from support.simulated import case_of, cluster_with, on_meta
+from support.windows import bar, window
+
+from hf_helix.cli import main
+from hf_helix.doctor.page import layouts_part, step_parts
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import simulate_step
+from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.schedule.scheduler import simulate_layers
+from hf_helix.planning.timing.profile_file import save_profile
+from hf_helix.report.page import pipeline_part, plan_parts, stacked, window_part, write_page
+from hf_helix.report.timeline import bars_of_timeline
+
+pytest.importorskip("bokeh")
+
+
+def columns(figure: Any) -> dict[str, list[Any]]:
+    """What the first rectangles of a figure hold."""
+    return {name: list(values) for name, values in figure.renderers[0].data_source.data.items()}
+
+
+def test_every_operator_is_a_rectangle_to_scale() -> None:
+    bars = bars_of_timeline(*window())
+    (figure,) = window_part({"by hand": bars}).figures
+    drawn = columns(figure)
+    shown = dict(zip(drawn["operator"], zip(drawn["left"], drawn["right"], strict=True), strict=True))
+    assert shown == {b.label: pytest.approx((b.start * 1e3, b.end * 1e3)) for b in bars}
+    assert figure.title.text.startswith("by hand: ")
+
+
+def test_an_operator_names_those_beside_it() -> None:
+    one = [bar(0, 4), bar(5, 9, operator="down"), bar(2, 6, "intra_node", operator="gather"), bar(9, 10, "intra_node")]
+    drawn = columns(window_part({"": one}).figures[0])
+    beside = dict(zip(drawn["operator"], drawn["beside"], strict=True))
+    up, down, gather = ("F0.layers.0." + name for name in ("up", "down", "gather"))
+    assert beside[gather] == f"75% hidden by {up} for 2,000.000 ms; {down} for 1,000.000 ms"
+    assert beside[down] == f"{gather} for 1,000.000 ms"
+    assert drawn["beside"][-1] == "nothing"
+
+
+def test_every_action_of_a_schedule_is_there_once_and_fused_ones_share_their_slot() -> None:
+    _, simulated = simulate_layers("folded_1f1b", 2, 4)
+    (figure,) = pipeline_part(simulated, "").figures
+    drawn = columns(figure)
+    actions = [action for slots in simulated.schedule for slot in slots for action in slot.actions]
+    assert sorted(drawn["operator"]) == sorted(map(str, actions))
+    height = {round(float(bottom - top), 2) for top, bottom in zip(drawn["top"], drawn["bottom"], strict=True)}
+    assert height == {0.84, 0.42}
+
+
+def test_the_memory_of_a_step_rises_to_what_the_doctor_says() -> None:
+    cluster = cluster_with(nodes=1, devices_per_node=4, node={"gb_per_s": 2, "latency_us": 5})
+    simulated, case = SimulatedModel(on_meta(num_hidden_layers=8), cluster), case_of(tp=2, pp=2, microbatches=6)
+    step = simulate_step(simulated.amounts(case), case, cluster)
+    timeline, pipeline = step_parts(simulated.amounts(case), case, cluster)
+    (memory,) = [figure for figure in timeline.figures if figure.title.text.startswith("memory")]
+    assert 1e9 * max(memory.renderers[-1].data_source.data["total"]) == pytest.approx(step.memory.total)
+    assert "bubble" in pipeline.figures[0].title.text
+    assert columns(stacked({"a": {"x": 1.0, "y": 2.0}}, "", ""))["right"] == [1.0, 3.0]
+    seconds, held = layouts_part({"mine": step}, cluster, "").figures
+    assert columns(seconds)["right"][-1] == pytest.approx(1e6 * step.seconds / case.tokens, rel=0.02)
+    assert columns(held)["right"][-1] == pytest.approx(step.memory.total / 1e9)
+
+
+class Sources(HTMLParser):
+    """What a page would load."""
+
+    found: list[str]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a plan, by the command."""
+    folder, known = tmp_path_factory.mktemp("page"), tiny_profile()
+    save_profile(known, folder / "profile.json")
+    make_plan("greedy", known, model="LlamaForCausalLM", mesh={"tp_size": 2, "pp_size": 1}).save(folder / "plan.json")
+    (folder / "tuning.txt").write_text("measured & kept\n")
+    plan, times, result = (str(folder / name) for name in ("plan.json", "profile.json", "page.html"))
+    main(["show", plan, "--profile", times, "--html", result])
+    return folder / "page.html"
+
+
+def test_a_page_is_one_file(page: Path) -> None:
+    text, sources = page.read_text(), Sources()
+    sources.found = []
+    sources.feed(text)
+    assert sources.found == []
+    assert "measured &amp; kept" in text
+    assert len(text) < 3e6
+
+
+def test_a_page_in_a_browser(page: Path) -> None:
+    with opened(page) as shown:
+        tips = [shown.under_mouse(0, 0.15 + 0.02 * step, down) for step in range(20) for down in (50, 80)]
+        said = [tip.split() for tip in tips if tip]
+        assert {words[1] for words in said} <= set(re.findall(r'"([FB]\d+\.[^"]+)"', page.read_text()))
+        assert any("hidden" in words for words in said), said
+        assert shown.page.locator("pre").first.inner_text().startswith("measured & kept")
+        assert shown.page.locator(".bk-Figure").count() == 1
+        assert shown.errors == []
+        assert [address for address in shown.asked if not address.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"must end with \.html, such as page\.html"):
+        write_page(tmp_path / "page.svg", "", [])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        window_part({"": []})
+    known = tiny_profile()
+    plan = make_plan("greedy", known, model="LlamaForCausalLM", mesh={"tp_size": 2})
+    monkeypatch.setitem(sys.modules, "bokeh.plotting", None)
+    with pytest.raises(ImportError, match=r"of the extra `html`: pip install bokeh$"):
+        plan_parts(plan, known, build_schedule("folded_1f1b", 1, 2))
