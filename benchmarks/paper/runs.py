@@ -290,4 +290,5 @@ def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, clust
 
 def _part(whole: OperatorAmounts, parts: int) -> OperatorAmounts:
     kernels = [replace(each, flops=each.flops / parts, bytes=each.bytes // parts) for each in whole.kernels]
-    return OperatorAmounts(kernels, [replace(each, bytes=each.bytes // parts) for each in whole.transfers])
+    transfers = [replace(each, bytes=each.bytes // parts) for each in whole.transfers]
+    return OperatorAmounts(kernels=kernels, transfers=transfers)
