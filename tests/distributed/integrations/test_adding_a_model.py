@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,14 @@ def train(folder: str) -> None:
 
 
 # Tests
+
+
+@pytest.fixture(autouse=True)
+def _forgets() -> Iterator[None]:
+    """The registration ends with a test: processes that other tests start cannot import the module."""
+    yield
+    sys.modules.pop("starcoder2", None)
+    REGISTERED.pop("Starcoder2ForCausalLM", None)
 
 
 def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
