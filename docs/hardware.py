@@ -16,18 +16,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = ROOT / "docs" / "hardware.json"
-MACHINES = {
-    "8 L40S (PCIe)": "l40sx8",
-    "8 RTX 4090": "rtx4090x8",
-    "2 x 8 A100, 100 Gbit/s": "a100x8 --gpus 16 --network 100gbit",
-}
-TRAINED = {"full": "", "LoRA": " --lora_r 16"}
+MACHINES = ("l40sx8", "rtx4090x8", "a100x8 --gpus 16 --network 100gbit")
+TRAINED = ("", " --lora_r 16")
 
 
 def command_of(machine: str, trained: str) -> str:
     """Returns the command whose answer is a row."""
-    arguments = f"--cluster {MACHINES[machine]} --batch_tokens 512k{TRAINED[trained]}"
-    return f"hf-helix doctor --model recipes/models/llama-8b {arguments}"
+    return f"hf-helix doctor --model recipes/models/llama-8b --cluster {machine} --batch_tokens 512k{trained}"
 
 
 def ask(command: str) -> dict[str, str]:

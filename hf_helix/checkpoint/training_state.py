@@ -135,12 +135,12 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
-    _put(optimizer, parameters, {} if form else values, wanted[GROUPS])
-    for parameter, read in values.items() if form is not None else ():
-        exact = {key.removeprefix(CODES): value for key, value in read.items() if key.startswith(CODES)}
-        others = {key: value for key, value in read.items() if not key.startswith(CODES)}
-        assert form is not None
-        optimizer.state[parameter] = form.made(parameter, others, exact)
+    _put(optimizer, parameters, values if form is None else {}, wanted[GROUPS])
+    if form is not None:
+        for parameter, read in values.items():
+            exact = {key.removeprefix(CODES): value for key, value in read.items() if key.startswith(CODES)}
+            others = {key: value for key, value in read.items() if not key.startswith(CODES)}
+            optimizer.state[parameter] = form.made(parameter, others, exact)
     for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
         group.update(options)
 

@@ -193,6 +193,12 @@ class Engine(Diagnostics):
 
     # -- between steps -------------------------------------------------------------------------------------------
 
+    @plain_parameters()
+    def move_to(self, device: torch.device) -> None:
+        """Moves this rank's parameters, packed ones in 4 bits too, which `model.to` leaves where they were loaded."""
+        torch.nn.Module.to(self.model, device)
+        self.reshard_parameters()
+
     @collective
     @plain_parameters()
     def tune(

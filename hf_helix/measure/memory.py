@@ -110,20 +110,19 @@ def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMem
         runner: a runner under `sequential`; it is left with gradients.
         batch: the micro-batch.
     """
-    side = batch.prepare()
-    batch = replace(batch, prepare=partial(dict, side))
+    window, sides = _prepared([batch])
     names: dict[str, Name] = {}
     for index in runner.layout.units_of(runner.stage.rank):
         for entry, op in runner.layout.graphs[runner.layout.units[index]].entries():
             if not runner.layout.transfers(index):
                 names[runner.executor.label(batch.key[1], index, op)] = (runner.layout.units[index], entry)
-    runner.train_window([batch], complete=False)  # makes the gradients
+    runner.train_window(window, complete=False)  # makes the gradients
     streams = runner.executor.streams
-    with LiveBytes(_existing(runner, [side])) as tally:
+    with LiveBytes(_existing(runner, sides)) as tally:
         trace, before = _OperatorTrace(runner.mesh.device, tally), streams.trace
         streams.trace = trace
         try:
-            runner.train_window([batch], complete=False)
+            runner.train_window(window, complete=False)
             trace.begin("")
         finally:
             streams.trace = before
@@ -180,10 +179,15 @@ def _existing(runner: Runner, sides: Sequence[Any] = ()) -> list[Tensor]:
     return existing + [value for side in sides for value in side.values() if isinstance(value, Tensor)]
 
 
+def _prepared(window: Sequence[MicroBatch]) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+    """Returns micro-batches whose side inputs exist already, and these inputs."""
+    sides = [dict(batch.prepare()) for batch in window]
+    return [replace(batch, prepare=partial(dict, side)) for batch, side in zip(window, sides, strict=True)], sides
+
+
 def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
     """Returns the peak memory of a window on this rank. Collective; there must be no gradients."""
-    sides = [batch.prepare() for batch in window]
-    window = [replace(batch, prepare=partial(dict, side)) for batch, side in zip(window, sides, strict=True)]
+    window, sides = _prepared(window)
     runner.train_window(window)  # makes the gradients
     device = runner.mesh.device
     try:

@@ -155,8 +155,8 @@ def _run_of(trainer: Any) -> RunFacts:
 
 def _write_page(trainer: Any, run: RunFacts) -> str:
     """Writes the page of the run where its operators were measured, and returns the link to it, as Markdown."""
-    folder, profile = Path(trainer.args.output_dir, PAGE).parent, run.tuning.profile if run.tuning is not None else None
-    if profile is None or not folder.is_dir():
+    page, profile = Path(trainer.args.output_dir, PAGE), run.tuning.profile if run.tuning is not None else None
+    if profile is None or not page.parent.is_dir():
         return ""
     engine, many = trainer.helix, min(run.microbatches[0], 3 * run.sizes["pp"])
     measured = format_scorecard(run.overlap, run.plan) if run.overlap is not None else ""
@@ -169,10 +169,10 @@ def _write_page(trainer: Any, run: RunFacts) -> str:
 
     try:
         parts = plan_parts(engine.plan, profile, engine.runner.scheduler(many), measured, memory)
-        write_page(Path(trainer.args.output_dir, PAGE), f"{Path(trainer.args.output_dir).name}: plan {run.plan}", parts)
+        write_page(page, f"{Path(trainer.args.output_dir).name}: plan {run.plan}", parts)
     except ImportError:
         command = "hf-helix show plan.json --profile profile.json --html page.html"
-        return f"\n`{command}`, in `{folder.name}`, draws a window.\n"
+        return f"\n`{command}`, in `{page.parent.name}`, draws a window.\n"
     return f"\n[A page of the run]({PAGE}): a window operator by operator, and its memory; for a browser.\n"
 
 

@@ -1,8 +1,7 @@
 """Reference models: frozen models of the trained model's class, which TRL's classes call beside it.
 
 In:   a model that a class prepares for evaluation, by `Accelerator.prepare_model(model, evaluation_mode=True)`.
-Out:  the model, cut in place over the same ranks. Calls without gradients return what the
-      full model returns.
+Out:  the model, cut in place over the same ranks. Calls without gradients return what the full model returns.
 Must hold: models of other classes or sizes, such as reward models, stay full on every rank.
 """
 
@@ -20,7 +19,6 @@ from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import base_of
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import plain_parameters
 
 
 def cut_references(
@@ -43,9 +41,7 @@ def cut_references(
             return stock(given, *args, **kwargs)
         given.requires_grad_(False)
         engines.append(Engine(given, config, mesh, options, instead))
-        with plain_parameters():
-            given.to(mesh.device)
-        engines[-1].reshard_parameters()
+        engines[-1].move_to(mesh.device)
         run_in_mixed_precision(given, accelerator)
         cut_fused_head()
         return given.eval()

@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
         if getattr(self.model, "is_loaded_in_4bit", False):
-            self._move_packed()
+            self.helix.move_to(self.args.device)
         check_trainer(self, arguments)
         CallbackDecisions(self)
 
@@ -234,12 +233,6 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.reshard_parameters()
 
-    def _move_packed(self) -> None:
-        """Moves this rank's parameters of a model in 4 bits, which the stock Trainer leaves where they were loaded."""
-        with plain_parameters():
-            torch.nn.Module.to(self.model, self.args.device)
-        self.helix.reshard_parameters()
-
     @overrides("Trainer", "every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts the model."""
@@ -296,7 +289,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         steps this rank's shards.
         """
         # Of an optimizer of Transformers, the stock method counts the elements of embeddings for a line of its log.
-        with plain_parameters() if self.optimizer_cls_and_kwargs is None else nullcontext():
+        with plain_parameters() if self.optimizer_cls_and_kwargs is None else contextlib.nullcontext():
             optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         self.helix.step_shards(optimizer)
         return optimizer

@@ -87,20 +87,20 @@ def check(optims: Sequence[str], layout: str, other: str, cluster: Any, folder: 
             assert losses[optim] == before[optim], optim
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+in_every_layout = pytest.mark.parametrize(
     ("layout", "other"),
     [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer")],
 )
+
+
+@pytest.mark.slow
+@in_every_layout
 def test_elements_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     check(ELEMENTS, layout, other, cluster_of(2), tmp_path, stock, 1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "other"),
-    [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer")],
-)
+@in_every_layout
 def test_blocks_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     check(BLOCKS, layout, other, cluster_of(2), tmp_path, stock, 2e-3)
 
