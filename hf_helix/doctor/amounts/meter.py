@@ -7,6 +7,7 @@ Must hold: views are no kernels; a value written in place is also read.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,31 +86,23 @@ class Meter(TorchDispatchMode):
         self.allocated: list[Allocated] = []
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._held = list(existing)  # so that no new storage takes the address of one of these
-        if before is not None:
-            before.live()
-            self._existing |= before._live.keys()
-        self._live: dict[int, tuple[StorageWeakRef, Allocated]] = {}
+        self._before: Mapping[int, object] = {} if before is None else before._live
+        self._live: dict[int, tuple[weakref.ref[Any], Allocated]] = {}  # by the address of a storage
+        self._bytes = 0  # of live memory
         self._label: str | None = None
         self._now: Metered | None = None
         self._start = 0
 
     def begin(self, label: str | None) -> None:
         """Sets the label of the following operators; None stops counting."""
-        live = self.live()
         if self._now is not None:
-            self._now.delta += live - self._start
-        self._now, self._start, self._label = None if label is None else self.counted[label], live, label
+            self._now.delta += self._bytes - self._start
+        self._now, self._start, self._label = None if label is None else self.counted[label], self._bytes, label
 
     def note(self, kernel: Kernel) -> None:
         """Counts a kernel without a call of torch."""
         if self._now is not None:
             self._now.kernels.append(kernel)
-
-    def live(self) -> int:
-        """Returns the bytes of all live allocations."""
-        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
-            self._live.pop(key)[1].last = self._label
-        return sum(allocated.bytes for _, allocated in self._live.values())
 
     def allocation_of(self, tensor: Tensor) -> Allocated | None:
         """Returns the allocation of a tensor; None for memory that does not count."""
@@ -120,23 +112,32 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = made_on_meta(function, args, kwargs or {})
         outputs = list(tensors_in(result))
-        is_new = False
-        for leaf in outputs:
-            storage = leaf.untyped_storage()
-            if storage._cdata not in self._existing:
-                reference = StorageWeakRef(storage)
-                if reference.cdata not in self._live:
-                    is_new = True
-                    self.allocated.append(Allocated(storage.nbytes(), self._label))
-                    self._live[reference.cdata] = reference, self.allocated[-1]
+        is_new = any([self._allocate(leaf.untyped_storage()) for leaf in outputs])
         if self._now is not None and self._counts:
             if is_new:
-                self._now.peak = max(self._now.peak, self.live() - self._start)
+                self._now.peak = max(self._now.peak, self._bytes - self._start)
             inputs = list(tensors_in((args, kwargs)))
             kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
             if kernel is not None:
                 self._now.kernels.append(kernel)
         return result
+
+    def _allocate(self, storage: torch.UntypedStorage) -> bool:
+        """Returns whether a storage is new, and then counts its bytes as live until its release."""
+        key = storage._cdata
+        if key in self._existing or key in self._before or key in self._live:
+            return False
+        allocated = Allocated(storage.nbytes(), self._label)
+
+        def release(_: object) -> None:
+            del self._live[key]
+            self._bytes -= allocated.bytes
+            allocated.last = self._label
+
+        self.allocated.append(allocated)
+        self._live[key] = weakref.ref(storage, release), allocated
+        self._bytes += allocated.bytes
+        return True
 
 
 def kernel_of(
