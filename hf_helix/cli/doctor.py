@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -59,7 +59,7 @@ class DoctorCommand(OnCluster):
     def run(self) -> None:
         """Prints the best layouts."""
         from hf_helix.doctor.memory import STATES
-        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
+        from hf_helix.doctor.report import CLOSE, dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of
@@ -70,14 +70,20 @@ class DoctorCommand(OnCluster):
         self.check_state_bytes()
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
-        ranking = self._search(simulated, cluster, tokens)
+        ranking = self._search(simulated, cluster, tokens, self.top)
         if not ranking.steps:
             family_of(base_of(simulated.model)).digest(
                 base_of(simulated.model)
             )  # raises where no layout at all can be made
+            rivals = ranking.fitting_rivals(cluster)
+            helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
+            helps += self._what_helps(tokens)
             reasons = "\n".join(dropped_lines(ranking.dropped))
             raise ValueError(
-                f"no layout of {self.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
+                f"no layout of {self.model} fits {cluster.name}; what fits, predicted: {'; '.join(helps)}; "
+                f"{reasons.lstrip()}"
+                if helps
+                else f"no layout of {self.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
                 f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
             )
         best = ranking.steps[0]
@@ -94,7 +100,8 @@ class DoctorCommand(OnCluster):
             other = "" if self.network else "; --network 10gbit asks about another one"
             print(f"Links between nodes of {rate}, each for {sharing} devices{other}")
         print()
-        lines = [*ranking_lines(ranking, cluster, self.top), *help_lines(ranking, self.lora_r > 0, cluster.nodes > 1)]
+        lines = [*ranking_lines(ranking, cluster, self.top)]
+        lines += help_lines(ranking, lambda: self._what_helps(tokens, (1 + CLOSE) * best.tokens_per_second))
         print("\n".join(lines))
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
@@ -110,8 +117,30 @@ class DoctorCommand(OnCluster):
             self.write.write_text(launch_file(best, cluster))
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
 
-    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
-        """Returns the layouts with enough memory, the fastest first."""
+    def _what_helps(self, tokens: int, least: float = 0.0) -> list[str]:
+        """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
+        each with the layout."""
+        from hf_helix.doctor.memory import STATES
+
+        cluster, found = self.scaled_cluster(), []
+        changes: list[dict[str, Any]] = [{"lora_r": 16}] if not self.lora_r else []
+        changes += [{"state_bytes": 2.0}] if self.state_bytes == STATES and not self.lora_r else []
+        changes += [{"gpus": f"{2 * cluster.nodes}x{cluster.devices_per_node}"}]
+        changes += [{"network": "100gbit"}] if cluster.nodes > 1 and not self.network else []
+        for change in changes:
+            other = replace(self, **change)
+            try:
+                cluster = other.scaled_cluster()
+                steps = other._search(other.simulated_model(cluster), cluster, tokens, leading=0).steps
+            except ValueError:  # such as no network to further devices
+                continue
+            if steps and steps[0].tokens_per_second > least:
+                name, speed = size_text(steps[0].case.sizes), steps[0].tokens_per_second
+                found.append(f"{' '.join(f'--{key} {value}' for key, value in change.items())}: {name}, {speed:,.0f} tokens/s")
+        return found
+
+    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, leading: int) -> Ranking:
+        """Returns the layouts with enough memory, the fastest first; `leading` are predicted at higher fidelity."""
         from hf_helix.doctor.layouts import Search
 
         with progress_bar() as progress:
@@ -129,7 +158,7 @@ class DoctorCommand(OnCluster):
                 state_bytes=self.state_bytes,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
-                leading=self.top,
+                leading=leading,
             ).run()
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from hf_helix.config import AUTO, RECOMPUTE
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
-from hf_helix.doctor.fsdp import FSDP, simulate_fsdp
-from hf_helix.doctor.memory import STATES, bytes_text
+from hf_helix.doctor.memory import STATES, needs_text
 from hf_helix.doctor.processes import in_processes
+from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
 from hf_helix.doctor.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity, possible_names
 from hf_helix.planning.schedule.memory import Peak
@@ -50,16 +50,19 @@ class Dropped:
 @dataclass(frozen=True)
 class Ranking:
     """Layouts by speed: the best of every combination of parallel sizes, and the layouts that cannot be built or do not
-    fit. FSDP of the stock Trainer is a baseline outside the ranking, even if too large; None if it cannot be simulated.
-    """
+    fit. Rivals are outside the ranking, even if too large; none if they cannot be simulated."""
 
     steps: Sequence[Step]
     dropped: Sequence[Dropped]
-    fsdp: FSDP | None = None
+    rivals: Sequence[RivalStep] = ()
 
     def plain(self) -> Step | None:
         """Returns the fastest step with data parallelism alone; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
+
+    def fitting_rivals(self, cluster: Cluster) -> list[RivalStep]:
+        """Returns the rivals that fit."""
+        return [each for each in self.rivals if each.step.memory.total <= cluster.device.memory]
 
 
 def is_plain(case: Case) -> bool:
@@ -105,15 +108,15 @@ class Search:
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
         found: list[Step | Dropped] = []
-        fsdp: FSDP | None = None
-        for place, (best, baseline) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
+        rivals: list[RivalStep] = []
+        for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
             found += best
-            fsdp = fsdp or baseline
+            rivals += others
             if self.progress is not None:
                 self.progress(SEARCHING * place / len(cuts))
         steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
         dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
-        return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), fsdp)
+        return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -155,16 +158,14 @@ class Search:
             device = replace(self.cluster.device, memory=min(0.99, budget / needed) * seemed)
             other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
-                why = (
-                    f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}, with all that saves memory"
-                )
-                return Dropped(case, why)
+                return Dropped(case, needs_text(needed, budget))
             found = other
 
-    def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], FSDP | None]:
-        """Returns the best of some layouts, and stock FSDP if plain data parallelism is among them."""
-        plain = Sizes(dp=self.cluster.devices)
-        return [self._best(sizes) for sizes in candidates], self._fsdp() if plain in candidates else None
+    def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], list[RivalStep]]:
+        """Returns the best of some layouts, and the rivals if plain data parallelism is among them."""
+        rivals = RIVALS if Sizes(dp=self.cluster.devices) in candidates and self.cluster.devices > 1 else ()
+        found = (self._rival(name) for name in rivals)
+        return [self._best(sizes) for sizes in candidates], [each for each in found if each is not None]
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest fitting case of some parallel sizes, or the reason for none.
@@ -285,33 +286,31 @@ class Search:
             state_bytes=self.state_bytes,
         )
 
-    def _fsdp(self) -> FSDP | None:
-        """Returns FSDP over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
-        best: FSDP | None = None
+    def _rival(self, name: str) -> RivalStep | None:
+        """Returns a rival over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
+        best: RivalStep | None = None
+        sizes, modes = Sizes(dp=self.cluster.devices), ["none", "full"]
         for batch in BATCHES:
-            sizes = Sizes(dp=self.cluster.devices)
-            if sizes.dp == 1:
-                break
             try:
                 case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
-                case = replace(case, expert_capacity_factor=None)  # the stock Trainer drops nothing
+                case = replace(case, expert_capacity_factor=None)  # no rival drops rows
             except ValueError:
                 continue
             try:
-                candidates = [
-                    simulate_fsdp(self.amounts(way), way, self.cluster, sync)
-                    for way in (case, replace(case, recompute="full"))
-                    for sync in (False, True)
+                made = [
+                    simulate_rival(name, self.amounts(way), way, self.cluster, *options)
+                    for way, *options in rival_cases(name, case, self.cluster, modes)
                 ]
             except ValueError:
                 break  # the model cannot be cut, as its layouts say
-            fitting = [each for each in candidates if each.step.memory.total <= self.cluster.device.memory]
+            fitting = [each for each in made if each.step.memory.total <= self.cluster.device.memory]
             fastest = max(fitting, key=lambda each: each.step.tokens_per_second, default=None)
             if fastest is None:
-                return best or min(candidates, key=lambda each: each.step.memory.total)
+                return best or min(made, key=lambda each: each.step.memory.total, default=None)
             if best is not None and fastest.step.tokens_per_second <= best.step.tokens_per_second:
                 break
             best = fastest
+            modes = [mode for mode in modes if any(each.step.case.recompute == mode for each in fitting)]
         return best
 
     def _fitting(self, case: Case, smaller: Case | None) -> list[Case]:
@@ -335,10 +334,7 @@ class Search:
             elif not fitting:
                 least = min(least, self._least(ways))
         if not fitting:
-            raise ValueError(
-                f"needs {bytes_text(least)} of a device that has {bytes_text(self.cluster.device.memory)}, with all "
-                "that saves memory"
-            )
+            raise ValueError(needs_text(least, self.cluster.device.memory))
         return fitting
 
     def _schedules(self, case: Case) -> Sequence[str]:

@@ -70,6 +70,11 @@ def bytes_text(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+def needs_text(needed: float, budget: float) -> str:
+    """Returns why bytes do not fit."""
+    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}, with all that saves memory"
+
+
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
     """Returns the full parameters of a pipeline rank."""
     names = [layout.units[unit] for unit in layout.units_of(rank)]

@@ -78,8 +78,7 @@ def layouts_part(steps: Mapping[str, Step], cluster: Cluster, table: str) -> Par
 def _seconds(step: Step) -> dict[str, float]:
     """The seconds of a step for a million tokens, by part."""
     parts = {"computation": step.loads[Kind.COMPUTE]}
-    exposed = {kind.value: seconds for kind, seconds in step.exposed.items() if kind is not Kind.PIPELINE}
-    parts |= {f"exposed {name}": seconds for name, seconds in exposed.items()}  # the bubble has a pipeline's transfers
+    parts |= {f"exposed {kind.value}": seconds for kind, seconds in step.exposed.items()}
     parts["bubble"] = step.bubble * step.window
     parts["rest"] = max(0.0, step.window - sum(parts.values()))
     parts |= {"sums of gradients": step.sums, "optimizer": step.optimizer}

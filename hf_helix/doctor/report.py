@@ -7,13 +7,13 @@ Must hold: the text names parts of a step without a figure; every dropped layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.config import AUTO
-from hf_helix.doctor.fsdp import FSDP
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
-from hf_helix.doctor.memory import bytes_text
+from hf_helix.doctor.memory import bytes_text, needs_text
+from hf_helix.doctor.rivals import RivalStep
 from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -27,7 +27,6 @@ FEW = 3  # of the layouts that fit: so few say that the model is large for the m
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
 
-STOCK_FSDP = "FSDP (ZeRO-3), stock"  # name of the baseline: fully sharded data parallelism of the stock Trainer
 WIDTH = 116  # columns of lists of layouts
 
 
@@ -93,18 +92,23 @@ def shards_line(best: Step, shared: Step) -> str:
 
 
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
-    """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and FSDP."""
-    best, plain = ranking.steps[0], ranking.plain()
-    stock = _fsdp_rows(ranking.fsdp, cluster)
-    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in _own_steps(ranking, top)] + stock
+    """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and rivals."""
+    best, plain, rivals = ranking.steps[0], ranking.plain(), ranking.fitting_rivals(cluster)
+    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in _own_steps(ranking, top)]
+    rows += [(each.name, each.options, each.step) for each in rivals]
     fastest = max((step for _, _, step in rows), key=lambda step: step.tokens_per_second)
-    if fastest is not best:
-        ahead = fastest.tokens_per_second / best.tokens_per_second - 1
-        close = "; they are as good as each other, as exact as this is" if ahead < CLOSE else ": train with that"
-        yield f"{STOCK_FSDP}, is the fastest of these, {ahead:.1%} ahead of {size_text(best.case.sizes)}{close}."
-    elif is_plain(best.case):
+    if is_plain(best.case) and fastest is best:
         spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
         yield f"Plain data parallelism{spread} is the fastest of these: no layer has to be cut."
+    elif rivals:
+        rival = max(rivals, key=lambda each: each.step.tokens_per_second)
+        ratio = best.tokens_per_second / rival.step.tokens_per_second
+        close = "; they are as good as each other, as exact as this is" if max(ratio, 1 / ratio) < 1 + CLOSE else ""
+        name = size_text(best.case.sizes)
+        if fastest is best:
+            yield f"{name} is {ratio:.2f}x as fast as the best rival, {rival.name}{close}."
+        else:
+            yield f"{rival.name} is the fastest of these, {1 / ratio - 1:.1%} ahead of {name}{close or ': train with that'}."
     width = max(len(how) for _, how, _ in rows) + 1
     yield (
         f"{'layout':<28}{'micro-batches':<{width}}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"
@@ -112,9 +116,9 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     )
     for name, how, step in rows:
         yield _row(name, f"{how:<{width}}", step, fastest, cluster)
-    if ranking.fsdp is not None and not stock:
-        need, budget = bytes_text(ranking.fsdp.step.memory.total), bytes_text(cluster.device.memory)
-        yield f"{STOCK_FSDP} does not work: needs {need} of a device that has {budget}, with all that saves memory."
+    for each in ranking.rivals:
+        if each not in rivals:
+            yield f"{each.name}: {needs_text(each.step.memory.total, cluster.device.memory)}."
     if plain is None:
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
         yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."
@@ -127,7 +131,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
 
 
 def _own_steps(ranking: Ranking, top: int) -> list[Step]:
-    """Returns the steps of the table, plain data parallelism among them, without FSDP."""
+    """Returns the steps of the table, plain data parallelism among them, without rivals."""
     plain, shown = ranking.plain(), list(ranking.steps[:top])
     return [*shown, *([plain] if plain is not None and plain not in shown else [])]
 
@@ -135,48 +139,38 @@ def _own_steps(ranking: Ranking, top: int) -> list[Step]:
 def shown_steps(ranking: Ranking, cluster: Cluster, top: int) -> dict[str, Step]:
     """Returns the steps of the table by name."""
     own = {size_text(step.case.sizes): step for step in _own_steps(ranking, top)}
-    return own | {name: step for name, _, step in _fsdp_rows(ranking.fsdp, cluster)}
+    return own | {each.name: each.step for each in ranking.fitting_rivals(cluster)}
 
 
 def _meanings(options: Sequence[str]) -> Iterator[str]:
     """Yields what the columns say."""
     strand = "; one strand: micro-batches one after the other" if any("one strand" in each for each in options) else ""
     yield (
-        "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits, for\n"
-        "computation or links of others; exposed: communication that nothing hides; sums: of gradients, after\n"
+        "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits\n"
+        "for computation of others; exposed: communication that nothing hides; sums: of gradients, after\n"
         f"the last backward; memory: of the fullest device{strand}."
     )
 
 
-def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]:
+def help_lines(ranking: Ranking, helps: Callable[[], Sequence[str]]) -> Iterator[str]:
     """Yields what would help where few layouts fit, or where links or the host hold up the best.
 
     Args:
-        adapters: whether adapters alone are trained.
-        several: whether the cluster has several nodes.
+        ranking: the layouts, at least one of them fitting.
+        helps: returns options with which the model is trained faster; asked only if few layouts fit or links hold up
+            the best.
     """
     best, fitting = ranking.steps[0], len(ranking.steps)
-    lora = [] if adapters else ["adapters (--lora_r 16)"]
-    if fitting <= FEW < fitting + len(ranking.dropped):
-        ways = [*lora, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
-        yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
     exposed = sum(best.exposed.values()) / best.seconds
+    few = fitting <= min(FEW, len(ranking.dropped))
+    if few:
+        yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts."
     if exposed > EXPOSED:
-        ways = [*lora, *["a faster network (--network 100gbit)"] * several] or ["a machine with faster links"]
-        yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
+        yield f"The links hold it up: {exposed:.0%} of the best step is exposed."
     elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
         yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."
-
-
-def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:
-    """Returns the row of stock FSDP, as (name, micro-batches and options, step); nothing if FSDP does not fit."""
-    if fsdp is None or fsdp.step.memory.total > cluster.device.memory:
-        return []
-    case = fsdp.step.case
-    parts = [f"{case.microbatches} x {case.batch}"]
-    parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
-    parts += ["sync_each_batch"] if fsdp.sync_each_batch else []
-    return [(STOCK_FSDP, ", ".join(parts), fsdp.step)]
+    if few or exposed > EXPOSED:
+        yield from (f"What helps, predicted: {each}." for each in helps())
 
 
 def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:

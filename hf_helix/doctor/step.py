@@ -94,10 +94,11 @@ class Step:
     sums: float  # seconds of gradient reduction after the window
     optimizer: float
     loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
-    # seconds of communication without concurrent computation, by kind, on the busiest rank; transfers between stages
-    # only if the window was drawn; empty at `Fidelity.QUICK`
+    # seconds of communication without concurrent computation, by kind, on the busiest rank: of transfers between stages,
+    # the seconds by which the window is longer than without their time; empty at `Fidelity.QUICK`
     exposed: Mapping[Kind, float]
-    bubble: float  # fraction of the window in which the busiest rank waits for other ranks; 0 at `Fidelity.QUICK`
+    # fraction of the window in which the busiest rank waits for computation of other ranks; 0 at `Fidelity.QUICK`
+    bubble: float
     memory: Memory  # memory of the rank with the largest total
     # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
@@ -274,7 +275,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         window.reductions,
         max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped),
         loads,
-        {kind: min(seconds, loads[kind]) for kind, seconds in window.exposed.items() if loads[kind]},
+        {kind: seconds for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),

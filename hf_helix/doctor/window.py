@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hf_helix.config import AUTO
+from hf_helix.doctor.estimate import LEAST
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -30,7 +31,7 @@ from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.layout import Layout, named_operators
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
@@ -78,7 +79,7 @@ class WindowTime:
     seconds: float  # seconds without the gradient reductions at the end
     reductions: float  # seconds at the end in which only gradients are reduced
     waits: float = 0.0  # seconds added by gathers of weights
-    bubble: float = 0.0  # seconds in which the busiest rank waits for other ranks
+    bubble: float = 0.0  # seconds in which the busiest rank waits for computation of other ranks
     # seconds of communication without concurrent computation, by kind, on the busiest rank
     exposed: Mapping[Kind, float] = field(default_factory=dict)
     drawing: Drawing | None = None  # the programs and the timeline, if every operator was simulated
@@ -177,18 +178,26 @@ class WindowClock:
         if self.fidelity is Fidelity.QUICK:
             seconds, reductions, _ = self.extrapolated(self._seconds)
             return WindowTime(seconds, reductions)
-        is_whole = self.fidelity.is_whole
-        seconds = reductions = alone = 0.0
-        if not is_whole or self._ranks > 1:  # of a whole window, the bubble alone needs the busiest rank's seconds
-            seconds, reductions, alone = self.extrapolated(self._seconds)
-        (waits,) = self.extrapolated(self._waits)
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
-        if is_whole:
+        if self.fidelity.is_whole:
             parts = drawn or self._parts(self.planned, self._microbatches)
             seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
-        bubble = max(0.0, seconds - alone) if self._ranks > 1 else 0.0
+        else:
+            seconds, reductions, _ = self.extrapolated(self._seconds)
+        (waits,) = self.extrapolated(self._waits)
+        exposed, bubble = self._exposed_by_kind(drawn), 0.0
+        if self._ranks > 1:  # a rank waits for transfers, or for computation of others
+            free, _, alone = self.extrapolated(self._seconds_without_transfers)
+            bubble = min(max(0.0, free - alone), max(0.0, seconds - alone))
+            exposed[Kind.PIPELINE] = max(0.0, seconds - alone - bubble)
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
-        return WindowTime(seconds, reductions, waits, bubble, self._exposed_by_kind(drawn), drawing)
+        return WindowTime(seconds, reductions, waits, bubble, exposed, drawing)
+
+    def _seconds_without_transfers(self, planned: Planned) -> Sequence[float]:
+        """Returns `_seconds` if transfers between stages took no time."""
+        times = {name: LEAST for name, op in named_operators(planned.profile.layout) if op.kind is Kind.PIPELINE}
+        free = replace(planned.profile, times={**planned.profile.times, **times})
+        return self._seconds(replace(planned, profile=free))
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""

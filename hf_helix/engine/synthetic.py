@@ -7,6 +7,8 @@ Must hold: the same units, cuts and side inputs as in training; the same weights
 
 from __future__ import annotations
 
+import logging
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -38,13 +40,16 @@ def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: to
     Raises:
         ValueError: PEFT is not installed, or the model has no modules of these names.
     """
+    # bitsandbytes, imported by PEFT, warns of a kernel that no adapter here needs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("adapters need the package peft: pip install peft") from error
     names = target_modules.split(",")
     targets = names if len(names) > 1 else target_modules
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's calls of Transformers
         config = LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM")
         return get_peft_model(model_on_meta(model_config, dtype), config).train()
 
