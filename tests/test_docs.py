@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
+import hf_helix
 from hf_helix.cli.main import build_parser
 from hf_helix.config import PLANS, HelixConfig
 
@@ -135,6 +138,17 @@ def test_what_is_generated_is_up_to_date() -> None:
     made = generator()
     for page in {page for page, _ in made.BLOCKS.values()}:
         assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
+
+
+def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
+    """Broken links, names without a docstring's parameters and pages outside of the navigation are errors of mkdocs."""
+    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    named = set(re.findall(r'<h3 id="hf_helix\.(\w+)"', (tmp_path / "api" / "index.html").read_text()))
+    assert set(hf_helix.__all__) - {"__version__"} <= named
+    commands = (tmp_path / "commands" / "index.html").read_text()
+    assert all(f'id="hf-helix-{name}"' in commands for name in ("check", "doctor", "simulate", "show"))
 
 
 def test_the_first_page_is_short() -> None:
