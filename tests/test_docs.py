@@ -35,11 +35,14 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 
+def anchor_of(title: str) -> str:
+    """The name under which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
-    """The names under which GitHub links to headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    words = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
-    return {title.strip().replace(" ", "-") for title in words}
+    return {anchor_of(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
 def check_target(page: Path, anchor: str) -> None:
@@ -86,6 +89,22 @@ def commands(page: Path) -> Iterator[list[str]]:
             except ValueError:
                 continue  # prose with an apostrophe
             yield [word for word in split if "=" not in word or word.startswith("-")]
+
+
+def test_every_technique_is_described_in_one_form() -> None:
+    """Those of the table of layouts.md, each in the section or on the page to which its row leads."""
+    page = ROOT / "docs" / "layouts.md"
+    rows = re.findall(r"^\| .* \|$", page.read_text().partition("\n## ")[0], re.MULTILINE)
+    targets = [link for row in rows for link in re.findall(r"\]\(([^)]+)\) \|$", row)]
+    assert len(targets) >= 8
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        text = (page.parent / name if name else page).read_text()
+        _, *parts = re.split(r"^##? (.*)$", text, flags=re.MULTILINE)
+        sections = dict(zip(map(anchor_of, parts[::2]), parts[1::2], strict=True))
+        described = sections[anchor or anchor_of(parts[0])]
+        form = ["When to use", "When not", "Expected change", "Known limits", "Evidence"]
+        assert re.findall(r"^\| \*\*(.*?)\*\* \|", described, re.MULTILINE) == form, target
 
 
 def test_there_are_commands() -> None:
