@@ -4,7 +4,7 @@ Cuts a model over ranks that a slow link joins. The operators are measured on th
 times, as `plan="auto"` does. Then windows under every plan are timed in turn, after computation alone and communication
 alone; medians, the slowest rank counts. The bound is the larger of the two alone (of communication, the busiest link).
 A step is forward, backward and gradient reduction of a window, without the optimizer. The link is emulated in the
-process (docs/emulated_link.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
+process (docs/results.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
 with `--rates`, joins two network namespaces, over which stock software runs, too (needs root). The studies:
 
     tp         a Llama with tp_size=2 under every plan; with `--rates` beside Transformers' tensor parallelism and DDP
