@@ -135,11 +135,12 @@ def run(command: str, folder: Path) -> None:
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "VENV": str(programs.parent),
-        "MAKEFLAGS": f"--assume-old={programs.parent}/.installed",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(folder),
         "HELIX_CACHE": str(folder / "cache"),
     }
+    command = command.replace("make ", f"make -o {programs.parent}/.installed ")  # nothing is installed from the copy
     done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
