@@ -37,8 +37,8 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
         problems.append(f"distributed_type={kind}: use MULTI_GPU: hf_helix cuts the model itself")
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         problems.append(
-            "dynamo_backend: use dynamo_backend='no': operators are issued one by one; HelixConfig(compile=True) compiles "
-            "them"
+            "dynamo_backend: use dynamo_backend='no': operators are issued one by one; HelixConfig(compile=True) "
+            "compiles them"
         )
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         problems.append(
