@@ -129,9 +129,9 @@ def hardware() -> str:
     for command, row in found.items():
         machine = command.partition("--cluster ")[2].partition(" --batch_tokens")[0]
         trained = "LoRA" if "--lora_r" in command else "full"
-        cells = (f"`{machine}`", trained, row["layout"], row["rate"], row["gain"], row["stock"])
+        cells = (f"`{machine}`", trained, row["layout"], row["rate"], row["gain"], row["rival"])
         rows.append(f"| {' | '.join(cells)} |")
-    head = "| `--cluster` | training | best layout | tokens/s | gain from overlap | best stock layout: tokens/s |"
+    head = "| `--cluster` | training | best layout | tokens/s | gain from overlap | best rival: tokens/s |"
     first = next(iter(found))
     return "\n".join([head, "|---|---|---|---:|---:|---|", *rows, "", f"`{first}`; with `--lora_r 16` for LoRA."])
 

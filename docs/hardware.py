@@ -1,7 +1,7 @@
 """Asks the doctor for the README's table "On your hardware": `python docs/hardware.py` writes docs/hardware.json.
 
 In:   Llama-3.1-8B's shape in recipes/models, and cluster files of the package.
-Out:  by command, the best layout, its tokens per second and gain over one strand, and the best stock layout's.
+Out:  by command, the best layout, its tokens per second and gain over one strand, and the best rival's.
 Must hold: a row is what the command prints. tests/docs compares the file with new answers (slow).
 """
 
@@ -13,6 +13,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from hf_helix.doctor.rivals import RIVALS
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = ROOT / "docs" / "hardware.json"
@@ -31,14 +33,14 @@ def ask(command: str) -> dict[str, str]:
     answer = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     row = r"^(?P<name>.{2,27}?)\s{2,}.*?\s(?P<rate>[\d,]+)\s+(?P<share>\d+)%\s+[\d.]+%"
     rows = [match.groupdict() for match in re.finditer(row, answer, re.MULTILINE)]
-    stock = max((each for each in rows if each["name"].endswith("stock")), key=_rate, default=None)
-    best = max((each for each in rows if not each["name"].endswith("stock")), key=_rate)
+    rival = max((each for each in rows if each["name"] in RIVALS), key=_rate, default=None)
+    best = max((each for each in rows if each["name"] not in RIVALS), key=_rate)
     gain = re.search(r"two strands are ([\d.]+)x", answer)
     return {
         "layout": best["name"],
         "rate": best["rate"],
         "gain": f"{gain[1]}x" if gain else "none",
-        "stock": f"{stock['name'].removesuffix(', stock')}: {stock['rate']}" if stock else "does not fit",
+        "rival": f"{rival['name']}: {rival['rate']}" if rival else "none fits",
     }
 
 

@@ -136,7 +136,9 @@ class DoctorCommand(OnCluster):
                 continue
             if steps and steps[0].tokens_per_second > least:
                 name, speed = size_text(steps[0].case.sizes), steps[0].tokens_per_second
-                found.append(f"{' '.join(f'--{key} {value}' for key, value in change.items())}: {name}, {speed:,.0f} tokens/s")
+                found.append(
+                    f"{' '.join(f'--{key} {value}' for key, value in change.items())}: {name}, {speed:,.0f} tokens/s"
+                )
         return found
 
     def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, leading: int) -> Ranking:

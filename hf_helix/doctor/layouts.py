@@ -164,7 +164,7 @@ class Search:
     def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], list[RivalStep]]:
         """Returns the best of some layouts, and the rivals if plain data parallelism is among them."""
         rivals = RIVALS if Sizes(dp=self.cluster.devices) in candidates and self.cluster.devices > 1 else ()
-        found = (self._rival(name) for name in rivals)
+        found = (self.rival(name) for name in rivals)
         return [self._best(sizes) for sizes in candidates], [each for each in found if each is not None]
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
@@ -286,7 +286,7 @@ class Search:
             state_bytes=self.state_bytes,
         )
 
-    def _rival(self, name: str) -> RivalStep | None:
+    def rival(self, name: str) -> RivalStep | None:
         """Returns a rival over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
         best: RivalStep | None = None
         sizes, modes = Sizes(dp=self.cluster.devices), ["none", "full"]

@@ -13,7 +13,6 @@ from textwrap import fill
 from hf_helix.config import AUTO
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
-from hf_helix.doctor.rivals import RivalStep
 from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -108,7 +107,8 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         if fastest is best:
             yield f"{name} is {ratio:.2f}x as fast as the best rival, {rival.name}{close}."
         else:
-            yield f"{rival.name} is the fastest of these, {1 / ratio - 1:.1%} ahead of {name}{close or ': train with that'}."
+            ahead = f"{1 / ratio - 1:.1%} ahead of {name}{close or ': train with that'}"
+            yield f"{rival.name} is the fastest of these, {ahead}."
     width = max(len(how) for _, how, _ in rows) + 1
     yield (
         f"{'layout':<28}{'micro-batches':<{width}}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"

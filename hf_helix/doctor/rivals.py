@@ -19,8 +19,8 @@ reduction. The second copy of a gradient in a step is awaited by the host, which
 overlap with it (`foreach_reduce` of torch). The optimizer runs on the host.
 ZeRO-2 + CPU Adam, of DeepSpeed: weights are whole in the type of matrix products; gradients are reduce-scattered and
 copied to the host in every micro-batch; the host steps fp32 weights, and ranks gather the stepped weights.
-Offload pipeline, as RoundPipe (arXiv 2604.27085), of one node: weights stream from the host; every device computes an equal part
-of each micro-batch, without bubbles, while weights come and gradients go; layers are recomputed.
+Offload pipeline of one node, as RoundPipe (arXiv 2604.27085): weights stream from the host; every device computes an
+equal part of each micro-batch, without bubbles, while weights come and gradients go; layers are recomputed.
 
 With several micro-batches in a window, FSDP reduces gradients in the last micro-batch only; before, full gradients
 accumulate (section 3.3.4). With `GradientAccumulationPlugin(sync_each_batch=True)` of Accelerate FSDP reduces gradients
@@ -164,9 +164,12 @@ def simulate_rival(
         if name == ZERO2_OFFLOAD:
             fetch = 0.0
         if name == PIPELINE_OFFLOAD:  # a device has an equal part of the weights in a step, and hands values on
-            fetch, reduce = size * elements / shards / host.bandwidth / case.microbatches, amounts.handed_on / host.bandwidth
+            fetch, reduce = (
+                size * elements / shards / host.bandwidth / case.microbatches,
+                amounts.handed_on / host.bandwidth,
+            )
             reduce += GRADIENT * held.all_trained / shards / host.bandwidth / case.microbatches
-        return _Unit(*seconds.values(), fetch, reduce, size * elements, gradients)
+        return _Unit(seconds["F"], seconds["B"], fetch, reduce, size * elements, gradients)
 
     units = {unit: unit_of(unit) for unit in layout.graphs}
     in_order = [units[unit] for unit in amounts.model.units]
@@ -248,7 +251,10 @@ def _memory(
     """Returns the memory of a device: its shards of weights, gradients and states, gathered weights of two layers and
     of the ends, gradients of two layers in reduction, and the activations of one micro-batch."""
     held = [amounts.weights[unit] for unit in amounts.model.units]
-    trained, frozen = sum(each.all_trained for each in held), sum(each.frozen_itemsize * each.all_frozen for each in held)
+    trained, frozen = (
+        sum(each.all_trained for each in held),
+        sum(each.frozen_itemsize * each.all_frozen for each in held),
+    )
     accumulates = not sync_each_batch and case.microbatches > 1
     first, *layers, last = units
     largest = sorted(layers, key=lambda unit: unit.weights)[-2:]

@@ -25,6 +25,7 @@ from hf_helix.engine.build import declare
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.models.family import Family
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
@@ -93,8 +94,8 @@ class SimulatedModel:
     def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]
         try:
-            family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
             self._kinds = self._kinds or kinds_of(self.model)
+            self._kinds.family.check(base_of(self.model).config, sizes.tp)
             config, backend = _config_of(case), self.cluster.backend
             with assuming(case.imbalance):
                 return amounts_of(self.model, config, case.batch, case.length, dtype, backend, self._kinds, sizes.dp)
@@ -117,6 +118,7 @@ def _config_of(case: Case) -> HelixConfig:
 class Kinds:
     """The kinds of equal layers of a model; one layer represents each kind."""
 
+    family: Family
     places: Sequence[int]  # the first layer of each kind
     kinds: Sequence[int]  # for every layer, the index of its kind in `places`
     model: Model  # the model, without the names of its units
@@ -141,7 +143,7 @@ def kinds_of(model: Any) -> Kinds:
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
     flops = token_flops(base)
     about = Model(type(base).__name__, (), family.head_cost(base), tied, flops.linear, flops.attention_per_length)
-    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], about)
+    return Kinds(family, [keys.index(key) for key in distinct], [distinct.index(key) for key in keys], about)
 
 
 def amounts_of(
@@ -159,7 +161,7 @@ def amounts_of(
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or kinds_of(model)
-    make_buffers = family_of(base).empty(base, config.tp_size)
+    make_buffers = kinds.family.empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
     first, *layers, last = [unit.name for _, unit in sorted(declared.model.items())]
     about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
@@ -197,8 +199,7 @@ def _declared(
     model: Any, config: HelixConfig, simulated: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
 ) -> Stage:
     """Returns the embedding, the first layer of each kind and the head, uncut; arguments as of `amounts_of`."""
-    base = base_of(model)
-    modes = modes_of(family_of(base).layers(base), None, config)
+    modes = modes_of(kinds.family.layers(base_of(model)), None, config)
     modes = [modes[place] for place in kinds.places]
     return declare(model, config, simulated.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
 

@@ -94,8 +94,8 @@ class Step:
     sums: float  # seconds of gradient reduction after the window
     optimizer: float
     loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
-    # seconds of communication without concurrent computation, by kind, on the busiest rank: of transfers between stages,
-    # the seconds by which the window is longer than without their time; empty at `Fidelity.QUICK`
+    # seconds of communication without concurrent computation, by kind, on the busiest rank; of transfers between
+    # stages, the seconds by which these lengthen the window; empty at `Fidelity.QUICK`
     exposed: Mapping[Kind, float]
     # fraction of the window in which the busiest rank waits for computation of other ranks; 0 at `Fidelity.QUICK`
     bubble: float

@@ -6,8 +6,8 @@ Must hold: every figure is a prediction of `hf_helix.planning`; reduced fidelity
 layers and ranks.
 
 Deep models and long windows repeat themselves. At reduced fidelity two windows are predicted, with few layers on every
-stage and with one or two periods of layers more, and the difference is extrapolated to all layers. In a pipeline, all
-ranks are predicted for a short window; further micro-batches add the seconds of the busiest rank alone.
+stage and with one or two periods of layers more, and the difference is extrapolated to all layers. In a search, two
+short windows of a pipeline are predicted, and their difference is extrapolated to all micro-batches.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from hf_helix.runtime.trace import Interval, common, merge
 PERIODS = 12  # longest period, in layers, looked for in a model
 WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
 COMPARED = (4, 6)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
+SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose difference is that of more micro-batches
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
@@ -176,28 +177,30 @@ class WindowClock:
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
         if self.fidelity is Fidelity.QUICK:
-            seconds, reductions, _ = self.extrapolated(self._seconds)
+            seconds, reductions = self.extrapolated(self._seconds)
             return WindowTime(seconds, reductions)
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         if self.fidelity.is_whole:
             parts = drawn or self._parts(self.planned, self._microbatches)
             seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
         else:
-            seconds, reductions, _ = self.extrapolated(self._seconds)
+            seconds, reductions = self.extrapolated(self._seconds)
         (waits,) = self.extrapolated(self._waits)
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
-            free, _, alone = self.extrapolated(self._seconds_without_transfers)
+            free, alone = self.extrapolated(self._without_others)
             bubble = min(max(0.0, free - alone), max(0.0, seconds - alone))
             exposed[Kind.PIPELINE] = max(0.0, seconds - alone - bubble)
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return WindowTime(seconds, reductions, waits, bubble, exposed, drawing)
 
-    def _seconds_without_transfers(self, planned: Planned) -> Sequence[float]:
-        """Returns `_seconds` if transfers between stages took no time."""
+    def _without_others(self, planned: Planned) -> Sequence[float]:
+        """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank alone."""
         times = {name: LEAST for name, op in named_operators(planned.profile.layout) if op.kind is Kind.PIPELINE}
         free = replace(planned.profile, times={**planned.profile.times, **times})
-        return self._seconds(replace(planned, profile=free))
+        own = self._own(planned)
+        alone = predict(own.plan, own.profile, self._on_one_rank(self._microbatches))
+        return self._seconds(replace(planned, profile=free))[0], alone.seconds - alone.reduction_seconds
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
@@ -218,22 +221,24 @@ class WindowClock:
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds without the reductions at the end, of the reductions, and of the busiest rank alone."""
-        few = self._few
-        parts = self._parts(planned, few)
+        """Returns the seconds without the reductions at the end, and of the reductions; in a search, those of a long
+        window of a pipeline are extrapolated from two short windows."""
+        few, more = (number * self._ranks for number in SHORT)
+        is_long = self.fidelity is Fidelity.QUICK and self._ranks > 1 and self._microbatches > more
+        parts = self._parts(planned, more if is_long else self._microbatches)
         seconds = parts.seconds - parts.reduction_seconds
-        if few == self._microbatches and (self._ranks == 1 or self.fidelity is Fidelity.QUICK):
-            return seconds, parts.reduction_seconds, seconds
-        own = self._own(planned)
-        long, short = (self._alone(own, count) for count in (self._microbatches, few))
-        return seconds + long - short, parts.reduction_seconds, long
+        if is_long:
+            first = self._parts(planned, few)
+            further = (self._microbatches - more) / (more - few)
+            seconds += further * (seconds - first.seconds + first.reduction_seconds)
+        return seconds, parts.reduction_seconds
 
     def _waits(self, planned: Planned) -> Sequence[float]:
         profile = planned.profile
         if not profile.layout.gathers:
             return [0.0]
         without = replace(profile, layout=replace(profile.layout, gathers=()))
-        few = min(self._few, WAITING)
+        few = min(self._microbatches, WAITING)
         whole, bare = (self._parts(each, few).seconds for each in (planned, replace(planned, profile=without)))
         return [whole - bare]
 
@@ -248,11 +253,6 @@ class WindowClock:
         further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
         return [last + further * (last - first) for first, last in zip(*found, strict=True)]
 
-    @property
-    def _few(self) -> int:
-        """Number of micro-batches in the prediction of all ranks."""
-        return self._microbatches if self._ranks == 1 else min(self._microbatches, self._ranks + 1)
-
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
         schedule = schedule_of(self.named, self._ranks, microbatches)
         return predict(planned.plan, planned.profile, schedule)
@@ -263,11 +263,6 @@ class WindowClock:
             return planned
         layout = rank_layout(planned.profile.layout, self.busiest)
         return replace(planned, profile=self._complete(replace(self._profile, layout=layout)))
-
-    def _alone(self, own: Planned, microbatches: int) -> float:
-        """Returns the seconds of a window of one rank, without the gradient reductions at its end."""
-        parts = predict(own.plan, own.profile, self._on_one_rank(microbatches))
-        return parts.seconds - parts.reduction_seconds
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)

@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = made_on_meta(function, args, kwargs or {})
         outputs = list(tensors_in(result))
-        is_new = any([self._allocate(leaf.untyped_storage()) for leaf in outputs])
+        is_new = sum(self._allocate(leaf.untyped_storage()) for leaf in outputs) > 0
         if self._now is not None and self._counts:
             if is_new:
                 self._now.peak = max(self._now.peak, self._bytes - self._start)

@@ -221,12 +221,13 @@ def test_steps_have_about_the_tokens_that_are_asked_for():
     plain = result.plain()
     assert plain is not None
     assert (plain.case.batch, plain.case.microbatches) == (1, 3)
-    for step in (*result.steps, result.fsdp.step if result.fsdp else plain):
+    for step in (*result.steps, *(each.step for each in result.rivals)):
         assert abs(step.case.tokens / LENGTH - 12) <= 1.2
     uneven = search(paper_of(num_hidden_layers=4), sequences=6)
     said = "4 data-parallel ranks take 256 tokens at a time; no step comes near 384"
     assert reasons(uneven)[Sizes(dp=4)] == said
-    assert uneven.fsdp is None
+    assert result.rivals
+    assert not uneven.rivals
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
-from hf_helix.doctor.fsdp import FSDP
 from hf_helix.doctor.layouts import Dropped, Ranking
 from hf_helix.doctor.report import help_lines, ranking_lines
+from hf_helix.doctor.rivals import FSDP, HSDP, RivalStep
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
@@ -29,12 +29,12 @@ def slower(step: Step, factor: float) -> Step:
 
 def table(step: Step, stock: float) -> list[str]:
     """The lines where the stock row takes so many times as long as the best layout."""
-    return [*ranking_lines(Ranking([step], [], FSDP(slower(step, stock), False)), CLUSTER, 5)]
+    return [*ranking_lines(Ranking([step], [], [RivalStep(FSDP, slower(step, stock))]), CLUSTER, 5)]
 
 
-def helps(step: Step, fitting: int = 1, dropped: int = 0, adapters: bool = False, several: bool = False) -> list[str]:
+def helps(step: Step, fitting: int = 1, dropped: int = 0) -> list[str]:
     ranking = Ranking([step] * fitting, [Dropped(step.case, "needs more")] * dropped)
-    return [*help_lines(ranking, adapters, several)]
+    return [*help_lines(ranking, lambda: ["--gpus 2x2"])]
 
 
 def share(lines: list[str], name: str) -> str:
@@ -63,22 +63,28 @@ def test_the_columns_are_explained(step: Step) -> None:
         assert f"{word}: " in text
 
 
+def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
+    cut = replace(step, case=replace(step.case, sizes=replace(step.case.sizes, tp=2, dp=1)))
+    large = replace(step, memory=replace(step.memory, weights=2 * CLUSTER.device.memory))
+    rivals = [RivalStep(FSDP, slower(step, 1.5)), RivalStep(HSDP, slower(large, 0.5))]
+    lines = [*ranking_lines(Ranking([cut], [], rivals), CLUSTER, 5)]
+    assert lines[0] == "tp 2 is 1.50x as fast as the best rival, FSDP (ZeRO-3)."
+    assert any(line.startswith("HSDP: needs ") for line in lines)
+
+
 def test_what_helps_is_said_where_little_fits(step: Step) -> None:
-    assert helps(step, dropped=9) == [
-        "Little fits: 1 of 10 layouts. What helps: adapters (--lora_r 16), more devices (--gpus), shorter sequences "
-        "(--sequence_length)."
-    ]
+    assert helps(step, dropped=9) == ["Little fits: 1 of 10 layouts.", "What helps, predicted: --gpus 2x2."]
     assert helps(step, fitting=4, dropped=9) == []
+    assert helps(step, fitting=3, dropped=1) == [], "most fit"
     assert helps(step) == [], "all fit"
 
 
 def test_what_helps_is_said_where_links_hold_it_up(step: Step) -> None:
-    kind = next(iter(step.loads))
-    held = replace(step, exposed={kind: 0.5 * step.seconds})
-    assert helps(held, adapters=True, several=True) == [
-        "The links hold it up: 50% of the best step is exposed. What helps: a faster network (--network 100gbit)."
+    held = replace(step, exposed={next(iter(step.loads)): 0.5 * step.seconds})
+    assert helps(held) == [
+        "The links hold it up: 50% of the best step is exposed.",
+        "What helps, predicted: --gpus 2x2.",
     ]
-    assert helps(held, adapters=True)[0].endswith("What helps: a machine with faster links.")
 
 
 def test_what_helps_is_said_where_the_host_holds_it_up(step: Step) -> None:

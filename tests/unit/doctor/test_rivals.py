@@ -1,4 +1,4 @@
-"""Plain FSDP on paper: what it sends and keeps by hand, and where gathers hide."""
+"""Rivals on paper: what FSDP sends and keeps by hand, and where gathers hide; published figures of others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.fsdp import simulate_fsdp
+from hf_helix.doctor.layouts import Search
+from hf_helix.doctor.rivals import FSDP, FSDP_OFFLOAD, HSDP, PIPELINE_OFFLOAD, ZERO2_OFFLOAD, simulate_rival
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.cluster import Cluster, Curve
+from hf_helix.planning.timing.cluster import Cluster, Curve, Host, load_cluster
 
 LAYERS, RANKS, MICROBATCHES = 4, 4, 3
 FREE: dict[str, Any] = {"peak_tflops": {"bf16": 1e6}, "memory_gb_per_s": 1e9}
@@ -30,7 +32,7 @@ def amounts() -> Amounts:
 
 def step_of(amounts: Amounts, cluster: Cluster, microbatches: int = MICROBATCHES, sync: bool = False) -> Step:
     case = case_of(microbatches, 2, 32, dp=RANKS, plan="sequential")
-    return simulate_fsdp(amounts, case, cluster, sync).step
+    return simulate_rival(FSDP, amounts, case, cluster, sync).step
 
 
 def sizes(amounts: Amounts) -> tuple[int, int]:
@@ -110,3 +112,63 @@ def test_the_host_of_stock_fsdp_issues_as_ours_does(amounts: Amounts):
     assert step_of(amounts, FAST).window < 0.1 * stock.window
     on_cpu = replace(slow, device=replace(slow.device, host_runs_ahead=False))
     assert step_of(amounts, on_cpu).window == pytest.approx(stock.window / 1.1, rel=0.01), "as part of every operator"
+
+
+def test_a_rival_with_the_host_keeps_no_fp32_on_the_device(amounts: Amounts):
+    model, case = sum(sizes(amounts)[:1]) * LAYERS + sizes(amounts)[1], case_of(MICROBATCHES, 2, 32, dp=RANKS)
+    cluster = replace(SLOW, host=Host(bandwidth=1e9, memory=2e9))
+    steps = {
+        name: simulate_rival(name, amounts, case, cluster, True).step
+        for name in (FSDP, FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD)
+    }
+    for name, step in steps.items():
+        memory = step.memory
+        assert (memory.weights + memory.gradients + memory.states == 0) == (name != FSDP)
+        assert (step.optimizer == pytest.approx(28 * model / 2e9)) == (name != FSDP), "Adam moves 28 bytes an element"
+    assert steps[ZERO2_OFFLOAD].memory.copies == 2 * model
+    moved = (MICROBATCHES * 3 * 4 * model / RANKS) / 1e9 + (MICROBATCHES - 1) * 12 * model / 2e9
+    longer = steps[FSDP_OFFLOAD].window + steps[FSDP_OFFLOAD].sums - steps[FSDP].window - steps[FSDP].sums
+    ends = MICROBATCHES * 4 * sizes(amounts)[1] / RANKS / 1e9  # gathered once
+    assert longer == pytest.approx(moved - ends, rel=0.03)
+
+
+def test_hybrid_shards_are_summed_between_nodes_once(amounts: Amounts):
+    cluster = cluster_with(nodes=2, devices_per_node=RANKS // 2, device=FREE, network={"gb_per_s": 1e-3})
+    case = case_of(MICROBATCHES, 2, 32, dp=RANKS)
+    step = simulate_rival(HSDP, amounts, case, cluster, True).step
+    model = LAYERS * sizes(amounts)[0] + sizes(amounts)[1]
+    assert step.window + step.sums == pytest.approx(4 * model / 2 / 1e6 * cluster.network.devices, rel=0.05)
+    assert step.memory.weights == 4 * model / 2
+
+
+QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960}
+PUBLISHED = {
+    "1.7B": (
+        {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16},
+        65417,
+    ),
+    "32B": (
+        {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25600, "num_attention_heads": 64},
+        5516,
+    ),
+}
+"""Qwen3 on eight RTX 4090, tokens per second with fp16 sums, in the README of RoundPipe 0.1.1."""
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_offload_pipeline_is_near_its_published_figures(size: str):
+    """With fp16 sums an RTX 4090 has twice its peak. FSDP with the host runs out of memory at 32B there, under
+    the loss of Transformers."""
+    cluster = load_cluster("rtx4090x8")
+    cluster = replace(cluster, device=replace(cluster.device, peaks={"bf16": 330e12}))
+    options, published = PUBLISHED[size]
+    model = on_meta("qwen3", **QWEN3, **options, tie_word_embeddings=size == "1.7B")
+    search = Search(SimulatedModel(model, cluster).amounts, cluster, 512_000, 4096, layers=options["num_hidden_layers"])
+    found = search.rival(PIPELINE_OFFLOAD)
+    assert found is not None
+    step = found.step
+    assert step.tokens_per_second == pytest.approx(published, rel=0.12)
+    if size == "32B":
+        case = replace(step.case, batch=1, recompute="full")
+        stock = simulate_rival(FSDP_OFFLOAD, search.amounts(case), case, cluster, True).step
+        assert stock.memory.total > cluster.device.memory
