@@ -124,7 +124,7 @@ class DoctorCommand(OnCluster):
 
         cluster, found = self.scaled_cluster(), []
         changes: list[dict[str, Any]] = [{"lora_r": 16}] if not self.lora_r else []
-        changes += [{"state_bytes": 2.0}] if self.state_bytes == STATES and not self.lora_r else []
+        changes += [{"state_bytes": 2}] if self.state_bytes == STATES and not self.lora_r else []
         changes += [{"gpus": f"{2 * cluster.nodes}x{cluster.devices_per_node}"}]
         changes += [{"network": "100gbit"}] if cluster.nodes > 1 and not self.network else []
         for change in changes:

@@ -8,7 +8,7 @@ window        the seconds of a window, whole or at reduced fidelity
 peaks         peak memory of a window, with the buffers of collectives in flight
 memory        the memory of a rank, by part
 step          an optimizer step: time, throughput, memory
-fsdp          a step under FSDP of the stock Trainer
+rivals        a step under other ways to train: FSDP, HSDP, ZeRO-2, with the host
 layouts       the search of layouts
 processes     simulations in several processes                                              (no torch)
 report        steps and rankings as text

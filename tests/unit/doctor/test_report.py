@@ -64,11 +64,11 @@ def test_the_columns_are_explained(step: Step) -> None:
 
 
 def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
-    cut = replace(step, case=replace(step.case, sizes=replace(step.case.sizes, tp=2, dp=1)))
+    cut = replace(step, case=replace(step.case, sizes=replace(step.case.sizes, tp=2)))
     large = replace(step, memory=replace(step.memory, weights=2 * CLUSTER.device.memory))
     rivals = [RivalStep(FSDP, slower(step, 1.5)), RivalStep(HSDP, slower(large, 0.5))]
     lines = [*ranking_lines(Ranking([cut], [], rivals), CLUSTER, 5)]
-    assert lines[0] == "tp 2 is 1.50x as fast as the best rival, FSDP (ZeRO-3)."
+    assert lines[0] == "tp 2 x dp 2 is 1.50x as fast as the best rival, FSDP (ZeRO-3)."
     assert any(line.startswith("HSDP: needs ") for line in lines)
 
 

@@ -251,3 +251,21 @@ def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, 
     quick, whole = (step_of(paper, each, **case, shard_optimizer=True) for each in (False, True))
     assert whole.waits > 0
     assert abs(quick.waits - whole.waits) <= 0.05 * whole.seconds
+
+
+def test_the_wait_for_a_slow_network_is_exposed_and_no_bubble(paper: SimulatedModel):
+    """One strand of 1f1b over a slow and a fast network, under the same order."""
+    network = replace(CLUSTER.network, bandwidth=1e12, latency=0.0)
+    case = {"pp": 4, "schedule": "1f1b", "plan": "sequential", "microbatches": 12}
+    slow, fast = (step_of(paper, cluster=each, **case) for each in (CLUSTER, replace(CLUSTER, network=network)))
+    waits = [step.exposed[Kind.PIPELINE] for step in (slow, fast)]
+    assert waits[0] - waits[1] == pytest.approx(slow.window - fast.window, rel=0.05)
+    assert slow.bubble * slow.window == pytest.approx(fast.bubble * fast.window, rel=0.05)
+    assert waits[0] > 1.5 * waits[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "folded_1f1b"])
+def test_a_search_predicts_a_pipeline_over_slow_links_as_a_whole_window(schedule: str, paper: SimulatedModel):
+    case = {"pp": 4, "schedule": schedule, "microbatches": 32}
+    quick, whole = step_of(paper, quick=True, **case), step_of(paper, whole=True, **case)
+    assert quick.window == pytest.approx(whole.window, rel=0.05)
