@@ -19,7 +19,7 @@ import torch
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.memory import Sharing, memory_of
-from hf_helix.doctor.peaks import held_in, memory_of_program
+from hf_helix.doctor.peaks import memory_of_window
 from hf_helix.doctor.simulated import amounts_of
 from hf_helix.doctor.step import Case, Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
@@ -102,14 +102,12 @@ def window_memory(
         layout: the units of all ranks.
         drawn: the programs of all ranks, and their timeline.
         sharing: how replicas share weights and states.
-        runs: the timeline again, if the host computes; see `peaks_of_window`.
+        runs: the timeline again, if the host computes; see `memory_of_window`.
     """
     programs, timeline = drawn
     found = []
-    for rank in range(layout.num_ranks):
-        places = [place for place, made in enumerate(programs) if layout.rank_of(made.unit) == rank]
-        mine = [programs[place] for place in places]
-        peaks = list(memory_of_program(amounts, layout, mine, held_in(mine, places, runs)))
+    for rank, (places, memory) in enumerate(memory_of_window(amounts, layout, programs, runs)):
+        peaks = list(memory)
         parts = {peak: memory_of(amounts, layout, rank, peak, sharing) for peak in set(peaks)}
         found.append(
             (max(each.total for each in parts.values()), rank, places, [parts[peak].parts() for peak in peaks])

@@ -31,7 +31,7 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 
 def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
     """Returns the peak memory of a rank's program, see `memory_of_program`."""
-    return max(memory_of_program(amounts, layout, program, held), key=lambda peak: peak.total, default=Peak())
+    return _highest(memory_of_program(amounts, layout, program, held))
 
 
 def memory_of_program(
@@ -55,19 +55,29 @@ def memory_of_program(
         yield alive.peak
 
 
-def peaks_of_window(
+def memory_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
-) -> list[Peak]:
-    """Returns the peak memory of each rank, operator by operator; with a timeline on CPUs, where collectives hold their
-    buffers until their end, and without on GPUs, where they do until computation waits for them."""
+) -> Iterator[tuple[Sequence[int], Iterator[Peak]]]:
+    """Yields, for each rank, the places of its instructions in the programs, and `memory_of_program`; with a timeline
+    on CPUs, where collectives hold their buffers until their end, and without on GPUs, where they do until computation
+    waits for them."""
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
-    programs_of_ranks = ([programs[place] for place in mine] for mine in places)
-    return [
-        peak_of_program(amounts, layout, program, held_in(program, mine, timeline))
-        for mine, program in zip(places, programs_of_ranks, strict=True)
-    ]
+    for mine in places:
+        program = [programs[place] for place in mine]
+        yield mine, memory_of_program(amounts, layout, program, held_in(program, mine, timeline))
+
+
+def peaks_of_window(
+    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
+) -> list[Peak]:
+    """Returns the peak memory of each rank, see `memory_of_window`."""
+    return [_highest(memory) for _, memory in memory_of_window(amounts, layout, programs, timeline)]
+
+
+def _highest(memory: Iterator[Peak]) -> Peak:
+    return max(memory, key=lambda peak: peak.total, default=Peak())
 
 
 def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:

@@ -63,7 +63,7 @@ HOST_OPTIMIZER_BYTES, HOST_SUM_BYTES = 28, 12
 """Bytes of the host's memory moved per element by Adam, and by an addition to a gradient."""
 
 FSDP, HSDP, FSDP_OFFLOAD = "FSDP (ZeRO-3)", "HSDP", "FSDP + CPU offload"
-ZERO2_OFFLOAD, PIPELINE_OFFLOAD = "ZeRO-2 + CPU Adam", "offload pipeline (RoundPipe)"
+ZERO2_OFFLOAD, PIPELINE_OFFLOAD = "ZeRO-2 + CPU Adam", "RoundPipe-like offload"
 RIVALS = FSDP, HSDP, FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD
 ON_HOST = FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD  # fp32 weights, gradients and states are on the host
 
