@@ -41,7 +41,7 @@ def search(paper: SimulatedModel, cluster: Cluster = CLUSTER, sequences: int = 3
 def ranking() -> Ranking:
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Search, "_fsdp", lambda _: None)  # no layout; tests/unit/doctor/test_fsdp.py has it
+        patch.setattr(Search, "rival", lambda *_: None)  # no layout; tests/unit/doctor/test_rivals.py has it
         return search(paper, sequences=SEQUENCES)
 
 
@@ -49,7 +49,7 @@ def search_of(sizes: Sizes, paper: SimulatedModel, cluster: Cluster, sequences: 
     """What is found for some parallel sizes alone, which does not depend on what is found for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "layouts", lambda *_: [sizes])
-        patch.setattr(Search, "_fsdp", lambda _: None)
+        patch.setattr(Search, "rival", lambda *_: None)
         return search(paper, cluster, sequences, leading=leading)
 
 
