@@ -43,7 +43,7 @@ NEEDED = {
         for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters")
     },
     "tuning_share": "a number from 0 to 1, such as 0.05",
-    "layers_per_stage": "a list of whole numbers, such as [4, 4, 4, 4]",
+    "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
     "memory_gb": "a number of gigabytes, such as 22, or None",
 }
@@ -92,7 +92,8 @@ class HelixConfig:
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
-            `1f1b`); None to spread the work evenly, embedding, head and loss included.
+            `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. None to spread the work
+            evenly, embedding, head and loss included; layers are then cut where the heaviest rank gets lighter by 2 %.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
@@ -146,7 +147,7 @@ class HelixConfig:
     cuda_graphs: bool = False
     memory_gb: float | None = None
     cache: bool = True
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[float, ...] | None = None
     shard_optimizer: bool = False
     shard_parameters: bool = False
     cp_method: str = "ring"

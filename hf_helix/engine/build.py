@@ -30,13 +30,14 @@ from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.stage import Stage, cut_layers, place_units
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.zero import layout_with_gathers
 
@@ -141,7 +142,12 @@ def declare(
     loss_tweaks = loss_tweaks or LossTweaks()
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
-    units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
+    units, counts = family.units(base, sharing, loss_tweaks, places), None
+    placement = Scheduler(config.schedule, config.pp_size).placement
+    if places is None:
+        ranks = stage_ranks(placement, config.pp_size)
+        units, modes, counts = cut_layers(units, modes, ranks, family.head_cost(base), config.layers_per_stage)
+    units = recompute_units(units, modes)
     if config.shard_parameters:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
     elif config.shard_optimizer:
@@ -154,9 +160,8 @@ def declare(
         units,
         mesh.pipe,
         family.empty(base, mesh.tp.size, loss_tweaks.own),
-        Scheduler(config.schedule, config.pp_size).placement,
-        family.head_cost(base),
-        config.layers_per_stage,
+        placement,
+        layers_per_stage=counts,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=layout), called)

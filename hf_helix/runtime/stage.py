@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
-from hf_helix.planning.schedule.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.schedule.placement import FOLD, count_layers, ranges_of, split_layers, stage_ranks
 from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import adders_of
@@ -147,6 +148,49 @@ def place_units(
     stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
     _check_single(stage_of_rank)
     return stage_of_rank
+
+
+def cut_layers(
+    units: Sequence[Unit],
+    modes: Sequence[str],
+    ranks: Sequence[int],
+    head_cost: float = 0.0,
+    layers_per_stage: Sequence[float] | None = None,
+) -> tuple[list[Unit], list[str], list[int]]:
+    """Returns the units of a model with the layers between two stages cut in the middle where this makes the heaviest
+    rank lighter, the modes of all layers and halves, and how many of these each virtual stage has.
+
+    Args:
+        units: of the whole model: the embedding, the layers, the head.
+        modes: the recompute mode of every layer.
+        ranks: the rank of each virtual stage.
+        head_cost, layers_per_stage: see `count_layers`.
+
+    Raises:
+        ValueError: too few layers, or wrong `layers_per_stage`.
+    """
+    embedding, *layers, head = units
+    counts = count_layers(
+        len(layers),
+        ranks,
+        head_cost=head_cost,
+        layers_per_stage=layers_per_stage,
+        first_half=share_of_front(layers) if max(ranks) else None,
+    )
+    cut, ranges = ranges_of(counts)
+    parts = [layer.halves() or () if place in cut else (layer,) for place, layer in enumerate(layers)]
+    modes = [mode for mode, made in zip(modes, parts, strict=True) for _ in made]
+    return [embedding, *chain.from_iterable(parts), head], modes, list(map(len, ranges))
+
+
+def share_of_front(layers: Sequence[Unit]) -> float | None:
+    """Returns the share of a layer's matrices before the middle, see `Unit.halves`; None where a layer has none."""
+    kinds = {layer.name: layer for layer in layers}
+    halves = [layer.halves() for layer in kinds.values()]
+    sizes = [[sum(p.numel() for p in half.placements if p.dim() > 1) for half in each] for each in halves if each]
+    if len(sizes) < len(kinds) or not all(front and rear for front, rear in sizes):
+        return None
+    return sum(front for front, _ in sizes) / sum(front + rear for front, rear in sizes)
 
 
 def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:

@@ -123,9 +123,9 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ),
     (
         "layers_per_stage",
-        (2, "2,2", [2, "2"], [2.0], [True], {2}),
+        (2, "2,2", [2, "2"], [True], {2}),
         TypeError,
-        r"^layers_per_stage must be a list of whole numbers, such as .*; got ",
+        r"^layers_per_stage must be a list of whole or half numbers, such as .*; got ",
     ),
     # Ablations are for benchmarks: `hf_helix.planning.graph.ablation`.
     ("without", (("wgrad",),), TypeError, "HelixConfig: unknown option 'without'"),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import pytest
 
-from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks, stages_of_rank
+from hf_helix.planning.schedule.placement import (
+    FOLD,
+    LINEAR,
+    WORTH_A_CUT,
+    count_layers,
+    ranges_of,
+    split_layers,
+    stage_ranks,
+    stages_of_rank,
+)
 
 PLACEMENTS = [FOLD, LINEAR]
 SIZES = [(layers, ranks) for ranks in range(1, 6) for layers in range(1, 24) if ranks == 1 or layers >= 2 * ranks]
@@ -186,3 +197,37 @@ def test_too_few_layers_for_the_linear_placement():
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="has 0 layers"):
         split_layers(0, (0, 0))
+
+
+@pytest.mark.parametrize("first_half", [0.2, 0.5])
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.3, 2.5])
+@pytest.mark.parametrize(
+    ("num_layers", "ranks"), [(7, stage_ranks(FOLD, 2)), (8, stage_ranks(FOLD, 3)), (6, (0, 1, 2))]
+)
+def test_halves_of_layers_are_as_even_as_any(
+    num_layers: int, ranks: Sequence[int], head: float, first_half: float
+) -> None:
+    """Every cut in halves of layers is tried."""
+
+    def heaviest(counts: Sequence[float]) -> float:
+        ends = [int(end) + first_half * (end % 1 > 0) for end in accumulate(counts, initial=0.0)]
+        times = [last - first for first, last in pairwise(ends)]
+        times[-1] += head
+        return max(sum(times[stage] for stage in stages_of_rank(rank, ranks)) for rank in range(max(ranks) + 1))
+
+    ends = itertools.combinations(range(2, 2 * num_layers - 1), len(ranks) - 1)
+    every = ([(last - first) / 2 for first, last in pairwise((0, *each, 2 * num_layers))] for each in ends)
+    best = min(heaviest(counts) for counts in every if min(counts) >= 1)
+    result = count_layers(num_layers, ranks, head_cost=head, first_half=first_half)
+    assert sum(result) == num_layers
+    assert heaviest(result) <= best / (1 - WORTH_A_CUT) + 1e-9
+    assert all(count % 1 == 0 for count in count_layers(num_layers, ranks, head_cost=head))
+
+
+def test_a_cut_layer_is_two_units() -> None:
+    assert ranges_of([1, 2, 1.5, 1.5]) == ([4], [range(1), range(1, 3), range(3, 5), range(5, 7)])
+    assert ranges_of([1.5, 1.5]) == ([1], [range(2), range(2, 4)])
+    with pytest.raises(ValueError, match="give halves, such as"):
+        count_layers(4, (0, 1), layers_per_stage=[1.25, 2.75], first_half=0.3)
+    with pytest.raises(ValueError, match="cannot be cut there; give whole numbers, such as"):
+        count_layers(4, (0, 1), layers_per_stage=[1.5, 2.5])
