@@ -23,6 +23,9 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
+FRONT, REAR = "front", "rear"
+"""The halves of a layer that two stages share; their names begin so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
@@ -86,8 +89,8 @@ class Unit:
             known = {value for op in graph.operators[:end] for value in op.writes}
             is_residual = isinstance(self.operators[operator.name], Add) and len(graph.inputs) == 1
             if is_residual and not self.meters and read & {*known, *graph.inputs} == set(operator.writes):
-                front = self._part("front", graph.operators[:end], graph.inputs, operator.writes)
-                rear = self._part("rear", graph.operators[end:], operator.writes, graph.outputs)
+                front = self._part(FRONT, graph.operators[:end], graph.inputs, operator.writes)
+                rear = self._part(REAR, graph.operators[end:], operator.writes, graph.outputs)
                 placed = [*front.placements, *rear.placements]  # none twice, none without a reader
                 return (front, rear) if len(placed) == len(self.placements) == len({*placed}) else None
         return None
