@@ -92,8 +92,9 @@ class HelixConfig:
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
-            `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. None to spread the work
-            evenly, embedding, head and loss included; layers are then cut where the heaviest rank gets lighter by 2 %.
+            `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. `hf-helix doctor`
+            writes the counts that it predicts to be the fastest. None for whole layers, the work spread as evenly as
+            they allow, embedding, head and loss included.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See

@@ -173,6 +173,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
         "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
+        "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
         "recompute": case.recompute if case.recompute != "none" else None,
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,

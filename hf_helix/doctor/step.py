@@ -22,7 +22,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.schedule.placement import split_layers, stage_ranks
+from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, ranges_of, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
@@ -30,7 +30,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout, place_names
+from hf_helix.planning.window.layout import Layout, named_operators, place_names
 from hf_helix.planning.window.program import build_programs
 
 OPTIMIZER_BYTES = 32
@@ -61,6 +61,7 @@ class Case:
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
     state_bytes: float = STATES  # bytes of the optimizer's states for an element
+    layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:
@@ -138,11 +139,38 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
             f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
             "different ranks; use schedule='auto'"
         )
-    names, chunks = place_names(model.units, ranks, split_layers(model.layers, ranks, head_cost=model.head_cost))
+    counts = case.layers_per_stage or count_layers(model.layers, ranks, head_cost=model.head_cost)
+    cut, ranges = ranges_of(counts)
+    halves = {1 + place: [f"{half}_{model.units[1 + place]}" for half in (FRONT, REAR)] for place in cut}
+    units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
+    names, chunks = place_names(units, ranks, ranges)
     graphs = dict(amounts.layout.graphs)
     if pp > 1:
         graphs |= transfer_graphs(len(graphs[names[0]].forward.outputs))
     return Layout(names, chunks, graphs, (), ranks)
+
+
+def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...] | None:
+    """Returns the layers of each stage that make the slowest rank of a pipeline as fast as can be, by the times of the
+    units and in halves where the layers can be cut; None where these are the counts of every run."""
+    if case.sizes.pp == 1:
+        return None
+    names, model = amounts.layout.units, amounts.model
+    seconds = dict.fromkeys(names, 0.0)
+    profile = estimate_profile(amounts, amounts.layout, case.sizes, cluster, case.dtype)
+    for name, op in named_operators(amounts.layout):
+        seconds[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
+    layer = sum(seconds[name] for name in model.units[1:-1]) / model.layers
+    front, rear = (sum(seconds[name] for name in names if name.startswith(half)) for half in (FRONT, REAR))
+    ranks = stage_ranks(Scheduler(case.schedule, case.sizes.pp).placement, case.sizes.pp)
+    counts = count_layers(
+        model.layers,
+        ranks,
+        embedding_cost=seconds[names[0]] / layer,
+        head_cost=seconds[names[-1]] / layer,
+        first_half=front / (front + rear) if front else None,
+    )
+    return None if counts == count_layers(model.layers, ranks, head_cost=model.head_cost) else tuple(counts)
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:

@@ -37,7 +37,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, cut_layers, place_units
+from hf_helix.runtime.stage import Stage, cut_layers, in_halves, place_units
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.zero import layout_with_gathers
 
@@ -122,7 +122,8 @@ def declare(
     mesh: Mesh,
     modes: Sequence[str],
     loss_tweaks: LossTweaks | None = None,
-    places: Collection[int] | None = None,
+    places: Sequence[int] | None = None,
+    halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
     """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
@@ -132,6 +133,7 @@ def declare(
         modes: the recompute mode of every declared layer.
         loss_tweaks: the changes of the loss by training arguments.
         places: the indices of the declared layers; None for all. Other layers are not checked either.
+        halved: those that are declared as halves; of all layers, the layers between stages are.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
     Raises:
@@ -145,8 +147,10 @@ def declare(
     units, counts = family.units(base, sharing, loss_tweaks, places), None
     placement = Scheduler(config.schedule, config.pp_size).placement
     if places is None:
-        ranks = stage_ranks(placement, config.pp_size)
+        ranks = stage_ranks(placement, mesh.pipe.size)
         units, modes, counts = cut_layers(units, modes, ranks, family.head_cost(base), config.layers_per_stage)
+    else:
+        units, modes = in_halves(units, modes, [places.index(each) for each in halved])
     units = recompute_units(units, modes)
     if config.shard_parameters:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))

@@ -22,9 +22,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.recompute import NONE, recomputed
-
-FRONT, REAR = "front", "rear"
-"""The halves of a layer that two stages share; their names begin so."""
+from hf_helix.planning.schedule.placement import FRONT, REAR
 
 
 @dataclass(frozen=True, kw_only=True)

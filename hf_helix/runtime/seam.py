@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_helix.operators.unit import FRONT
+from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments

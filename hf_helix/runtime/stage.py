@@ -157,8 +157,8 @@ def cut_layers(
     head_cost: float = 0.0,
     layers_per_stage: Sequence[float] | None = None,
 ) -> tuple[list[Unit], list[str], list[int]]:
-    """Returns the units of a model with the layers between two stages cut in the middle where this makes the heaviest
-    rank lighter, the modes of all layers and halves, and how many of these each virtual stage has.
+    """Returns the units of a model with every layer that two stages share as two units, the modes of all layers and
+    halves, and how many of these each virtual stage has.
 
     Args:
         units: of the whole model: the embedding, the layers, the head.
@@ -167,30 +167,27 @@ def cut_layers(
         head_cost, layers_per_stage: see `count_layers`.
 
     Raises:
-        ValueError: too few layers, or wrong `layers_per_stage`.
+        ValueError: too few layers, wrong `layers_per_stage`, or halves of layers that cannot be cut.
     """
-    embedding, *layers, head = units
-    counts = count_layers(
-        len(layers),
-        ranks,
-        head_cost=head_cost,
-        layers_per_stage=layers_per_stage,
-        first_half=share_of_front(layers) if max(ranks) else None,
-    )
+    counts = count_layers(len(units) - 2, ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
     cut, ranges = ranges_of(counts)
-    parts = [layer.halves() or () if place in cut else (layer,) for place, layer in enumerate(layers)]
+    return *in_halves(units, modes, cut), list(map(len, ranges))
+
+
+def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int]) -> tuple[list[Unit], list[str]]:
+    """Returns units, and a mode for each layer, with some layers as two units; arguments as of `cut_layers`."""
+    embedding, *layers, head = units
+    parts: list[Sequence[Unit]] = [(layer,) for layer in layers]
+    for place in cut:
+        halves = layers[place].halves()
+        if halves is None:
+            raise ValueError(
+                f"layers_per_stage cuts {layers[place].label} in the middle, and this layer has no place between "
+                "attention and MLP where the residual stream is all that crosses; use whole numbers"
+            )
+        parts[place] = halves
     modes = [mode for mode, made in zip(modes, parts, strict=True) for _ in made]
-    return [embedding, *chain.from_iterable(parts), head], modes, list(map(len, ranges))
-
-
-def share_of_front(layers: Sequence[Unit]) -> float | None:
-    """Returns the share of a layer's matrices before the middle, see `Unit.halves`; None where a layer has none."""
-    kinds = {layer.name: layer for layer in layers}
-    halves = [layer.halves() for layer in kinds.values()]
-    sizes = [[sum(p.numel() for p in half.placements if p.dim() > 1) for half in each] for each in halves if each]
-    if len(sizes) < len(kinds) or not all(front and rear for front, rear in sizes):
-        return None
-    return sum(front for front, _ in sizes) / sum(front + rear for front, rear in sizes)
+    return [embedding, *chain.from_iterable(parts), head], modes
 
 
 def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-WORTH_A_CUT = 0.02
+FRONT, REAR = "front", "rear"
+"""The halves of a layer between two stages; the names of their units begin so."""
+
+WORTH_A_CUT = 0.005
 """The least part of the heaviest rank's time for which layers are cut in the middle."""
 
 FOLD = "fold"
@@ -43,7 +46,7 @@ def count_layers(
     first_half: float | None = None,
 ) -> list[float]:
     """Returns how many layers each virtual stage gets: the heaviest rank as light as can be, then the stages of every
-    rank even. Layers are cut in the middle only where this makes the heaviest rank lighter by `WORTH_A_CUT`.
+    rank even. With `first_half`, layers are cut in the middle where the heaviest rank gets lighter by `WORTH_A_CUT`.
 
     Args:
         num_layers: of the model.
@@ -52,7 +55,7 @@ def count_layers(
             there it does not matter.
         head_cost: the same of the head and the loss, on the last stage.
         layers_per_stage: how many layers each virtual stage gets, instead.
-        first_half: the share of a layer's time before the middle; None if layers cannot be cut.
+        first_half: the share of a layer's time before the middle; None to keep layers whole.
 
     Raises:
         ValueError: there are no layers, or fewer than virtual stages on several ranks; or `layers_per_stage` is not
@@ -77,7 +80,7 @@ def count_layers(
         if first_half is not None and layers_per_stage is None:
             counts = _in_halves(counts, ranks, extra, first_half)
     if layers_per_stage is not None:
-        _check_counts(layers_per_stage, num_layers, counts, first_half)
+        _check_counts(layers_per_stage, num_layers, counts)
         counts = layers_per_stage
     return list(counts)
 
@@ -142,7 +145,7 @@ def _in_halves(
             for before, (heaviest, cuts, squares, path) in known.items():
                 for after in choices(rank, halves):
                     spans = [(before[0], after[0]), (after[1], before[1])][: len(stages)]
-                    if any(end - begin < 1 for begin, end in spans):
+                    if any(end <= begin for begin, end in spans):
                         continue
                     loads = [cost(end) - cost(begin) + extra[s] for s, (begin, end) in zip(stages, spans, strict=True)]
                     cuts_here = cuts + sum(end % 1 > 0 for end in after)
@@ -171,21 +174,13 @@ def _filled(total: int, least: Sequence[int], extra: Sequence[float]) -> list[in
     return counts
 
 
-def _check_counts(given: Sequence[float], num_layers: int, counts: Sequence[float], first_half: float | None) -> None:
-    in_halves = all(count % (0.5 if first_half is not None else 1) == 0 for count in given)
-    if len(given) == len(counts) and min(given) >= 1 and sum(given) == num_layers and in_halves:
+def _check_counts(given: Sequence[float], num_layers: int, counts: Sequence[float]) -> None:
+    in_halves = all(count % 0.5 == 0 for count in given)
+    if len(given) == len(counts) and min(given) > 0 and sum(given) == num_layers and in_halves:
         return
     works = list(counts) if min(counts) >= 1 else None
-    if len(given) == len(counts) and sum(given) == num_layers and min(given) >= 1:
-        raise ValueError(
-            f"layers_per_stage={list(given)}: this model's layers cannot be cut there; give whole numbers, such as "
-            f"layers_per_stage={works}"
-            if first_half is None
-            else f"layers_per_stage={list(given)}: layers are cut in the middle only; give halves, such as "
-            f"layers_per_stage={works}"
-        )
     raise ValueError(
         f"layers_per_stage={list(given)} has {len(given)} counts that add up to {sum(given)}; it needs {len(counts)}, "
-        f"one for each virtual stage, each at least 1, that add up to the model's {num_layers} layers, such as "
-        f"layers_per_stage={works}"
+        f"one for each virtual stage, each at least 0.5 and a multiple of 0.5, that add up to the model's {num_layers} "
+        f"layers, such as layers_per_stage={works}"
     )

@@ -158,8 +158,8 @@ def test_layers_per_stage_is_followed():
         ([5, 5], r"has 2 counts that add up to 10; it needs 4"),
         ([], r"has 0 counts that add up to 0; it needs 4"),
         ([1, 2, 3, 3], r"has 4 counts that add up to 9; it needs 4, .* up to the model's 10 layers"),
-        ([0, 4, 3, 3], r"each at least 1"),
-        ([-1, 4, 4, 3], r"each at least 1"),
+        ([0, 4, 3, 3], r"each at least 0"),
+        ([-1, 4, 4, 3], r"each at least 0"),
     ],
 )
 def test_layers_per_stage_that_do_not_fit_are_refused_with_some_that_do(counts: list[int], said: str):
@@ -215,9 +215,9 @@ def test_halves_of_layers_are_as_even_as_any(
         times[-1] += head
         return max(sum(times[stage] for stage in stages_of_rank(rank, ranks)) for rank in range(max(ranks) + 1))
 
-    ends = itertools.combinations(range(2, 2 * num_layers - 1), len(ranks) - 1)
+    ends = itertools.combinations(range(1, 2 * num_layers), len(ranks) - 1)
     every = ([(last - first) / 2 for first, last in pairwise((0, *each, 2 * num_layers))] for each in ends)
-    best = min(heaviest(counts) for counts in every if min(counts) >= 1)
+    best = min(map(heaviest, every))
     result = count_layers(num_layers, ranks, head_cost=head, first_half=first_half)
     assert sum(result) == num_layers
     assert heaviest(result) <= best / (1 - WORTH_A_CUT) + 1e-9
@@ -227,7 +227,5 @@ def test_halves_of_layers_are_as_even_as_any(
 def test_a_cut_layer_is_two_units() -> None:
     assert ranges_of([1, 2, 1.5, 1.5]) == ([4], [range(1), range(1, 3), range(3, 5), range(5, 7)])
     assert ranges_of([1.5, 1.5]) == ([1], [range(2), range(2, 4)])
-    with pytest.raises(ValueError, match="give halves, such as"):
-        count_layers(4, (0, 1), layers_per_stage=[1.25, 2.75], first_half=0.3)
-    with pytest.raises(ValueError, match="cannot be cut there; give whole numbers, such as"):
-        count_layers(4, (0, 1), layers_per_stage=[1.5, 2.5])
+    with pytest.raises(ValueError, match=r"a multiple of 0\.5"):
+        count_layers(4, (0, 1), layers_per_stage=[1.25, 2.75])
