@@ -68,19 +68,11 @@ class Strip:
         return busy_fraction(self.bars, Kind.COMPUTE.value, 0.0, self.seconds)
 
 
-def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
-    """Returns a strip for each plan: `layers` layers of the most frequent kind in a row.
-
-    Args:
-        profile: the times of the operators.
-        plans: the plans.
-        layers: the number of layers.
-
-    Raises:
-        ValueError: there is no layer.
-    """
+def strips_of_plans(profile: Profile, plans: Sequence[Plan]) -> list[Strip]:
+    """Returns a strip for each plan: `LAYERS` layers of the most frequent kind in a row. Raises ValueError without a
+    layer."""
     layout = profile.layout
-    views = chains(layout, layers)
+    views = chains(layout, LAYERS)
     if not views:
         raise ValueError("there is nothing to draw: the profile holds no decoder layer")
     chain, schedule = max(views, key=lambda view: list(layout.units).count(view[0].units[0]))
@@ -130,10 +122,8 @@ def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title
     """Saves the picture: a block for every strip, the gain in the time that the strip leaves free.
 
     Args:
-        strips: the strips.
         path: its suffix names the format: .svg, .png or .pdf.
         note: a note at its upper right, see `note_of`.
-        title: the title.
 
     Raises:
         ValueError: another suffix.

@@ -92,11 +92,7 @@ def predict_speeds(
     """Returns the predicted times of a window on each link, under plans of these rules.
 
     Rules without a search make a new plan for each link. For a searched plan, the better of it and of a new `greedy`
-    plan
-    counts: a new search could only find a better one.
-
-    Args:
-        profile: with the bytes of its collectives.
+    plan counts: a new search could only find a better one.
     """
     return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
 

@@ -1,6 +1,6 @@
 """Placements: the virtual stages of a rank, and the layers of a stage.
 
-In:   a placement and the number of pipeline ranks; the number of layers, and the costs of embedding and head.
+In:   a placement and the number of pipeline ranks; the number of layers, and the cost of the head.
 Out:  the rank of every virtual stage, and the layers of every virtual stage.
 Must hold: stages are consecutive, disjoint and cover every layer; the embedding goes with the first stage and the head
 with the last. On the fold, rank r holds stages r and 2P-1-r, so both are on rank 0 and tied weights stay single (paper,
@@ -31,7 +31,6 @@ def split_layers(
     num_layers: int,
     ranks: Sequence[int],
     *,
-    embedding_cost: float = 0.0,
     head_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
 ) -> list[range]:
@@ -40,9 +39,7 @@ def split_layers(
     Args:
         num_layers: of the model.
         ranks: the rank of each virtual stage, as `stage_ranks` gives them.
-        embedding_cost: how many layers' time the embedding takes, on the first stage. One rank holds everything, so
-            there it does not matter.
-        head_cost: the same of the head and the loss, on the last stage.
+        head_cost: how many layers' time the head and the loss take, on the last stage.
         layers_per_stage: how many layers each virtual stage gets, instead.
 
     Raises:
@@ -60,22 +57,20 @@ def split_layers(
     if num_ranks == 1:  # stages of one rank may be empty, and cost what they cost on any split
         counts = [(num_layers + num_stages - 1 - stage) // num_stages for stage in range(num_stages)]
     else:
-        counts = _lightest(num_layers, ranks, embedding_cost, head_cost)
+        counts = _lightest(num_layers, ranks, head_cost)
     if layers_per_stage is not None:
         _check_counts(layers_per_stage, num_layers, counts)
         counts = list(layers_per_stage)
     return [range(first, last) for first, last in pairwise(accumulate(counts, initial=0))]
 
 
-def _lightest(num_layers: int, ranks: Sequence[int], embedding_cost: float, head_cost: float) -> list[int]:
+def _lightest(num_layers: int, ranks: Sequence[int], head_cost: float) -> list[int]:
     """How many layers each stage gets.
 
     Layers are alike, so only the counts of the ranks matter to their loads, and giving each layer to the rank that is
     lightest is optimal; the same goes for the stages of a rank.
     """
-    extra = [0.0] * len(ranks)
-    extra[0] += embedding_cost
-    extra[-1] += head_cost
+    extra = [*[0.0] * (len(ranks) - 1), head_cost]
     held = [stages_of_rank(rank, ranks) for rank in range(max(ranks) + 1)]
     of_ranks = _filled(num_layers, [len(stages) for stages in held], [sum(extra[s] for s in stages) for stages in held])
     counts = [0] * len(ranks)

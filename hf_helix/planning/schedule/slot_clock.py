@@ -296,11 +296,6 @@ class Simulated:
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of the window."""
-        return len({action.microbatch for slots in self.schedule for slot in slots for action in slot.actions})
-
-    @property
     def busy(self) -> list[float]:
         """The busy seconds of each rank."""
         return [

@@ -90,21 +90,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a process on CPU.
+    """A GPU, or a process on CPU: the section `device` of a file in bytes, seconds, and operations or bytes a second.
 
     Attributes:
-        name: as people call it.
-        memory: bytes for a run.
-        peaks: floating-point operations a second, by type, see `TYPES`.
-        bandwidth: of the memory, bytes a second.
-        matmul: by type, share of the peak by the operations of a product.
-        attention: by type, share of the peak by the keys of fused attention.
-        attention_block: keys in a step of fused attention.
-        exponentials: a second; infinity for no time of their own.
-        memory_efficiency: share of the bandwidth by the bytes of a kernel.
-        kernel_seconds: between two kernels on the device.
-        issue_seconds: what the host takes for an operator of a graph.
-        host_runs_ahead: whether the host issues while the device computes.
+        memory: without the reserved part.
+        peaks, matmul, attention: by type, see `TYPES`.
+        exponentials: infinity for no time of their own.
     """
 
     name: str
@@ -121,24 +112,14 @@ class Device:
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
-        """Returns the seconds of moving bytes through the memory.
-
-        Args:
-            kernel: bytes of a kernel, for the efficiency; None for all of them.
-        """
+        """Returns the seconds of moving bytes through the memory, in kernels of `kernel` bytes; None for one kernel."""
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices.
-
-    Attributes:
-        bandwidth: bytes a second, in each direction.
-        latency: seconds of a message.
-        devices: how many devices share it.
-        efficiency: share of the bandwidth by the bytes of a message.
-    """
+    """A link shared by some devices: bytes a second in each direction, seconds of a message, and the share of the
+    bandwidth by the bytes of a message."""
 
     bandwidth: float
     latency: float = 0.0
@@ -156,12 +137,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Island:
-    """Devices of a node with better links among them.
-
-    Attributes:
-        devices: how many.
-        link: carries bytes between them.
-    """
+    """So many devices of a node, with better links among them."""
 
     devices: int
     link: Link
@@ -169,21 +145,14 @@ class Island:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes.
+    """Equal devices in equal nodes, with the keys of a file.
 
     Attributes:
-        name: as people call it.
-        nodes: how many.
-        devices_per_node: how many.
-        device: each of them.
-        node: carries bytes between the devices of a node; with islands, between the islands of a node.
-        network: carries bytes between nodes.
+        node: between the devices of a node; with islands, between the islands of a node.
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
             second, by the bytes of a rank in a collective.
-        island: devices of a node with better links among them; None where all links are alike.
+        island: None where all links of a node are alike.
         waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
-        backend: "nccl" or "gloo".
-        sources: where its numbers are from.
     """
 
     name: str
@@ -204,22 +173,14 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def slowdown(self, first: Kind, second: Kind, sent: float) -> float:
-        """Returns how many times longer an operator of the first kind takes beside another of the second.
-
-        Args:
-            first, second: kinds of operators.
-            sent: bytes of a rank in the collective, the first of two collectives.
-        """
+        """Returns how many times longer an operator of the first kind takes beside another of the second, by the bytes
+        that a rank sends in the collective, the first of two collectives."""
         curve = self.contention.get((first, second))
         return curve.at(max(1.0, sent)) if curve is not None else 1.0
 
     def slowdowns(self, first: Kind, second: Kind, sent: tuple[float, float]) -> tuple[float, float]:
-        """Returns how many times longer two operators take beside each other.
-
-        Args:
-            first, second: their kinds.
-            sent: bytes of a rank in each of them; 0 in a computation, slowed by the bytes of the other.
-        """
+        """Returns how many times longer two operators take beside each other, by the bytes that a rank sends in each:
+        0 in a computation, slowed by the bytes of the other."""
         mine, other = sent
         return self.slowdown(first, second, mine or other), self.slowdown(second, first, other or mine)
 

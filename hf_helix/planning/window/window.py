@@ -345,15 +345,8 @@ class Window:
         return made
 
     def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
-        """The window for given times.
-
-        Args:
-            times: seconds of every operator.
-            per_step: whether to add the gradient reductions and the weight gathers.
-
-        Raises:
-            KeyError: `times` lacks an operator.
-        """
+        """The window for given times; `per_step` adds the gradient reductions and the weight gathers. Raises KeyError
+        for an operator without a time."""
         pattern, at = self.pattern, self.at
         numbers = self._numbers()
         operators = zip(pattern.names, pattern.operators, strict=True)
