@@ -105,10 +105,7 @@ class _OperatorTrace(Trace):
 
 def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMemory]:
     """Returns the memory of every operator of this rank in the order of one strand, by a micro-batch alone. Collective.
-
-    Args:
-        runner: a runner under `sequential`; it is left with gradients.
-        batch: the micro-batch.
+    The runner is under `sequential`, and is left with gradients.
     """
     window, sides = _prepared([batch])
     names: dict[str, Name] = {}

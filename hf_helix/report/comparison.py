@@ -1,21 +1,19 @@
 """Comparisons of plans as text: the gain of the plan in use, here and on other links.
 
 In:   a measured `Comparison`, and predictions for links of other speeds.
-Out:  text, and the files of its picture, plan and profile.
+Out:  text.
 Must hold: a measurement on an emulated link says so; a prediction says so; a loss is printed as a loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hf_helix.config import LinkSpeed
 from hf_helix.planning.plan.link_speeds import Predicted, link_of, predict_speeds
-from hf_helix.planning.timing.profile_file import save_profile
-from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
+from hf_helix.tuning.verdict import format_plans, in_ms
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of the speed of the measured link
 
@@ -23,22 +21,11 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of t
 def format_comparison(comparison: Comparison) -> str:
     """Returns a table of the plans, the plan in use last, with the bound that no plan can beat."""
     kept = comparison.overlaps[comparison.chosen]
-    where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
     lines = [
-        f"measured: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
-        f"  {'plan':<12} {'window':>11} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
+        format_plans(comparison.overlaps, comparison.chosen, {}),
+        f"  computation alone takes {in_ms(kept.computation)}, communication alone {in_ms(kept.communication)}: no "
+        f"plan can beat {in_ms(kept.bound)}",
     ]
-    base = comparison.overlaps.get(BASELINE)
-    for rule, overlap in sorted(comparison.overlaps.items(), key=lambda item: item[0] == comparison.chosen):
-        gain = f"{base.step / overlap.step:.2f}x" if base is not None else ""
-        lines.append(
-            f"  {rule:<12} {overlap.step * 1e3:8,.1f} ms {gain:>7} {overlap.hidden_fraction:8.0%} "
-            f"{overlap.overlapped_fraction:11.0%} {overlap.bound / overlap.step:13.2f}"
-        )
-    lines.append(
-        f"  computation alone takes {kept.computation * 1e3:,.1f} ms, communication alone "
-        f"{kept.communication * 1e3:,.1f} ms: no plan can beat {kept.bound * 1e3:,.1f} ms"
-    )
     return "\n".join([*lines, *_without_link(comparison)])
 
 
@@ -49,7 +36,7 @@ def _without_link(comparison: Comparison) -> list[str]:
     one, two = comparison.bare[BASELINE], comparison.bare[comparison.chosen]
     gain = one / two
     verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
-    times = f"{BASELINE} {one * 1e3:,.1f} ms, {comparison.chosen} {two * 1e3:,.1f} ms ({gain:.2f}x, {verdict})"
+    times = f"{BASELINE} {in_ms(one)}, {comparison.chosen} {in_ms(two)} ({gain:.2f}x, {verdict})"
     why = "transfers between processes of one machine run on the cores that compute"
     return [f"  without the emulated link, measured: {times}: {why}"]
 
@@ -90,24 +77,3 @@ def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[st
     times = " ".join(f"{seconds[rule] * 1e3:8,.1f} ms" for rule in (*others, kept))
     gains = "".join(f" {seconds[rule] / seconds[kept]:15.2f}x" for rule in others)
     return f"  {name:<16} {share:13.2f} {times}{gains}"
-
-
-def strips_of(comparison: Comparison) -> list[Strip]:
-    """Returns the halves of the picture: without overlap, and under the plan in use."""
-    return strips_of_plans(
-        comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.chosen))]
-    )
-
-
-def text_of(comparison: Comparison, width: int = 100) -> str:
-    """Returns the picture for a terminal."""
-    return f"two decoder layers ({note_of(comparison.profile)}):\n{text_strips(strips_of(comparison), width)}"
-
-
-def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Writes the plan, the profile, and the picture as SVG (needs matplotlib); returns the files."""
-    plan, profile, picture = (Path(folder, name) for name in ("plan.json", "profile.json", "plan.svg"))
-    comparison.plans[comparison.chosen].save(plan)
-    save_profile(comparison.profile, profile)
-    draw_strips(strips_of(comparison), picture, note_of(comparison.profile))
-    return [plan, profile, picture]

@@ -134,14 +134,7 @@ def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
 
 
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:
-    """Returns the share of the time from `start` to `end` in which a stream is busy.
-
-    Args:
-        bars: bars of any streams.
-        stream: the name of the stream.
-        start: seconds.
-        end: seconds.
-    """
+    """Returns the share of the seconds from `start` to `end` in which a stream is busy."""
     busy = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
     return sum(b - a for a, b in busy) / (end - start)
 

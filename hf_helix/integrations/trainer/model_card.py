@@ -32,10 +32,8 @@ from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.report.page import WindowMemory, plan_parts, write_page
-from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
-from hf_helix.tuning.verdict import TuningResult, in_ms
+from hf_helix.tuning.verdict import TuningResult, format_plans, format_scorecard, hint
 
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
@@ -119,9 +117,8 @@ def format_section(run: RunFacts) -> str:
         "versions": ", ".join([f"hf_helix {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]),
     }
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in facts.items())])
-    parts = ["## Trained with hf_helix", table, *_timed(run)]
-    if run.overlap is not None:
-        parts.append(f"```\n{format_scorecard(run.overlap, run.plan)}\n```")
+    measured = "\n".join(_timed(run))
+    parts = ["## Trained with hf_helix", table, *([f"```\n{measured}\n```"] if measured else [])]
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     several = " --machine_rank RANK --main_process_ip HOST" if machines > 1 else ""
     where = "on every machine, with its RANK from 0 on and the address HOST of machine 0, " if machines > 1 else ""
@@ -202,23 +199,13 @@ def _communication(overlap: Overlap | None) -> str:
 
 
 def _timed(run: RunFacts) -> list[str]:
-    """Returns a table of the timed plans, with the kept plan in bold, and with plain data parallelism."""
+    """Returns the timed plans, the scorecard of the kept one, and plain data parallelism where it would be faster."""
     tuning = run.tuning
+    card = [format_scorecard(run.overlap, run.plan)] if run.overlap is not None else []
     if tuning is None or len(tuning.overlaps) < 2:
-        return []
-    steps = {name: overlap.step for name, overlap in tuning.overlaps.items()}
-    baseline = next((step for name, step in steps.items() if name.split(" on ")[0] == BASELINE), None)
-    lines = ["| plan | a window takes | predicted | gain |", "|---|---:|---:|---:|"]
-    for name, step in sorted(steps.items(), key=lambda item: item[1]):
-        predicted = in_ms(tuning.predicted[name]) if name in tuning.predicted else ""
-        gain = f"{baseline / step:.2f}x" if baseline is not None else ""
-        lines.append(f"| {f'**{name}**' if name == tuning.chosen else name} | {in_ms(step)} | {predicted} | {gain} |")
-    kept = tuning.overlaps[tuning.chosen]
-    if tuning.ranks > 1 and not kept.bubble_fraction:
-        share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
-        alone = in_ms(kept.computation + share * tuning.gradient_seconds)
-        lines.append(f"| *instead:* data parallelism, if the model fits | | {alone} | |")
-    return ["\n".join(lines)]
+        return card
+    share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
+    return [format_plans(tuning.overlaps, tuning.chosen, tuning.predicted), *card, *hint(tuning, share)]
 
 
 def _launch_yaml(run: RunFacts, machines: int) -> str:
