@@ -173,14 +173,22 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def slowdown(self, first: Kind, second: Kind, sent: float) -> float:
-        """Returns how many times longer an operator of the first kind takes beside another of the second, by the bytes
-        that a rank sends in the collective, the first of two collectives."""
+        """Returns how many times longer an operator of the first kind takes beside another of the second.
+
+        Args:
+            first, second: kinds of operators.
+            sent: bytes of a rank in the collective, the first of two collectives.
+        """
         curve = self.contention.get((first, second))
         return curve.at(max(1.0, sent)) if curve is not None else 1.0
 
     def slowdowns(self, first: Kind, second: Kind, sent: tuple[float, float]) -> tuple[float, float]:
-        """Returns how many times longer two operators take beside each other, by the bytes that a rank sends in each:
-        0 in a computation, slowed by the bytes of the other."""
+        """Returns how many times longer two operators take beside each other.
+
+        Args:
+            first, second: their kinds.
+            sent: bytes of a rank in each of them; 0 in a computation, slowed by the bytes of the other.
+        """
         mine, other = sent
         return self.slowdown(first, second, mine or other), self.slowdown(second, first, other or mine)
 

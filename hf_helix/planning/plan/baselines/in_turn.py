@@ -17,7 +17,11 @@ def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) 
     """Returns an order with a strand at a time, in canonical order, each with a barrier at its end.
 
     As in Megatron-LM, a single overlap: the weight gradient of a column-parallel linear with the reduce-scatter after
-    its input gradient. The profile is unused.
+    its input gradient.
+
+    Args:
+        forward, backward: the graphs of the block; None where a strand is absent.
+        profile: unused.
     """
     strands = (entries(forward, None), entries(None, backward))
     return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
