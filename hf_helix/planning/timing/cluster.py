@@ -137,7 +137,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Island:
-    """So many devices of a node, with better links among them."""
+    """Devices of a node with better links among them.
+
+    Attributes:
+        devices: how many.
+        link: carries bytes between them.
+    """
 
     devices: int
     link: Link
@@ -145,14 +150,21 @@ class Island:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes, with the keys of a file.
+    """Equal devices in equal nodes.
 
     Attributes:
-        node: between the devices of a node; with islands, between the islands of a node.
+        name: as people call it.
+        nodes: how many.
+        devices_per_node: how many.
+        device: each of them.
+        node: carries bytes between the devices of a node; with islands, between the islands of a node.
+        network: carries bytes between nodes.
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
             second, by the bytes of a rank in a collective.
-        island: None where all links of a node are alike.
+        island: devices of a node with better links among them; None where all links are alike.
         waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
+        backend: "nccl" or "gloo".
+        sources: where its numbers are from.
     """
 
     name: str
