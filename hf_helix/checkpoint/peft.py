@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_helix.checkpoint.load import ModelTensor, model_tensors
 from hf_helix.checkpoint.reader import open_safetensors
-from hf_helix.checkpoint.shard import UnshardedParameters
+from hf_helix.checkpoint.slices import UnshardedParameters
 from hf_helix.runtime.distributed.agreement import on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

@@ -51,7 +51,7 @@ class MicroBatch:
 
 
 @dataclass(slots=True)
-class Strand:
+class RunningMicroBatch:
     """A micro-batch, from its first operator to its last.
 
     Attributes:
