@@ -33,12 +33,12 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
-from hf_helix.runtime.microbatch import MicroBatch, RunningMicroBatch
+from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
-before its reader runs, see `RunningMicroBatch.given`."""
+before its reader runs, see `Strand.given`."""
 
 
 def no_sources(batch: MicroBatch) -> Mapping[Key, Tensor | None]:
@@ -181,7 +181,7 @@ class Executor:
         training: bool,
         reduce_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
-        strands: dict[int, RunningMicroBatch] | None = None,
+        strands: dict[int, Strand] | None = None,
     ) -> KeptValues:
         """Issues every instruction of a program.
 
@@ -233,7 +233,7 @@ class Executor:
         training: bool,
         reduce_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
-        strands: dict[int, RunningMicroBatch],
+        strands: dict[int, Strand],
     ) -> KeptValues:
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
@@ -274,7 +274,7 @@ class Executor:
             self._wait(self._gathered.popitem()[1])
         return kept
 
-    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> RunningMicroBatch:
+    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
         """Returns the strand of a micro-batch before its first operator.
 
         Args:
@@ -282,15 +282,15 @@ class Executor:
             sources: the values before the first operator.
             training: whether dropout draws.
         """
-        return RunningMicroBatch(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
+        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
 
-    def peek(self, strand: RunningMicroBatch, key: Key) -> Tensor:
+    def peek(self, strand: Strand, key: Key) -> Tensor:
         """Returns a value that no program frees, once the compute stream may read it."""
         if key in strand.events:
             self._wait(strand.events.pop(key))
         return strand.values[key]
 
-    def take(self, strand: RunningMicroBatch, key: Key) -> Tensor:
+    def take(self, strand: Strand, key: Key) -> Tensor:
         """Returns a value as `peek` does, and forgets it."""
         value = self.peek(strand, key)
         del strand.values[key]
@@ -315,7 +315,7 @@ class Executor:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = self.streams.issue(flat.reduce_axis.kind, flat.refresh(), (), label)
 
-    def _add_given(self, step: BoundInstruction, strand: RunningMicroBatch) -> None:
+    def _add_given(self, step: BoundInstruction, strand: Strand) -> None:
         """Adds gradients from outside to those that an operator is the first to read."""
         for key in step.reads:
             given = strand.given.pop(key, None)
@@ -325,7 +325,7 @@ class Executor:
                 known = strand.values.get(key)
                 strand.values[key] = given if known is None else known + given
 
-    def _compute(self, step: BoundInstruction, op: Operator, strand: RunningMicroBatch) -> None:
+    def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         if self._gathered:
             for flat in step.awaited:
@@ -352,7 +352,7 @@ class Executor:
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, step: BoundInstruction, op: Operator, strand: RunningMicroBatch) -> None:
+    def _communicate(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         for key in step.sizes:
             if key in events:
@@ -391,14 +391,14 @@ class Executor:
             else:
                 self._sent.append((event, value))
 
-    def _drain(self, strand: RunningMicroBatch, but: Collection[Key] = ()) -> None:
+    def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
         """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
         for key, event in list(strand.events.items()):
             if event.kind is not Kind.PIPELINE and key not in but:
                 self._wait(event)
                 del strand.events[key]
 
-    def _barrier(self, strands: Mapping[int, RunningMicroBatch], include_ahead: bool) -> None:
+    def _barrier(self, strands: Mapping[int, Strand], include_ahead: bool) -> None:
         """Lets the compute stream wait for collectives; those issued ahead only with `include_ahead`."""
         for strand in strands.values():
             self._drain(strand, but=() if include_ahead else strand.ahead)

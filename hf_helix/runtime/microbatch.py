@@ -51,7 +51,7 @@ class MicroBatch:
 
 
 @dataclass(slots=True)
-class RunningMicroBatch:
+class Strand:
     """A micro-batch, from its first operator to its last.
 
     Attributes:

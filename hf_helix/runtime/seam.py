@@ -22,7 +22,7 @@ from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import no_sources
-from hf_helix.runtime.microbatch import MicroBatch, RunningMicroBatch
+from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.runner import Runner
 
 
@@ -37,7 +37,7 @@ class DecoderCall:
     """
 
     pieces: Sequence[MicroBatch]
-    strands: Sequence[RunningMicroBatch]
+    strands: Sequence[Strand]
     gradients: dict[Key, Sequence[Tensor]] | None = None
 
 

@@ -22,7 +22,7 @@ from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.runtime.executor import Executor, Sources
-from hf_helix.runtime.microbatch import MicroBatch, RunningMicroBatch
+from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
@@ -66,10 +66,10 @@ class LifetimeTrace(Trace):
         super().__init__()
         self.values: dict[Allocated, list[Key]] = defaultdict(list)
         self._meter = meter
-        self._strands: list[RunningMicroBatch] = []
+        self._strands: list[Strand] = []
         self._seen: set[Key] = set()
 
-    def follow(self, strand: RunningMicroBatch) -> None:
+    def follow(self, strand: Strand) -> None:
         """Notes the values of a strand from now on."""
         self._strands.append(strand)
 
@@ -101,7 +101,7 @@ class WatchedExecutor(Executor):
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
-    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> RunningMicroBatch:
+    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
         strand = super().strand(batch, sources, training)
         self._watch.follow(strand)
         return strand
