@@ -8,7 +8,6 @@ Must hold: matplotlib is imported inside functions only; no display, no global s
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,27 +74,9 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figur
         figure.savefig(path, dpi=200, facecolor="white", metadata=METADATA[suffix])
 
 
-@functools.lru_cache(maxsize=4096)
-def text_width(text: str, size: float) -> float:
-    """Returns the width of a text in points."""
-    from matplotlib.textpath import TextPath
-
-    return float(TextPath((0, 0), text, size=size).get_extents().width)
-
-
-def draw_legend(figure: Figure, colours: Mapping[str, str], left: float, **style: Any) -> None:
-    """Draws a legend of colours by label at the bottom, with a left margin in inches; `style` are options of
-    `Figure.legend`."""
+def draw_legend(figure: Figure, colours: Mapping[str, str]) -> None:
+    """Draws a legend of colours by label at the bottom of a figure with a constrained layout."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(
-        handles=patches,
-        loc="lower left",
-        bbox_to_anchor=(left / figure.get_size_inches()[0], 0),
-        ncols=len(patches),
-        frameon=False,
-        handlelength=1.2,
-        handletextpad=0.5,
-        **{"borderaxespad": 0.2, **style},
-    )
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, handlelength=1.2)
