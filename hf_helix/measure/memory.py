@@ -137,7 +137,6 @@ def memory_limit(
 
     Args:
         profile: the memory of operators; None before a measurement.
-        runner: the runner of the run, between two steps.
         has_stepped: whether the optimizer has its states; else two in fp32 are expected, as of AdamW.
         gigabytes: what a device may hold; None for all of a GPU, and for no limit on a CPU.
     """

@@ -20,8 +20,6 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
     """Returns the progress callback of one part of a stage; None without a callback of the stage.
 
     Args:
-        progress: the callback of the stage.
-        stage: the name of the stage.
         part: the number of this part, from 0.
         num_parts: the number of parts, of equal length.
     """

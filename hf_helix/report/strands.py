@@ -119,10 +119,8 @@ def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title
     """Saves the picture: a block for every strip, the gain in the time that the strip leaves free.
 
     Args:
-        strips: the strips.
         path: its suffix names the format: .svg, .png or .pdf.
         note: a note at its upper right, see `note_of`.
-        title: the title.
 
     Raises:
         ValueError: another suffix.

@@ -25,7 +25,6 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
     """Returns the plan of a file; checks that the file is undamaged and made for this model and mesh.
 
     Args:
-        path: the file.
         pairs: the graphs of the model's units.
         model: the model's class.
         mesh: the sizes of the mesh, by the names of their options.

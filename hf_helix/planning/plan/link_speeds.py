@@ -43,10 +43,6 @@ class Predicted:
     communication: float
     plans: Mapping[str, float]
 
-    def gain(self, rule: str, over: str) -> float:
-        """How many times as fast the plan of one rule is as the plan of another."""
-        return self.plans[over] / self.plans[rule]
-
 
 def link_of(profile: Profile) -> LinkSpeed:
     """The emulated link that a profile was measured on; `NO_LINK` for none."""

@@ -75,8 +75,6 @@ class ListScheduler:
     """A window, ready to be ordered many times.
 
     Args:
-        schedule: of the window.
-        layout: the units of all ranks.
         times: seconds of every operator alone.
         extra_live_layers: see `Priorities`.
 

@@ -56,7 +56,6 @@ class Plan(ABC):
         """Returns a window in the order of issue.
 
         Args:
-            schedule: the window.
             layout: the units of all ranks, with the graphs ordered by the plan, see `profile_for`.
             slots_ahead: the number of slots from a receive to its reader, unless the plan orders receives.
             rank: the only rank to order; None for all.

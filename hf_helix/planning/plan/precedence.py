@@ -37,9 +37,6 @@ class Precedence:
 
     Args:
         window: of all ranks.
-        arrays: the window as arrays.
-        schedule: of the window.
-        layout: the units of all ranks.
         kept: the kept activations allocated by each instruction of the pattern.
         recomputed: likewise, of recomputed activations.
 

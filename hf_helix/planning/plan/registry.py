@@ -117,11 +117,9 @@ def make_plan(
     """Returns the plan of a rule.
 
     Args:
-        rule: the name.
         profile: the times of the operators.
         model, mesh: the model's class and the sizes of the mesh, for plan files.
         schedule: of the window of a searched plan.
-        progress: see `Progress`.
         searching: the length of a search, relative to the usual length.
 
     Raises:
@@ -134,7 +132,6 @@ def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Pla
     """Returns the plan `sequential`, made without a measurement.
 
     Args:
-        layout: the units of all ranks.
         model, mesh: as of `make_plan`.
     """
     return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)

@@ -141,8 +141,6 @@ class SlotClock:
 
     Args:
         ranks: the rank of every virtual stage.
-        costs: of every virtual stage.
-        num_microbatches: of the window.
 
     Attributes:
         needs: of every result, its inputs, each with the seconds of the transfer.
@@ -328,9 +326,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
     """Runs a schedule on the slot clock.
 
     Args:
-        schedule: of every rank.
         ranks: the rank of every virtual stage.
-        costs: of every virtual stage.
 
     Raises:
         ValueError: it can never end (`validate` says why), or costs are of other stages.

@@ -390,8 +390,6 @@ class _Section:
     """A mapping of a file, whose keys are taken out in turn.
 
     Args:
-        data: the mapping.
-        where: the file.
         name: of the section; empty for the whole file.
 
     Attributes:

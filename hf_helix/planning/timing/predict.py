@@ -57,9 +57,7 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
     """Returns the predicted times of a window; of a long window only some repetitions are simulated.
 
     Args:
-        plan: the order of issue.
         profile: the times of the operators of the model's own graphs.
-        schedule: of the window.
         timeline: whether to simulate the whole window and to keep its timeline and instructions.
     """
     profile = plan.profile_for(profile)

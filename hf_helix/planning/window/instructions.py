@@ -146,7 +146,6 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     """The instructions of a micro-batch in a unit, in canonical order.
 
     Args:
-        layout: the units of all ranks, with their graphs.
         place: the micro-batch and the unit.
         forward: whether the forward graph runs, or the backward graph.
     """

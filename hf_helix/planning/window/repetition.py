@@ -100,9 +100,6 @@ def order_window(
     Plans by times order all ranks together, so the last few windows are remembered: prediction and program share one.
 
     Args:
-        plan: the order in which operators are issued.
-        schedule: the slots of every rank.
-        layout: the units of all ranks.
         slots_ahead: see `Plan.issue`.
         rank: the only rank to order; None for all.
     """

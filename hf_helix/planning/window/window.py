@@ -88,9 +88,7 @@ class WindowArrays:
 
         Args:
             stream: an index into `STREAMS`.
-            seconds: the time of the operator alone.
             needs: the places to end first.
-            rank: the pipeline rank.
             name: of an operator not yet in `names`; None for a barrier.
         """
         self.entries.append(NONE if name is None else len(self.names))
@@ -267,7 +265,6 @@ class Window:
 
     Args:
         schedule: of the window; ranks without interest may have no slots.
-        layout: the units of all ranks.
 
     Attributes:
         passes: through units, in order.
