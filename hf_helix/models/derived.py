@@ -35,7 +35,7 @@ from hf_helix.models.lowering.segment_function import Share
 from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.placement.inference import infer_placements
-from hf_helix.models.placement.rules import PlacedTrace
+from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, OpaqueCalls, skeleton_of
@@ -219,7 +219,7 @@ class DerivedFamily(Family):
 
     def _place(
         self, key: str, make: Callable[[frozenset[str]], ModuleTrace], tp_size: int, hidden: ValuePlacement
-    ) -> PlacedTrace:
+    ) -> Placements:
         """Returns the placements of a trace, after tracing through the norms named by `NeedsInlining`."""
         inlined: frozenset[str] = frozenset()
         while True:

@@ -18,7 +18,7 @@ from hf_helix.models.lowering.lower import Lowering
 from hf_helix.models.lowering.segment_function import Share
 from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.placement.inference import infer_placements
-from hf_helix.models.placement.rules import PlacedTrace
+from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.trace.opaque_calls import DTYPE, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
@@ -47,7 +47,7 @@ def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]
     return trace(skeleton, opaque_calls, hidden, given, lambda called, x, more: called(x, *more))
 
 
-def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> PlacedTrace:
+def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> Placements:
     """The placements of a module's values, traced through the norms that this needs."""
     inlined: frozenset[str] = frozenset()
     while True:
@@ -57,12 +57,12 @@ def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> P
             inlined |= {needed.path}
 
 
-def styles(placements: PlacedTrace) -> dict[str, str]:
+def styles(placements: Placements) -> dict[str, str]:
     """How every linear is cut, by its path."""
     return {placements.trace.path_of(node): style for node, style in placements.decisions.styles.items()}
 
 
-def placement_of(placements: PlacedTrace, operation: str) -> ValuePlacement:
+def placement_of(placements: Placements, operation: str) -> ValuePlacement:
     """The placement of what the last call of an operation gives: a part of its name."""
     return next(placements.of(node) for node in reversed(placements.trace.nodes) if operation in str(node.target))
 
@@ -73,7 +73,7 @@ def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = 
     return lowered(inferred(module, given, axis.size), module, axis)
 
 
-def lowered(placements: PlacedTrace, module: nn.Module, axis: Axis) -> Unit:
+def lowered(placements: Placements, module: nn.Module, axis: Axis) -> Unit:
     """The unit on one rank of a module that was traced, or of a copy of it."""
     graph = placements.trace
     plan = SegmentPlan(placements, Share(axis.size, axis.rank), [graph.hidden], graph.result)

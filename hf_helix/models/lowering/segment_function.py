@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_helix.models.placement.rules import PlacedTrace
+from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE, OPS
@@ -79,7 +79,7 @@ class SegmentFunction:
 class SegmentWriter:
     """Writes nodes of a trace into a new graph."""
 
-    def __init__(self, placements: PlacedTrace, share: Share, flat: Container[Node] = ()) -> None:
+    def __init__(self, placements: Placements, share: Share, flat: Container[Node] = ()) -> None:
         self.placements = placements
         self.flat = flat
         self.trace: ModuleTrace = placements.trace

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.lowering.segment_function import SegmentFunction, SegmentWriter, Share
-from hf_helix.models.placement.rules import PlacedTrace
+from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
 from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, GATED_NORM, MIXER, NORM
 from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
@@ -104,7 +104,7 @@ class SegmentPlan:
         target: the node of the value that leaves.
     """
 
-    def __init__(self, placements: PlacedTrace, share: Share, start: Sequence[Node], target: Node) -> None:
+    def __init__(self, placements: Placements, share: Share, start: Sequence[Node], target: Node) -> None:
         self.placements = placements
         self.trace = placements.trace
         self.share = share

@@ -1,7 +1,7 @@
 """Infers how the values of a trace lie on tensor-parallel ranks.
 
 In:   the trace of a decoder layer, of the embedding or of the head.
-Out:  `PlacedTrace`: the placement of every value, with the decisions on linears and parameters.
+Out:  `Placements`: the placement of every value, with the decisions on linears and parameters.
 Must hold: every linear is tried column-parallel first. Where an operation behind the linear cannot run on a share of
 the outputs, the linear runs replicated on the rank's sequence shard, and inference restarts. Every restart adds a
 decision, so inference ends:
@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from hf_helix.models.placement.mixers import place_gated_norm, place_mixer
-from hf_helix.models.placement.rules import PlacedTrace, Rule, rule_of
+from hf_helix.models.placement.rules import Placements, Rule, rule_of
 from hf_helix.models.placement.value_placement import (
     COLUMN,
     FREE,
@@ -48,14 +48,14 @@ from hf_helix.models.trace.opaque_calls import (
 from hf_helix.models.trace.trace import PLACES, ModuleTrace, Underivable, args_of, has_value
 
 
-def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> PlacedTrace:
-    """Returns the placements of a trace; see `PlacedTrace` for the arguments.
+def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> Placements:
+    """Returns the placements of a trace; see `Placements` for the arguments.
 
     Raises:
         Underivable: the computation cannot be cut.
         NeedsInlining: a norm must be traced through first.
     """
-    placements = PlacedTrace(trace, tp_size, hidden)
+    placements = Placements(trace, tp_size, hidden)
     while True:
         try:
             _run_round(placements)
@@ -66,7 +66,7 @@ def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -
             placements.decisions.styles.clear()
 
 
-def _run_round(p: PlacedTrace) -> None:
+def _run_round(p: Placements) -> None:
     trace = p.trace
     p.values[trace.hidden] = p.hidden
     for node in (*trace.attributes, *trace.constants, *trace.given):
@@ -88,7 +88,7 @@ def _run_round(p: PlacedTrace) -> None:
     _gather_once(p)
 
 
-def _gather_early(p: PlacedTrace) -> None:
+def _gather_early(p: Placements) -> None:
     """Moves the gather before operations on a shard whose results cannot lie between operators."""
     for node in reversed(p.trace.nodes):
         placement = p.values.get(node)
@@ -98,7 +98,7 @@ def _gather_early(p: PlacedTrace) -> None:
             p.values[node] = replace(placement, where=FULL)
 
 
-def _gather_once(p: PlacedTrace) -> None:
+def _gather_once(p: Placements) -> None:
     """Lets norms of one value read one gather of the value, where all readers of the norms need the full sequence."""
     for node in (p.trace.hidden, *p.trace.nodes):
         norms = [user for user in node.users if _is_gathered(p, user)]
@@ -106,7 +106,7 @@ def _gather_once(p: PlacedTrace) -> None:
             p.values.update((norm, replace(p.values[norm], where=FULL)) for norm in norms)
 
 
-def _is_gathered(p: PlacedTrace, node: Node) -> bool:
+def _is_gathered(p: Placements, node: Node) -> bool:
     """Returns whether a node is a norm of a sequence shard whose readers all need the full sequence."""
     opaque, placement, styles = p.trace.opaque_call(node), p.values.get(node), p.decisions.styles
     if opaque is None or opaque.kind != NORM or placement is None:
@@ -120,7 +120,7 @@ def _is_gathered(p: PlacedTrace, node: Node) -> bool:
 # -- opaque calls --------------------------------------------------------------------------------------------------
 
 
-def _linear(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _linear(p: Placements, node: Node) -> ValuePlacement:
     path, given = p.trace.path_of(node), p.of(args_of(node)[0])
     styles = p.decisions.styles
     if path in p.decisions.demoted:
@@ -142,7 +142,7 @@ def _linear(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(FULL, dim=p.dims(node) - 1, blocks=blocks, origins=frozenset({path}), start=0)
 
 
-def _norm(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _norm(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is not None and given.dim == p.dims(node) - 1:
         if p.feeds_attention(node) or p.follows_attention(node):
@@ -151,12 +151,12 @@ def _norm(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(given, where=where_reduced(given), start=None, expanded=None)
 
 
-def _elementwise(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _elementwise(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     return replace(given, where=where_reduced(given), expanded=None)
 
 
-def _attention(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _attention(p: Placements, node: Node) -> ValuePlacement:
     q, k, v, more = args_of(node)[:4]
     heads = [p.of(value) for value in (q, k, v)]
     shares = [value for value in heads if value.dim is not None]
@@ -174,13 +174,13 @@ def _attention(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(FULL, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
 
 
-def is_shared(p: PlacedTrace, k: Node) -> bool:
+def is_shared(p: Placements, k: Node) -> bool:
     """Returns whether several ranks share each key-value head: ranks then have all heads, and use one."""
     count = p.trace.shape(k)[1]
     return count < p.tp_size and p.tp_size % count == 0
 
 
-def _experts(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _experts(p: Placements, node: Node) -> ValuePlacement:
     for value in args_of(node)[:3]:
         given = p.of(value)
         if given.dim is not None:
@@ -190,18 +190,18 @@ def _experts(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(SHARD)
 
 
-def _layer(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _layer(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is not None:
         p.demote(given.origins, node)
     return ValuePlacement(SHARD)
 
 
-def _lookup(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _lookup(p: Placements, node: Node) -> ValuePlacement:
     return ValuePlacement(PARTIAL)
 
 
-def _hide(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _hide(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     return replace(given, where=where_reduced(given))
 

@@ -1,6 +1,6 @@
 """Rules of placement for recurrent mixers and their gated norms.
 
-In:   a call of a mixer or of a gated norm, and `PlacedTrace` with a placement for every operand.
+In:   a call of a mixer or of a gated norm, and `Placements` with a placement for every operand.
 Out:  the placement of the result; or a decision, as in `hf_helix.models.placement.rules`.
 Must hold: a mixer runs on the full sequence, over this rank's share of heads or channels; parameters along these
 (decay, time steps, kernels of convolutions) are cut with them. What all heads share (a single group of state features)
@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from hf_helix.models.placement.rules import PlacedTrace, parameter_of
+from hf_helix.models.placement.rules import Placements, parameter_of
 from hf_helix.models.placement.value_placement import FREE, FULL, NeedsInlining, Restart, ValuePlacement, dim_of
 from hf_helix.models.trace.trace import args_of
 
 
-def place_gated_norm(p: PlacedTrace, node: Node) -> ValuePlacement:
+def place_gated_norm(p: Placements, node: Node) -> ValuePlacement:
     """Places a norm over the last dimension with a gate of its value's shape."""
     value, gate = args_of(node)[:2]
     given, other = p.of(value), p.of(gate)
@@ -30,7 +30,7 @@ def place_gated_norm(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(given, where=p.join((value, gate)), origins=given.origins | other.origins, start=None, expanded=None)
 
 
-def place_mixer(p: PlacedTrace, node: Node) -> ValuePlacement:
+def place_mixer(p: Placements, node: Node) -> ValuePlacement:
     """Places a mixer, whose result lies as the operand with the result's shape."""
     values, like = args_of(node)[:2]
     call = p.trace.details_of(node)["call"]
@@ -50,7 +50,7 @@ def place_mixer(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(share, where=FULL, origins=p.origins_of(shared), start=start, expanded=None)
 
 
-def _meet(p: PlacedTrace, node: Node, value: Node, dim: int | None, share: ValuePlacement) -> None:
+def _meet(p: Placements, node: Node, value: Node, dim: int | None, share: ValuePlacement) -> None:
     """Lets an operand of a mixer meet the share of heads or channels that decides the result."""
     given = p.of(value)
     if dim is None:

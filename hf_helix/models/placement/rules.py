@@ -1,6 +1,6 @@
 """Rules of placement: from an operation and the placements of its operands to the placement of its result.
 
-In:   an operation of a trace, and `PlacedTrace` with a placement for every operand.
+In:   an operation of a trace, and `Placements` with a placement for every operand.
 Out:  the placement of the result; or a decision (a linear is demoted, a parameter is cut), which raises `Restart`.
 Must hold: a rank's share consists of whole blocks; a slice inside a block asks for a block boundary at the slice. A
 full operand meets a share only where the rank's part of the operand is known: a parameter that is cut with the heads,
@@ -43,7 +43,7 @@ from hf_helix.models.trace.opaque_calls import ATTENTION, LINEAR
 from hf_helix.models.trace.trace import SEQUENCE, ModuleTrace, Underivable, args_of
 
 
-class PlacedTrace:
+class Placements:
     """The placements of a trace.
 
     Args:
@@ -160,11 +160,11 @@ class PlacedTrace:
 # -- views ---------------------------------------------------------------------------------------------------------
 
 
-def _same(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _same(p: Placements, node: Node) -> ValuePlacement:
     return p.of(args_of(node)[0])
 
 
-def _view(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _view(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is None:
         return replace(given, expanded=None)
@@ -176,7 +176,7 @@ def _view(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(given, dim=dim, blocks=(p.trace.shape(node)[dim],), start=None, expanded=None)
 
 
-def _viewed(p: PlacedTrace, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
+def _viewed(p: Placements, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
     """Returns the dimension of a view that is cut as dimension `dim` before the view; None without such a dimension."""
     outer = math.prod(before[:dim])
     product = 1
@@ -193,7 +193,7 @@ def _viewed(p: PlacedTrace, before: Sequence[int], after: Sequence[int], dim: in
     return None
 
 
-def _permute(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _permute(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     dims = p.dims(node)
     if name_of(node) == "permute":
@@ -205,13 +205,13 @@ def _permute(p: PlacedTrace, node: Node) -> ValuePlacement:
     return p.moved(given, {old: new for new, old in enumerate(order)})
 
 
-def _unsqueeze(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _unsqueeze(p: Placements, node: Node) -> ValuePlacement:
     new = args_of(node)[1] % p.dims(node)
     given = p.of(args_of(node)[0])
     return p.moved(given, {dim: dim + (dim >= new) for dim in range(p.dims(args_of(node)[0]))})
 
 
-def _squeeze(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _squeeze(p: Placements, node: Node) -> ValuePlacement:
     value, *over = args_of(node)
     dims = p.dims(value)
     asked = {dim % dims for dim in (as_list(over[0]) if over else range(dims))}
@@ -219,14 +219,14 @@ def _squeeze(p: PlacedTrace, node: Node) -> ValuePlacement:
     return p.moved(p.of(value), {d: d - sum(g < d for g in gone) for d in range(dims)})
 
 
-def _select(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _select(p: Placements, node: Node) -> ValuePlacement:
     given, gone = p.of(args_of(node)[0]), args_of(node)[1] % p.dims(args_of(node)[0])
     if given.dim == gone:
         p.demote(given.origins, node)
     return p.moved(given, {d: d - (d > gone) for d in range(p.dims(args_of(node)[0]))})
 
 
-def _expand(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _expand(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     before, after = p.trace.shape(args_of(node)[0]), p.trace.shape(node)
     shift = len(after) - len(before)
@@ -240,7 +240,7 @@ def _expand(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(given, dim=dim, start=None, expanded=expanded)
 
 
-def _slice(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _slice(p: Placements, node: Node) -> ValuePlacement:
     value = args_of(node)[0]
     dim, *_, step = arguments_of_slice(node)
     given, length = p.of(value), p.trace.shape(value)[dim]
@@ -254,12 +254,12 @@ def _slice(p: PlacedTrace, node: Node) -> ValuePlacement:
     return _parts(p, node, given, [(first, last)])[0]
 
 
-def _split(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _split(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     return replace(given, where=where_reduced(given), expanded=None)
 
 
-def _getitem(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _getitem(p: Placements, node: Node) -> ValuePlacement:
     source: Any = args_of(node)[0]
     given = p.of(source)
     if name_of(source) == "rope":
@@ -280,7 +280,7 @@ def _getitem(p: PlacedTrace, node: Node) -> ValuePlacement:
     return parts[args_of(node)[1]]
 
 
-def _parts(p: PlacedTrace, node: Node, given: ValuePlacement, parts: Sequence[tuple[int, int]]) -> list[ValuePlacement]:
+def _parts(p: Placements, node: Node, given: ValuePlacement, parts: Sequence[tuple[int, int]]) -> list[ValuePlacement]:
     """Returns the placements of parts of the cut dimension; each part consists of whole blocks."""
     edges = edges_of(given.blocks)
     wanted = {edge for part in parts for edge in part}
@@ -321,7 +321,7 @@ MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_att
 """Prefixes of operations that mix tokens as models use them."""
 
 
-def _pointwise(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _pointwise(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     dims = p.dims(node)
     shares = [(value, p.of(value)) for value in operands if p.of(value).dim is not None]
@@ -346,7 +346,7 @@ def _pointwise(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(where, dim, blocks, p.origins_of(operands), share.start if len(computed) == 1 else None)
 
 
-def _fit(p: PlacedTrace, node: Node, value: Node, dim: int, share: ValuePlacement) -> None:
+def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement) -> None:
     """Lets an operand that is full along a dimension meet a share of the dimension."""
     if dim < 0 or p.trace.shape(value)[dim] == 1:
         return
@@ -361,7 +361,7 @@ def _fit(p: PlacedTrace, node: Node, value: Node, dim: int, share: ValuePlacemen
     p.demote(share.origins, node)
 
 
-def parameter_of(p: PlacedTrace, value: Node, dim: int) -> tuple[Node | None, int]:
+def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int]:
     """Returns the parameter or buffer behind a value that has its elements, each perhaps changed by itself, or is its
     product with another value; and the parameter's dimension for `dim`. None for any other value."""
     while value.op == "call_function":
@@ -385,7 +385,7 @@ def parameter_of(p: PlacedTrace, value: Node, dim: int) -> tuple[Node | None, in
     return (value if value in p.trace.attributes else None), dim
 
 
-def _cat(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _cat(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % p.dims(node)
     shares = [p.of(value) for value in operands if p.of(value).dim is not None]
@@ -406,7 +406,7 @@ def _cat(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(where, share_dim, share.blocks, p.origins_of(operands))
 
 
-def _reduce(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _reduce(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     where = p.join(tensors_of(node))
     dims = p.dims(args_of(node)[0])
@@ -428,7 +428,7 @@ def _reduce(p: PlacedTrace, node: Node) -> ValuePlacement:
     return replace(given, where=where, dim=given.dim - lost, start=None, expanded=None)
 
 
-def _matmul(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _matmul(p: Placements, node: Node) -> ValuePlacement:
     left, right = (p.of(value) for value in args_of(node)[:2])
     where = p.join(tensors_of(node))
     if left.dim is None and right.dim is None:
@@ -442,7 +442,7 @@ def _matmul(p: PlacedTrace, node: Node) -> ValuePlacement:
     p.demote(left.origins | right.origins, node)
 
 
-def _rope(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _rope(p: Placements, node: Node) -> ValuePlacement:
     """Places queries and keys, each with its own share of heads; `_getitem` takes the pair apart."""
     q, k, cos, sin = operands = args_of(node)
     for value in operands:
@@ -452,7 +452,7 @@ def _rope(p: PlacedTrace, node: Node) -> ValuePlacement:
     return ValuePlacement(p.join(operands), origins=p.origins_of((q, k)))
 
 
-def _unknown(p: PlacedTrace, node: Node) -> ValuePlacement:
+def _unknown(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     if name_of(node).startswith(MIXING) and any(p.of(value).where != FREE for value in operands):
         p.refuse_mixing(node)
@@ -464,7 +464,7 @@ def _unknown(p: PlacedTrace, node: Node) -> ValuePlacement:
 
 # -- table ---------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[PlacedTrace, Node], ValuePlacement]
+Rule = Callable[[Placements, Node], ValuePlacement]
 
 REDUCTIONS = (
     "softmax",
