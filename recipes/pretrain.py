@@ -43,9 +43,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.integrations.accelerate.launcher import resolve_config
-from hf_helix.planning.timing.profile_file import save_profile
-from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
-from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
+from hf_helix.report.comparison import format_comparison, format_speeds, predict_around, save_comparison, text_of
 from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.verdict import format_scorecard
 
@@ -154,17 +152,11 @@ def main() -> None:
 
 def show_gain(compared: Comparison, folder: str) -> None:
     """What overlap gains on the emulated link, and would gain on others; the picture."""
-    profile, note = compared.profile, note_of(compared.profile)
-    both = strips_of_plans(profile, [compared.plans[rule] for rule in dict.fromkeys(("sequential", compared.chosen))])
     print(format_comparison(compared), end="\n\n")
-    print(f"two decoder layers ({note}):", text_strips(both), sep="\n", end="\n\n")
+    print(text_of(compared), end="\n\n")
     print(format_speeds(predict_around(compared), compared), end="\n\n")
-    files = [Path(folder, name) for name in ("plan.json", "profile.json", "plan.svg")]
-    compared.plans[compared.chosen].save(files[0])
-    save_profile(profile, files[1])
     try:
-        draw_strips(both, files[2], note)
-        print(f"plan, profile and picture: {', '.join(map(str, files))}")
+        print(f"plan, profile and picture: {', '.join(map(str, save_comparison(compared, folder)))}")
     except ImportError as error:
         print(f"plan and profile: {folder}; no picture: {error}")
 

@@ -1,16 +1,19 @@
 """Comparisons of plans as text: the gain of the plan in use, here and on other links.
 
 In:   a measured `Comparison`, and predictions for links of other speeds.
-Out:  text.
+Out:  text, and the files of its picture, plan and profile.
 Must hold: a measurement on an emulated link says so; a prediction says so; a loss is printed as a loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_helix.config import LinkSpeed
 from hf_helix.planning.plan.link_speeds import Predicted, link_of, predict_speeds
+from hf_helix.planning.timing.profile_file import save_profile
+from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.verdict import format_plans, in_ms
@@ -77,3 +80,24 @@ def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[st
     times = " ".join(f"{seconds[rule] * 1e3:8,.1f} ms" for rule in (*others, kept))
     gains = "".join(f" {seconds[rule] / seconds[kept]:15.2f}x" for rule in others)
     return f"  {name:<16} {share:13.2f} {times}{gains}"
+
+
+def strips_of(comparison: Comparison) -> list[Strip]:
+    """Returns the halves of the picture: without overlap, and under the plan in use."""
+    return strips_of_plans(
+        comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.chosen))]
+    )
+
+
+def text_of(comparison: Comparison, width: int = 100) -> str:
+    """Returns the picture for a terminal."""
+    return f"two decoder layers ({note_of(comparison.profile)}):\n{text_strips(strips_of(comparison), width)}"
+
+
+def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
+    """Writes the plan, the profile, and the picture as SVG (needs matplotlib); returns the files."""
+    plan, profile, picture = (Path(folder, name) for name in ("plan.json", "profile.json", "plan.svg"))
+    comparison.plans[comparison.chosen].save(plan)
+    save_profile(comparison.profile, profile)
+    draw_strips(strips_of(comparison), picture, note_of(comparison.profile))
+    return [plan, profile, picture]
