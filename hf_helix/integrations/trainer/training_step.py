@@ -113,8 +113,8 @@ class WindowHooks(TrainerAttributes):
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         is_called = self.helix.seam is not None
-        bounds = [] if is_called else [self.helix.value_bounds(batches)]
         with watched():
+            bounds = [] if is_called else [self.helix.value_bounds(batches)]
             of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
             self._health.raise_if_invalid([state for state, *_ in of_ranks])
             if not is_called:
