@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
-from hf_helix.checkpoint.shard import cut_parameters
+from hf_helix.checkpoint.slices import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
@@ -36,10 +36,10 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
+from hf_helix.runtime.local_parameters import layout_with_gathers
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, cut_layers, in_halves, place_units
 from hf_helix.runtime.streams import make_streams
-from hf_helix.runtime.zero import layout_with_gathers
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
 """Returns the first plan of a run and its scheduler, for a layout of units over ranks."""

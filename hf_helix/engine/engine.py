@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_helix.checkpoint.load import load_parameters
 from hf_helix.checkpoint.peft import load_adapters
 from hf_helix.checkpoint.save import save_full, save_pretrained
-from hf_helix.checkpoint.shard import is_cut
+from hf_helix.checkpoint.slices import is_cut
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import RunOptions, build_runner
@@ -38,11 +38,11 @@ from hf_helix.engine.checks import (
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
+from hf_helix.engine.optimizer_shards import cut_states, full_weights, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.zero import cut_states, full_weights, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import (
     Instead,

@@ -45,7 +45,6 @@ def record(streams: Streams, issue: Work, issuing: float = 0.0) -> list[Span]:
     """Returns the spans of some work in the order of their starts.
 
     Args:
-        streams: the streams of the work.
         issue: issues the work.
         issuing: seconds of the host for the work, for which a GPU is held.
     """
@@ -61,8 +60,6 @@ def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: 
     """Returns the seconds of every repeat of a communication, all repeats issued in a row.
 
     Args:
-        streams: the streams of the communication.
-        kind: its stream.
         work: this rank's part of the communication.
         repeats: the number of repeats; the first warms up.
         lane: the lane of the stream.

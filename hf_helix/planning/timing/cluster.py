@@ -90,21 +90,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a process on CPU.
+    """A GPU, or a process on CPU: the section `device` of a file in bytes, seconds, and operations or bytes a second.
 
     Attributes:
-        name: as people call it.
-        memory: bytes for a run.
-        peaks: floating-point operations a second, by type, see `TYPES`.
-        bandwidth: of the memory, bytes a second.
-        matmul: by type, share of the peak by the operations of a product.
-        attention: by type, share of the peak by the keys of fused attention.
-        attention_block: keys in a step of fused attention.
-        exponentials: a second; infinity for no time of their own.
-        memory_efficiency: share of the bandwidth by the bytes of a kernel.
-        kernel_seconds: between two kernels on the device.
-        issue_seconds: what the host takes for an operator of a graph.
-        host_runs_ahead: whether the host issues while the device computes.
+        memory: without the reserved part.
+        peaks, matmul, attention: by type, see `TYPES`.
+        exponentials: infinity for no time of their own.
     """
 
     name: str
@@ -121,24 +112,14 @@ class Device:
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
-        """Returns the seconds of moving bytes through the memory.
-
-        Args:
-            kernel: bytes of a kernel, for the efficiency; None for all of them.
-        """
+        """Returns the seconds of moving bytes through the memory, in kernels of `kernel` bytes; None for one kernel."""
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices.
-
-    Attributes:
-        bandwidth: bytes a second, in each direction.
-        latency: seconds of a message.
-        devices: how many devices share it.
-        efficiency: share of the bandwidth by the bytes of a message.
-    """
+    """A link shared by some devices: bytes a second in each direction, seconds of a message, and the share of the
+    bandwidth by the bytes of a message."""
 
     bandwidth: float
     latency: float = 0.0
@@ -409,8 +390,6 @@ class _Section:
     """A mapping of a file, whose keys are taken out in turn.
 
     Args:
-        data: the mapping.
-        where: the file.
         name: of the section; empty for the whole file.
 
     Attributes:

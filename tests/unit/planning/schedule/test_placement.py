@@ -81,7 +81,7 @@ def test_stages_cover_every_layer_once_in_order_and_evenly(num_layers: int, num_
 @pytest.mark.parametrize("num_layers", range(1, 9))
 def test_one_rank_is_split_in_the_middle_whatever_things_cost(num_layers: int):
     half = (num_layers + 1) // 2
-    for costs in ({}, {"embedding_cost": 3.5, "head_cost": 0.2}, {"head_cost": 100.0}):
+    for costs in ({}, {"head_cost": 0.2}, {"head_cost": 100.0}):
         assert split_layers(num_layers, (0, 0), **costs) == [range(half), range(half, num_layers)]
         assert split_layers(num_layers, (0,), **costs) == [range(num_layers)]
 
@@ -100,7 +100,6 @@ def test_a_head_as_heavy_as_layers_takes_their_place():
     """A 128k vocabulary: rank 0 gets two layers fewer than the others, both from the end that holds the head."""
     assert sizes(split_layers(30, stage_ranks(FOLD, 4), head_cost=2.0)) == [4, 4, 4, 4, 4, 4, 4, 2]
     assert sizes(split_layers(14, stage_ranks(LINEAR, 4), head_cost=2.0)) == [4, 4, 4, 2]
-    assert sizes(split_layers(15, stage_ranks(LINEAR, 4), embedding_cost=1.0)) == [3, 4, 4, 4]
     assert sizes(split_layers(8, stage_ranks(FOLD, 2), head_cost=100.0)) == [1, 3, 3, 1], "one layer a stage at least"
 
 
@@ -113,10 +112,9 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in compositions(total - first, parts - 1))
 
 
-def loads(counts: Sequence[int], ranks: Sequence[int], embedding: float, head: float) -> tuple[float, list[float]]:
+def loads(counts: Sequence[int], ranks: Sequence[int], head: float) -> tuple[float, list[float]]:
     """The heaviest rank's, and those of every rank's heaviest stage."""
     stages = [float(count) for count in counts]
-    stages[0] += embedding
     stages[-1] += head
     of_ranks = [[stages[s] for s in stages_of_rank(rank, ranks)] for rank in range(max(ranks) + 1)]
     return max(map(sum, of_ranks)), [max(result) for result in of_ranks]
@@ -130,12 +128,12 @@ def test_no_split_is_better(seed: int):
     num_ranks = dice.randint(2, 3 if placement == FOLD else 5)
     ranks = stage_ranks(placement, num_ranks)
     num_layers = len(ranks) + dice.randint(0, 7)
-    embedding, head = (dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)]) for _ in range(2))
-    result = split_layers(num_layers, ranks, embedding_cost=embedding, head_cost=head)
-    heaviest, stages = loads(sizes(result), ranks, embedding, head)
+    head = dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)])
+    result = split_layers(num_layers, ranks, head_cost=head)
+    heaviest, stages = loads(sizes(result), ranks, head)
     of_ranks = [sum(map(len, chunks)) for chunks in held(result, ranks)]
     for counts in compositions(num_layers, len(ranks)):
-        other_heaviest, other_stages = loads(counts, ranks, embedding, head)
+        other_heaviest, other_stages = loads(counts, ranks, head)
         assert heaviest <= other_heaviest + 1e-9, counts
         for rank in range(num_ranks):
             if sum(counts[s] for s in stages_of_rank(rank, ranks)) == of_ranks[rank]:
