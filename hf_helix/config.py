@@ -123,8 +123,8 @@ class HelixConfig:
             meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
             docs/cuda_graphs.md:
             `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
-            true: likewise, but a capture that fails ends the run with an error;
-            false: never.
+            `True`: likewise, but a capture that fails ends the run with an error;
+            `False`: never.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.

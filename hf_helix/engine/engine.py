@@ -61,7 +61,7 @@ from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
-from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
+from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet, sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
@@ -146,10 +146,11 @@ class Engine(Diagnostics):
         if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
         capacity = self.config.expert_capacity_factor
-        reason = reason_against_all_graphs(self.mesh, self.runner, capacity, self._has_own_loss)
-        if reason is not None:
-            say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason}")
-        return WindowGraphs(say, option=option, switches=self._snapshot.switches) if reason is None else None
+        reason = reason_against_all_graphs(self.mesh, self.runner, capacity, self._has_own_loss, option)
+        if not sum_over_ranks([reason is not None])[0]:
+            return WindowGraphs(say, option=option, switches=self._snapshot.switches)
+        say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
+        return None
 
     def _make_seam(self) -> Seam:
         def check(batch: Mapping[str, Any]) -> None:

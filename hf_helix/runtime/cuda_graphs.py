@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hf_helix.config import AUTO
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
 from hf_helix.operators.segment import has_hooks
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
-from hf_helix.runtime.distributed.mesh import Mesh, rank
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch, derive_seed
 from hf_helix.runtime.runner import Runner
 
@@ -501,11 +503,14 @@ class WindowGraphs:
             self._tell(f"cuda_graphs={self._option!r}: {text}")
 
 
-def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None, has_own_loss: bool) -> str | None:
-    """Returns why no window of a run can be captured, if so; the same on every rank.
+def reason_against_all_graphs(
+    mesh: Mesh, runner: Runner, capacity: float | None, has_own_loss: bool, option: bool | str
+) -> str | None:
+    """Returns why no window of a run is captured, if so.
 
     Args:
         has_own_loss: whether the caller computes the loss between the passes.
+        option: `HelixConfig.cuda_graphs`.
     """
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
@@ -515,6 +520,12 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, capacity: float | None
         return (
             "the host must know how many rows go to which expert; with HelixConfig(expert_capacity_factor=...), such "
             "as 1.25, shapes do not depend on it"
+        )
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if option == AUTO and world_size() > 1 and "expandable_segments:True" in ",".join(settings):
+        return (
+            "the environment sets expandable_segments:True, with which graphs of several GPUs have been seen to hang; "
+            "leave it out, or try cuda_graphs=True"
         )
     return None
 
