@@ -286,7 +286,8 @@ class Engine(Diagnostics):
         self._divided.note_gradients()
         if self.graphs is not None:
             self.graphs.keep_gradients()
-        with set_aside(self.runner.stage.stepped), self._counted(window, traces=self.graphs is None):
+        replays = self.graphs is not None and not self.graphs.has_given_up
+        with set_aside(self.runner.stage.stepped), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 return self.graphs.train_window(self.runner, window)
             return self.runner.train_window(window)

@@ -35,7 +35,12 @@ class Snapshot:
         self._adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "merged_adapters")]
         self._numbers = list(self._copied_numbers(model))
         switching = (m for m in model.modules() if isinstance(m, nn.Dropout) or _is_adapted(m))
-        self._switching = list(dict.fromkeys((*running, *switching)))
+        self._switches = [
+            (values, key)
+            for values in map(vars, dict.fromkeys((*running, *switching)))
+            for key, value in values.items()
+            if key not in _OF_EVERY_MODULE and _is_plain(value)
+        ]
         self._sizes = list(self._count())
 
     def _copied_numbers(self, model: Any) -> Iterator[Entry]:
@@ -60,8 +65,7 @@ class Snapshot:
     def switches(self) -> list[object]:
         """Returns the numbers, texts and lists of the submodules that operators read in every window: modes, factors,
         probabilities of dropout, active adapters."""
-        values = ((key, value) for module in self._switching for key, value in vars(module).items())
-        return [value for key, value in values if key not in _OF_EVERY_MODULE and _is_plain(value)]
+        return [values.get(key) for values, key in self._switches]
 
     def change_of_structure(self) -> str:
         """Returns a sentence about a replaced, removed or added module or tensor; empty without a change."""
