@@ -23,9 +23,9 @@ import hashlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ further shape must have come as often as there are graphs."""
 MAX_REMEMBERED = 4096
 """How many shapes are remembered for a second occurrence."""
 
+T = TypeVar("T")
 Work = Callable[[], Any]
 Recorded = tuple[Any, Any]
 """The result of the captured function, and the graph: `replay()` runs it, `reset()` frees it."""
@@ -285,7 +286,10 @@ class WindowGraphs:
         number = self._agreed(runner, (kind, [_describe(leaf) for leaf in leaves], str(form)), leaves)
         captured = self._captured.get(number)
         if captured is None and self._is_due(number):
-            captured = self._try_to_capture(runner, window, (leaves, form), self._draws[number], work, trains)
+            _release_before_groups()
+            parameters = runner.stage.stepped if trains else ()
+            capture = functools.partial(self._capture, runner, window, (leaves, form), self._draws[number], work)
+            captured = self._on_all_ranks(runner, functools.partial(capture, parameters))
             if captured is not None:
                 self._captured[number] = captured
                 self._say(f"windows whose shapes repeat run as CUDA graphs; the first holds {self._held()}")
@@ -334,22 +338,24 @@ class WindowGraphs:
             yield make(window)
             return
         still, batches = _kept(window, leaves, form)
-        works, counts, recorded = make(batches), [], []
+        works, counts = make(batches), []
+        recorded: list[Any] = []
         for work in works:  # on every rank before any capture, which may fail on one
             with drawing_from(_Counted()) as counted:
                 work()
             counts.append(counted.count)
             _forget_gradients(runner)
 
-        def capture() -> None:
+        def capture() -> list[Work]:
             for work, count in zip(works, counts, strict=True):
                 draws = self._recorder.draws(runner.mesh.device, count)
                 with drawing_from(draws), _counting_apart(runner):
                     recorded.append(self._recorder.record(work, draws)[1])
                     _forget_gradients(runner)
+            return [graph.replay for graph in recorded]
 
         try:
-            yield [graph.replay for graph in recorded] if self._succeeds(runner, capture) else make(window)
+            yield self._on_all_ranks(runner, capture) or make(window)
         finally:
             for graph in recorded:
                 graph.reset()
@@ -408,37 +414,21 @@ class WindowGraphs:
         self._seen.clear()
         self._draws.clear()
 
-    def _try_to_capture(
-        self,
-        runner: Runner,
-        window: Sequence[MicroBatch],
-        sides: tuple[Sequence[Any], TreeSpec],
-        num_draws: int,
-        work: Callable[[Sequence[MicroBatch]], list[Tensor]],
-        trains: bool,
-    ) -> _Captured | None:
-        """Returns the window as a graph; None where a rank cannot capture it. Nothing is computed yet. Collective."""
-        _release_before_groups()
-        made: list[_Captured] = []
-
-        def capture() -> None:
-            made.append(self._capture(runner, window, sides, num_draws, work, trains))
-
-        return made[0] if self._succeeds(runner, capture) else None
-
-    def _succeeds(self, runner: Runner, capture: Work) -> bool:
-        """Returns whether all ranks have captured something; gives up if not. Collective.
+    def _on_all_ranks(self, runner: Runner, capture: Callable[[], T]) -> T | None:
+        """Returns what is captured; None, and gives up, where the capture of a rank fails. Collective.
 
         Raises:
             RuntimeError: with `option=True`, on every rank.
         """
-        why, error = "", None
+        why, error, result = "", None, None
         try:
-            capture()
+            result = capture()
         except Exception as raised:  # with its values, which hold memory, unless it is raised again
-            why, error = str(raised).partition("\n")[0], raised if self._option is True else None
+            why = str(raised).partition("\n")[0] or type(raised).__name__
+            error = raised if self._option is True else None
         if not sum_over_ranks([bool(why)])[0]:
-            return True
+            return result
+        result = None
         why = why or "another rank could not capture its part"
         if self._option is True:
             raise RuntimeError(
@@ -450,7 +440,7 @@ class WindowGraphs:
         runner.executor.streams.close()  # they were captured; others are made
         runner.stage.mark_weights_stale()  # nothing was gathered
         self._say(f"windows run without CUDA graphs from here on, since one could not be captured ({why})")
-        return False
+        return None
 
     def _capture(
         self,
@@ -459,10 +449,10 @@ class WindowGraphs:
         sides: tuple[Sequence[Any], TreeSpec],
         num_draws: int,
         work: Callable[[Sequence[MicroBatch]], list[Tensor]],
-        trains: bool,
+        parameters: Collection[nn.Parameter],
     ) -> _Captured:
+        """Returns the window as a graph, with the gradients of parameters. Nothing is computed yet."""
         inputs, batches = _kept(window, *sides)
-        parameters = runner.stage.stepped if trains else ()
         draws = self._recorder.draws(runner.mesh.device, num_draws)
         runner.stage.mark_weights_stale()  # a graph gathers them itself
 
