@@ -260,7 +260,14 @@ class WindowGraphs:
     def evaluate(
         self, runner: Runner, window: Sequence[MicroBatch], keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Evaluates a window as `Runner.evaluate` does. Collective. Raises RuntimeError as `train_window` does."""
+        """Evaluates a window as `Runner.evaluate` does. Collective.
+
+        Args:
+            keep_logits: whether to return logits.
+
+        Raises:
+            RuntimeError: the window cannot be captured, with `option=True`.
+        """
         if keep_logits and runner.mesh.pipe.size > 1:  # hosts tell each other their shape
             return runner.evaluate(window, keep_logits)
 
@@ -451,7 +458,14 @@ class WindowGraphs:
         work: Callable[[Sequence[MicroBatch]], list[Tensor]],
         parameters: Collection[nn.Parameter],
     ) -> _Captured:
-        """Returns the window as a graph, with the gradients of parameters. Nothing is computed yet."""
+        """Returns the window as a graph. Nothing is computed yet.
+
+        Args:
+            sides: the leaves and the form of the side inputs.
+            num_draws: how often the window draws random numbers.
+            work: the work on the micro-batches; returns the results.
+            parameters: their gradients belong to the graph.
+        """
         inputs, batches = _kept(window, *sides)
         draws = self._recorder.draws(runner.mesh.device, num_draws)
         runner.stage.mark_weights_stale()  # a graph gathers them itself

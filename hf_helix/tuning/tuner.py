@@ -236,7 +236,8 @@ class Tuner:
         self._graphs = None if graphs is None or graphs.has_given_up else graphs
         self._say_nothing_interleaves(num_microbatches)
         if is_first:
-            self._steps = StepTimer(uncounted=1 if self._graphs is None else 2)
+            if self._graphs is not None:
+                self._steps = StepTimer(uncounted=2)
             runner = self._within_memory(runner)
         if self.is_settled:
             return runner
