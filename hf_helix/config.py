@@ -40,8 +40,9 @@ NEEDED = {
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
-        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters")
+        for name in ("cache", "compile", "shard_optimizer", "shard_parameters")
     },
+    "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
     "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
@@ -122,7 +123,10 @@ class HelixConfig:
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
             meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
-            docs/cuda_graphs.md.
+            docs/cuda_graphs.md:
+            `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
+            `True`: likewise, but a capture that fails ends the run with an error;
+            `False`: never.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -145,7 +149,7 @@ class HelixConfig:
     schedule: str = AUTO
     profile: str | None = None
     compile: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = AUTO
     memory_gb: float | None = None
     cache: bool = True
     layers_per_stage: tuple[float, ...] | None = None
@@ -207,6 +211,8 @@ class HelixConfig:
                 f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
                 f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
+        if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
             raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")
@@ -226,11 +232,6 @@ class HelixConfig:
             raise ValueError(
                 "shard_parameters=True with shard_optimizer=True: sharded parameters have sharded states already; use "
                 "shard_optimizer=False"
-            )
-        if self.cuda_graphs:
-            raise ValueError(
-                "shard_parameters=True with cuda_graphs=True: weights that are gathered lie elsewhere in every window, "
-                "and a graph reads them where they lay; use cuda_graphs=False"
             )
 
     def _check_files(self) -> None:

@@ -291,7 +291,8 @@ class CudaStreams(Streams):
         stream.wait_event(computed)
 
     def is_over(self, event: Any) -> bool:
-        return bool(event.done.query())
+        # A captured event has no end to ask for: its memory stays until the compute stream has waited.
+        return not self._cuda.is_current_stream_capturing() and bool(event.done.query())
 
     def wait(self, event: Any) -> None:
         (self._compute or self._cuda.current_stream(self._device)).wait_event(event.done)
