@@ -51,9 +51,7 @@ def check_environment(pp_size: int) -> list[str]:
         return []
     notes = []
     if ctas := os.environ.get(CTAS):
-        notes.append(
-            f"{CTAS}={ctas} limits the kernels of every NCCL group, in place of hf_helix's limits by group"
-        )
+        notes.append(f"{CTAS}={ctas} limits the kernels of every NCCL group, in place of hf_helix's limits by group")
     connections = os.environ.get(CONNECTIONS)
     if connections is None or connections == "1":
         state = "was not set when CUDA started" if connections is None else "is 1, which takes half of the overlap"
