@@ -127,6 +127,7 @@ class DoctorCommand(OnCluster):
                 imbalance=self.imbalance,
                 expert_capacity_factor=self.expert_capacity_factor,
                 state_bytes=self.state_bytes,
+                cuda_graphs=self.cuda_graphs,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=self.top,
@@ -178,6 +179,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,
         "shard_parameters": case.shard_parameters,
+        "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
     }
     data = {
         "compute_environment": "LOCAL_MACHINE",

@@ -91,6 +91,7 @@ class Search:
     imbalance: float = 1.0
     expert_capacity_factor: float | None = None
     state_bytes: float = STATES
+    cuda_graphs: str = AUTO
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -292,6 +293,7 @@ class Search:
             imbalance=self.imbalance,
             expert_capacity_factor=self.expert_capacity_factor,
             state_bytes=self.state_bytes,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def _fsdp(self) -> FSDP | None:

@@ -61,6 +61,9 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     yield f"  optimizer     {step.optimizer:10.3f} s"
     computing = step.loads[Kind.COMPUTE]
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
+    if step.issuing:
+        how = "a replay of a CUDA graph" if step.replayed else "to issue its operators"
+        yield f"  host          {step.issuing:10.3f} s     of the host for the window: {how}"
     for kind, seconds in step.exposed.items():
         alone = step.loads[kind]
         hidden = max(0.0, 1 - seconds / alone)
@@ -165,8 +168,9 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     if exposed > EXPOSED:
         ways = [*lora, *["a faster network (--network 100gbit)"] * several] or ["a machine with faster links"]
         yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
-    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
-        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."
+    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE and not best.replayed:
+        graphs = "cuda_graphs, of experts with --expert_capacity_factor"
+        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: {graphs}."
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
@@ -62,6 +63,7 @@ class Case:
     expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
     state_bytes: float = STATES  # bytes of the optimizer's states for an element
     layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
+    cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
 
     @property
     def tokens(self) -> int:
@@ -107,6 +109,8 @@ class Step:
     # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
     # type
     casts: float = 0.0
+    issuing: float = 0.0  # seconds of the host for the window; 0 if the host computes
+    replayed: bool = False  # whether the host issues the window as a CUDA graph
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
@@ -292,7 +296,9 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     loads = dict.fromkeys(Kind, 0.0)
     for op, seconds in operators:
         loads[op.kind] += 0.0 if op.receives else count * seconds
-    issuing = len(operators) * count * cluster.device.issue_seconds if cluster.device.host_runs_ahead else 0.0
+    device, replayed = cluster.device, is_replayed(case, layout, cluster)
+    issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
+    issuing = issuing if device.host_runs_ahead else 0.0
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights)
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
@@ -309,9 +315,18 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         count * sum(seconds for op, seconds in operators if op.ahead),
         window.waits,
         casts,
+        issuing,
+        replayed,
         clock.fidelity,
         window.drawing,
     )
+
+
+def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
+    """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
+    capacity)."""
+    reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
+    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads
 
 
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:

@@ -22,6 +22,7 @@ here imports torch.
       memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes of a kernel, read and written -> share
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
+      replay_us: 0                               what the host takes for a window from a CUDA graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
@@ -96,6 +97,8 @@ class Device:
         memory: without the reserved part.
         peaks, matmul, attention: by type, see `TYPES`.
         exponentials: infinity for no time of their own.
+        issue_seconds: what the host takes for an operator of a graph.
+        replay_seconds: what the host takes for a window from a CUDA graph.
     """
 
     name: str
@@ -109,6 +112,7 @@ class Device:
     memory_efficiency: Curve = Curve()
     kernel_seconds: float = 0.0
     issue_seconds: float = 0.0
+    replay_seconds: float = 0.0
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
@@ -313,6 +317,7 @@ def _device(section: _Section) -> Device:
         memory_efficiency=section.curve("memory_efficiency"),
         kernel_seconds=section.number("kernel_us", 0.0, least=0) * 1e-6,
         issue_seconds=section.number("issue_us", 0.0, least=0) * 1e-6,
+        replay_seconds=section.number("replay_us", 0.0, least=0) * 1e-6,
         host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
 

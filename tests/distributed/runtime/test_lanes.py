@@ -43,7 +43,6 @@ def as_on_nccl() -> Iterator[list[tuple[str, Any, str]]]:
 
     patches = [patch.object(dist, name, noting(name)) for name in POINT_TO_POINT]
     patches.append(patch.object(groups, "backend_of", lambda device: groups.NCCL))
-    patches.append(patch.object(groups, "order_launches", lambda pp_size: None))  # of NCCL, once in a process
     join()
     mesh.forget_meshes()
     for each in patches:
