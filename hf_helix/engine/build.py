@@ -146,11 +146,10 @@ def declare(
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units, counts = family.units(base, sharing, loss_tweaks, places), None
     placement = Scheduler(config.schedule, config.pp_size).placement
-    if places is None:
-        ranks = stage_ranks(placement, mesh.pipe.size)
-        units, modes, counts = cut_layers(units, modes, ranks, family.head_cost(base), config.layers_per_stage)
-    else:
+    if places is not None:
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])
+    elif config.layers_per_stage is not None:
+        units, modes, counts = cut_layers(units, modes, stage_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes)
     if config.shard_parameters:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
@@ -165,7 +164,8 @@ def declare(
         mesh.pipe,
         family.empty(base, mesh.tp.size, loss_tweaks.own),
         placement,
-        layers_per_stage=counts,
+        family.head_cost(base),
+        counts,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=layout), called)

@@ -76,7 +76,7 @@ def test_a_layer_between_two_ranks_is_two_units() -> None:
         op.name for op in whole.graphs.forward.operators
     ]
     assert front.graphs.forward.outputs == rear.graphs.forward.inputs
-    assert cut_layers(units, ["none"] * 6, (0, 1, 1, 0))[0] == units
+    assert cut_layers(units, ["none"] * 6, (0, 1, 1, 0), layers_per_stage=[1, 2, 2, 1])[0] == units
 
 
 def test_layers_of_stages() -> None:
