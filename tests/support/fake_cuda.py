@@ -82,6 +82,9 @@ class FakeEvent:
     def query(self) -> bool:
         return self._prompt
 
+    def synchronize(self) -> None:
+        self._cuda.host_waits("Event.synchronize")
+
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.clock is not None
         assert end.clock is not None

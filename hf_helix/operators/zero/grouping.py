@@ -31,16 +31,18 @@ def make_flat_parameters(
     shard_axes: ShardAxes,
     autocast_dtype: torch.dtype | None,
     kind: type[AnyFlatParameter],
+    on_host: bool = False,
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
     """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
-    own, shared by these units. Parameters above the decoder are in no flat parameter.
+    own, shared by these units. Parameters above the decoder, and those in a flat parameter already, get none.
 
     Args:
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flat parameters.
+        on_host: whether shards of trained parameters lie on the host.
         frozen: whether flat parameters hold frozen parameters, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
@@ -49,7 +51,8 @@ def make_flat_parameters(
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(index)
             placements[parameter] = placement
-    for parameter in units[-1].above:
+    known = {parameter for unit in units for flat in unit.flat_parameters.values() for parameter in flat.placements}
+    for parameter in {*units[-1].above, *known}:
         del users[parameter]
     cast = set(_read_only_by_products(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
@@ -68,7 +71,8 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies)
+        host = on_host and group[0].requires_grad
+        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies, host)
         for index in users_of_group:
             by_unit[index].append(flat)
     return by_unit

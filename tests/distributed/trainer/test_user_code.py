@@ -440,6 +440,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard_parameters": (2, {"shard_parameters": True}),
     "shard_optimizer": (2, {"shard_optimizer": True}),
     "cp2": (2, {"cp_size": 2}),
+    "pp2 offload": (2, {"pp_size": 2, "offload": "optimizer"}),
     "tp2 pp2": (4, {"tp_size": 2, "pp_size": 2}),
     "tp2 shard_parameters": (4, {"tp_size": 2, "shard_parameters": True}),
     "pp2 shard_optimizer": (4, {"pp_size": 2, "shard_optimizer": True}),
