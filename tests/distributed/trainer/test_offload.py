@@ -64,7 +64,6 @@ def cases() -> list[Any]:
         *((layout, {"training": BF16}) for layout in LAYOUTS if layout != "pp2"),
         *((layout, {}) for layout in LAYOUTS if layout != "dp2"),
         *((layout, {"training": {"optim": "sgd", "max_grad_norm": 0.0}}) for layout in ("tp2", "dp2")),
-        *((layout, {"training": {"optim": "adagrad"}}) for layout in ("tp2", "shard_optimizer")),
         ("pp2", {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}}),
         ("tp2", {"helix": {"recompute": "full"}, "training": BF16, **TIED}),
     ]
@@ -85,6 +84,17 @@ def test_a_run_has_the_bits_of_the_run_without(
         for key in ("losses", "rates", "eval"):
             assert mine[key] == theirs[key], key
     assert_same(tmp_path / "True", tmp_path / "False")
+
+
+@SLOW
+def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_path: Path) -> None:
+    """Adagrad has states before its first step; they are cut as without."""
+    options = {"training": {"optim": "adagrad"}}
+    with_it, without = (
+        cluster_of(2).run(JOB, folder=str(tmp_path / str(offload)), **options_of("tp2", offload, **options))
+        for offload in (True, False)
+    )
+    assert list(with_it[0]["losses"].values()) == pytest.approx(list(without[0]["losses"].values()), abs=1e-5)
 
 
 @pytest.mark.parametrize(
