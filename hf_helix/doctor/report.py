@@ -162,7 +162,8 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     best, fitting = ranking.steps[0], len(ranking.steps)
     lora = [] if adapters else ["adapters (--lora_r 16)"]
     if fitting <= FEW < fitting + len(ranking.dropped):
-        ways = [*lora, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
+        host = [] if adapters or best.case.offload else ["states on the host (--offload optimizer)"]
+        ways = [*lora, *host, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
         yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
     exposed = sum(best.exposed.values()) / best.seconds
     if exposed > EXPOSED:

@@ -142,11 +142,11 @@ def declare(
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
-    on_host = config.offload is not None
+    host_link = mesh.host_link if config.offload else None
     if config.shard_parameters:
-        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, on_host))
-    if config.shard_optimizer or on_host:
-        units = apply_zero1(units, mesh.shard_axes, autocast_dtype, on_host)
+        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
+    if config.shard_optimizer or host_link is not None:
+        units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called, loss_tweaks.own)

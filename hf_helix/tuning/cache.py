@@ -161,7 +161,7 @@ def _sharding(mesh: Mesh) -> dict[str, str]:
         return {}
     once = mesh.replica_axes.gather is mesh.replica_axes.reduce
     copies = f" in {axis.size} copies" if (axis := mesh.replica_axes.copies) else ""
-    host = f", {mesh.offload} on the host" if mesh.offload else ""
+    host = ", states on the host" if mesh.host_link else ""
     return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.replica_axes.gather.size}{copies}{host}"}
 
 

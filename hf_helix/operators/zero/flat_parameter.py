@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.host_shard import HostShard
+from hf_helix.operators.zero.host_shard import HostLink, HostShard
 
 ALIGNMENT, BLOCK, BLOCKED = 32, 256, 4096
 """A parameter begins at a multiple of `ALIGNMENT` elements: 64 bytes in half precision. From `BLOCKED` elements on, it
@@ -81,7 +81,7 @@ class FlatParameter:
         reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
         cast_to: the type of the gathered buffer; None for the type of the parameters.
         copies: the ranks with other copies of the same shard, which add to its gradient; None for a single copy.
-        on_host: whether the shard lies on the host (`offload="optimizer"`).
+        host_link: the link to the shard on the host (`offload="optimizer"`); None where it lies on the device.
         shard: this rank's shard.
         shards: its parts, by parameter.
         unsharded: the full buffer for operators at present; None between uses.
@@ -95,7 +95,7 @@ class FlatParameter:
     reduce_axis: Axis
     cast_to: torch.dtype | None = None
     copies: Axis | None = None
-    on_host: bool = False
+    host_link: HostLink | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
     unsharded: Tensor | None = field(init=False, default=None, repr=False)
@@ -137,9 +137,9 @@ class FlatParameter:
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates this rank's shard."""
-        if not self.on_host:
+        if self.host_link is None:
             return torch.zeros(owned, dtype=dtype, device=device)
-        self.host = HostShard(owned, dtype, self._make_copy(owned, self.cast_to or dtype))
+        self.host = HostShard(owned, dtype, self._make_copy(owned, self.cast_to or dtype), self.host_link)
         return self.host.shard
 
     def _make_copy(self, owned: int, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.param_shard import EXPERTS, Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostLink
 
 ShardAxes = Callable[[Placement], ReplicaAxes | None]
 """From the placement of a parameter to the axes over its replicas, which shard it; None where every rank keeps it."""
@@ -31,7 +32,7 @@ def make_flat_parameters(
     shard_axes: ShardAxes,
     autocast_dtype: torch.dtype | None,
     kind: type[AnyFlatParameter],
-    on_host: bool = False,
+    host_link: HostLink | None = None,
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
     """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
@@ -42,7 +43,7 @@ def make_flat_parameters(
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flat parameters.
-        on_host: whether shards of trained parameters lie on the host.
+        host_link: the link to shards of trained parameters on the host; None where these lie on the device.
         frozen: whether flat parameters hold frozen parameters, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
@@ -71,7 +72,7 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        host = on_host and group[0].requires_grad
+        host = host_link if group[0].requires_grad else None
         flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies, host)
         for index in users_of_group:
             by_unit[index].append(flat)

@@ -9,10 +9,40 @@ computation. A shard is cast on the host, before it crosses: 2 bytes an element 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hf_helix.operators.base import TransferFn
+
+Carry = Callable[[int, int, TransferFn], object]
+"""Runs a transfer at the speed of an emulated link: bytes that leave the device, bytes that reach it, the transfer."""
+
+
+class HostLink:
+    """The link between the memory of the host and a device, which carries both directions at once.
+
+    Args:
+        carry: of an emulated link whose speed copies keep to; None for no emulation.
+    """
+
+    def __init__(self, carry: Carry | None = None) -> None:
+        self._carry = carry
+
+    def up(self, to: Tensor, source: Tensor) -> None:
+        """Copies a tensor to the device."""
+        self._copy(to, source, 0, to.nbytes)
+
+    def down(self, to: Tensor, source: Tensor) -> None:
+        """Copies a tensor to the host."""
+        self._copy(to, source, to.nbytes, 0)
+
+    def _copy(self, to: Tensor, source: Tensor, sent: int, received: int) -> None:
+        if self._carry is None:
+            to.copy_(source, non_blocking=True)
+        else:
+            self._carry(sent, received, lambda: to.copy_(source))
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,14 +57,15 @@ class HostShard:
         length: elements of the shard.
         dtype: of the shard.
         copy: the device's memory for the copy [length], in the type for operators.
+        link: between host and device.
 
     Attributes:
         shard: [length] on the host.
-        copy: as given.
+        copy, link: as given.
     """
 
-    def __init__(self, length: int, dtype: torch.dtype, copy: Tensor) -> None:
-        self.copy = copy
+    def __init__(self, length: int, dtype: torch.dtype, copy: Tensor, link: HostLink) -> None:
+        self.copy, self.link = copy, link
         self._crossing = host_memory(copy, copy.dtype, copy.device)  # what crosses: the shard itself, or its cast
         self.shard = self._crossing if dtype is copy.dtype else torch.empty(length, dtype=dtype)
         self.shard.zero_()
@@ -60,4 +91,4 @@ class HostShard:
         if self._cast_at != self.shard._version:  # written by something else than a step
             self.cast()
         self._copied_at = self._cast_at
-        return lambda: self.copy.copy_(self._crossing, non_blocking=True)
+        return lambda: self.link.up(self.copy, self._crossing)

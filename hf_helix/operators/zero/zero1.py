@@ -21,6 +21,7 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
+from hf_helix.operators.zero.host_shard import HostLink
 
 
 @dataclass(eq=False)
@@ -51,7 +52,7 @@ class Zero1FlatParameter(FlatParameter):
     @property
     def has_shard(self) -> bool:
         """Whether the shard is a part of the buffer."""
-        return self.cast_to is None and not self.on_host
+        return self.cast_to is None and self.host_link is None
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
         return self._view_in(self.buffer, parameter)
@@ -88,7 +89,7 @@ class Zero1FlatParameter(FlatParameter):
 
 
 def apply_zero1(
-    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, on_host: bool = False
+    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None
 ) -> list[Unit]:
     """Returns the units with their trained parameters in ZeRO-1 flat parameters, unless in others already; graphs stay
     as they are.
@@ -97,9 +98,9 @@ def apply_zero1(
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        on_host: whether shards lie on the host.
+        host_link: the link to shards on the host; None where these lie on the device.
     """
-    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, on_host, frozen=False)
+    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, host_link, frozen=False)
     return [
         replace(unit, flat_parameters={**unit.flat_parameters, **{flat.name: flat for flat in own}}) if own else unit
         for unit, own in zip(units, by_unit, strict=True)

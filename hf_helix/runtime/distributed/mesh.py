@@ -30,6 +30,7 @@ from hf_helix.operators.communication.transport import (
     Transport,
 )
 from hf_helix.operators.param_shard import EXPERTS, Placement
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
@@ -129,7 +130,7 @@ class Mesh:
             replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
-        offload: see `HelixConfig`.
+        host_link: the link to optimizer states on the host (`offload`); None where the device has them.
     """
 
     sizes: dict[str, int]
@@ -147,10 +148,11 @@ class Mesh:
     replica_axes: ReplicaAxes | None = None
     expert_replica_axes: ReplicaAxes | None = None
     reduction_kind: Kind = Kind.INTRA_NODE
-    offload: str | None = None
+    host_link: HostLink | None = None
 
     def over(self, link: EmulatedLink) -> Mesh:
-        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link."""
+        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link.
+        Copies between host and device use a second of the same speed."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
@@ -167,6 +169,7 @@ class Mesh:
             link=link,
             replica_axes=linked_axes[self.replica_axes],
             expert_replica_axes=linked_axes[self.expert_replica_axes],
+            host_link=self.host_link and HostLink(EmulatedLink(link.speed).carry),
         )
 
     def share_random_state(self) -> None:
@@ -308,9 +311,7 @@ def _new_mesh(
     if dp_size * shared == 1:
         alone = _stepped_whole(None) if offload else None
         axes_and_groups = single, single, single, Pipe([0]), None, None, None, None
-        return Mesh(
-            sizes, device, None, *axes_and_groups, replica_axes=alone, expert_replica_axes=alone, offload=offload
-        )
+        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=_host_link(offload))
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
     if backend == groups.NCCL:
@@ -365,10 +366,14 @@ def _new_mesh(
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
     of_replicas = replica_axes, expert_replica_axes, reduction_kind
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, offload)
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload))
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
+
+
+def _host_link(offload: str | None) -> HostLink | None:
+    return HostLink() if offload else None
 
 
 def _stepped_whole(group: dist.ProcessGroup | None) -> ReplicaAxes:

@@ -108,11 +108,13 @@ class FlatParameterGradients:
         on_host = self._parts_of(host_memory(self._flat.shard, dtype, device))
         norms = torch.empty(len(on_host), dtype=dtype, device=device)
         self._give(on_host)
+        assert self._flat.host is not None
+        copy = self._flat.host.link.down
         parts = list(zip(on_host, self._gradients, norms, strict=True))
 
         def work() -> None:
             for gradient, part, norm in parts:
-                gradient.copy_(part, non_blocking=True)
+                copy(gradient, part)
                 torch.linalg.vector_norm(part, out=norm)
                 _norms[gradient] = gradient._version, norm
 

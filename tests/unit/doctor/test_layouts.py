@@ -13,6 +13,7 @@ from support.simulated import cluster_with, on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.doctor import layouts as searching
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.doctor.memory import STATES
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, memory_of_case, simulate_step
