@@ -505,7 +505,7 @@ def test_what_is_saved_is_what_the_trainer_holds(kind: str, layout: str, cluster
     stock = save(**job) if dp == 1 else cluster_of(2).run(save, **job)[0]
     results = cluster_of(ranks).attempt(save, folder=str(tmp_path / "cut"), helix=helix, kind=kind)
     for result in results:
-        if kind == "converted" and dp == 2:
+        if kind == "converted" and (dp == 2 or "offload" in helix):
             assert "cannot be converted; save the model, and convert it with from_pretrained" in result.message
         else:
             assert isinstance(result, dict), result
