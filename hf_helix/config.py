@@ -31,6 +31,7 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
+OFFLOADS = ("optimizer",)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
@@ -46,6 +47,7 @@ NEEDED = {
     "tuning_share": "a number from 0 to 1, such as 0.05",
     "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
+    "offload": "a string, such as offload='optimizer', or None",
     "memory_gb": "a number of gigabytes, such as 22, or None",
 }
 """What an option takes, for the error about a value that is not of its annotated type."""
@@ -107,6 +109,12 @@ class HelixConfig:
             shards (HSDP): gathers stay among the dp / dp_replicate_size ranks of a copy, which are neighbours, and only
             sums of a shard's gradients go from copy to copy. The number of hosts keeps gathers inside hosts. 1 for a
             single copy over all data-parallel ranks.
+        offload: what lies in the memory of the host instead of the device's:
+            `optimizer`: of the weights that this rank steps, the fp32 masters and the optimizer's states; the host's
+            cores step them. The device keeps weights in the type of the products (bf16 with bf16=True) and, within a
+            step, gradients; these are copied down beside the backward pass, new weights up beside the next forward
+            pass. For optimizers that treat every element by itself. See docs/memory.md.
+            None for nothing.
         recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
             `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
@@ -155,6 +163,7 @@ class HelixConfig:
     layers_per_stage: tuple[float, ...] | None = None
     shard_optimizer: bool = False
     shard_parameters: bool = False
+    offload: str | None = None
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
     inter_node_axes: tuple[str, ...] | None = None
@@ -213,6 +222,11 @@ class HelixConfig:
             )
         if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
+        if self.offload not in (None, *OFFLOADS):
+            raise ValueError(
+                f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
+                f"{nearest(str(self.offload), OFFLOADS)}, or None to keep everything on the device"
+            )
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
             raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")
@@ -225,6 +239,11 @@ class HelixConfig:
             raise ValueError(
                 f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "
                 "model already; add shard_parameters=True or shard_optimizer=True, or use dp_replicate_size=1"
+            )
+        if self.offload and self.cuda_graphs:
+            raise ValueError(
+                f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
+                "and a graph copies them where they lay; use cuda_graphs=False"
             )
         if not self.shard_parameters:
             return

@@ -92,6 +92,7 @@ class Search:
     expert_capacity_factor: float | None = None
     state_bytes: float = STATES
     cuda_graphs: str = AUTO
+    offload: str | None = None
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -294,6 +295,7 @@ class Search:
             expert_capacity_factor=self.expert_capacity_factor,
             state_bytes=self.state_bytes,
             cuda_graphs=self.cuda_graphs,
+            offload=self.offload,
         )
 
     def _fsdp(self) -> FSDP | None:
@@ -305,7 +307,8 @@ class Search:
                 break
             try:
                 case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
-                case = replace(case, expert_capacity_factor=None)  # the stock Trainer drops nothing
+                # The stock Trainer drops nothing, and its host steps nothing.
+                case = replace(case, expert_capacity_factor=None, offload=None)
             except ValueError:
                 continue
             try:

@@ -42,6 +42,7 @@ def case_text(case: Case) -> str:
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
+    parts += [f"offload {case.offload}"] if case.offload else []
     return ", ".join(parts)
 
 
@@ -58,7 +59,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     )
     yield f"  window        {step.window:10.3f} s     bubble {step.bubble:.1%}"
     yield f"  sums          {step.sums:10.3f} s     of gradients, after the last backward"
-    yield f"  optimizer     {step.optimizer:10.3f} s"
+    yield f"  optimizer     {step.optimizer:10.3f} s" + ("     on the hosts" if case.offload else "")
     computing = step.loads[Kind.COMPUTE]
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
     if step.issuing:
@@ -74,14 +75,17 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
             f"  gathers       {step.gathers:10.3f} s     of it in all-gathers of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
-    if case.sharing.states:
-        yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that other ranks have stepped"
+    if case.sharing.states or case.offload:
+        others = "the host has" if case.offload else "other ranks have"
+        yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that {others} stepped"
     if step.casts:
         yield f"  casts         {step.casts:10.3f} s     of the window, of weights to {case.dtype}, once in it"
     budget = cluster.device.memory
     yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(budget)} that a run may use"
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
+    if step.host:
+        yield f"  host          {bytes_text(step.host):>13}    of each node, for weights, states and gradients"
     if step.memory.total > budget:
         yield "  It does not fit."
 
@@ -162,7 +166,8 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     best, fitting = ranking.steps[0], len(ranking.steps)
     lora = [] if adapters else ["adapters (--lora_r 16)"]
     if fitting <= FEW < fitting + len(ranking.dropped):
-        ways = [*lora, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
+        host = [] if adapters or best.case.offload else ["states on the host (--offload optimizer)"]
+        ways = [*lora, *host, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
         yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
     exposed = sum(best.exposed.values()) / best.seconds
     if exposed > EXPOSED:

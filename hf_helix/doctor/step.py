@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
-from hf_helix.doctor.memory import PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
+from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
 from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
@@ -64,6 +64,7 @@ class Case:
     state_bytes: float = STATES  # bytes of the optimizer's states for an element
     layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
     cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
+    offload: str | None = None  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:
@@ -85,7 +86,8 @@ class Case:
         """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes)
+        copy_bytes = ELEMENT[self.dtype] if self.offload else 0
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, copy_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Step:
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
+    host: float = 0.0  # bytes of a node's host with weights, states and gradients; 0 if these are on devices
 
     @property
     def seconds(self) -> float:
@@ -185,9 +188,14 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
 
 def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
     """Returns a profile with the gradient reductions and the gathers of weights of a window."""
-    axes = rings(cluster, case.sizes)
-    profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
-    return profile_with_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else profile
+    axes, spread, host = rings(cluster, case.sizes), case.spread_gradients, cluster.host if case.offload else None
+    profile = profile_with_sums(profile, amounts, axes, cluster, spread, host)
+    if case.shard_optimizer:
+        return profile_with_gathers(profile, amounts, axes, cluster, host)
+    if host is None or case.spread_weights:
+        return profile
+    alone = {name: replace(ring, size=1) for name, ring in axes.items()}  # every replica has all it steps
+    return profile_with_gathers(profile, amounts, alone, cluster, host)
 
 
 def memory_of_case(
@@ -300,13 +308,16 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
     issuing = issuing if device.host_runs_ahead else 0.0
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
-    casts = cast_seconds(amounts, layout, cluster, gathers_weights)
+    casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
+    if case.offload and case.spread_weights:  # before the window
+        casts += max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth
+    of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     return Step(
         case,
         casts + max(window.seconds, issuing),
         window.reductions,
-        max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped),
+        _optimizer_seconds(case, cluster, stepped, of_node),
         loads,
         {kind: min(seconds, loads[kind]) for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
@@ -319,6 +330,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         replayed,
         clock.fidelity,
         window.drawing,
+        (PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0,
     )
 
 
@@ -327,6 +339,21 @@ def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     capacity)."""
     reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
     return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads
+
+
+def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:
+    """Returns the seconds of an update: of the elements of the largest rank on its device, or of those of a node on its
+    host, where a gradient is read, a weight and its states are read and written, and the weight is cast."""
+    if not case.offload:
+        return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped)
+    cast = _cast_bytes(case)
+    moved = GRADIENT + 2 * (PARAMETER + case.state_bytes) + (PARAMETER + cast if cast else 0)
+    return moved * of_node / cluster.host.memory
+
+
+def _cast_bytes(case: Case) -> int:
+    """Returns the bytes of a weight's cast on the host."""
+    return ELEMENT[case.dtype] if case.dtype != "fp32" else 0
 
 
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:

@@ -151,10 +151,11 @@ def declare(
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, stage_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes)
+    host_link = mesh.host_link if config.offload else None
     if config.shard_parameters:
-        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype))
-    elif config.shard_optimizer:
-        units = apply_zero1(units, mesh.shard_axes, autocast_dtype)
+        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
+    if config.shard_optimizer or host_link is not None:
+        units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called, loss_tweaks.own)

@@ -38,7 +38,7 @@ from hf_helix.engine.checks import (
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
-from hf_helix.engine.optimizer_shards import cut_states, full_weights, step_shards, unsharded
+from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
@@ -352,8 +352,14 @@ class Engine(Diagnostics):
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of `max_norm`; returns the norm before. Collective."""
         norm = self.gradient_norm()
-        parameters = [parameter for parameter in self.runner.stage.stepped if parameter.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        stage = self.runner.stage
+        parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
+        if (
+            stage.host_shards and max_norm / (norm + 1e-6) >= 1
+        ):  # to multiply by 1 would be a pass over the host's memory
+            return norm
+        with host_threads(stage):
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     @contextlib.contextmanager

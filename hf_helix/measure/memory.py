@@ -153,13 +153,18 @@ def memory_limit(
 
 def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float | None:
     """Returns the bytes that a window may hold on this rank; None without a limit."""
-    device, stepped = runner.mesh.device, [each for each in runner.stage.stepped if each.requires_grad]
+    flats, device = runner.stage.flat_parameters, runner.mesh.device
+    on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
+    stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
+    # Gradients of weights on the host are on the device during a window, in full.
+    missing += sum(flat.length * flat.shard.element_size() for flat in flats if flat.host is not None)
     states = STATES * sum(each.numel() for each in stepped)
     if device.type != "cuda":
         if gigabytes is None:
             return None
-        held = sum(each.nbytes for each in _existing(runner)) + missing + states
+        of_host = sum(flat.shard.nbytes for flat in flats if flat.host is not None)
+        held = sum(each.nbytes for each in _existing(runner)) - of_host + missing + states
         return gigabytes * 1e9 - held
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

@@ -144,7 +144,7 @@ def measure_overlap(
     medians = map(statistics.median, times)
     computation = {name: next(medians) for name in schedules}
     reduction = next(medians)
-    if world_size() == mesh.pipe.size:
+    if world_size() == mesh.pipe.size and not first.layout.reductions:
         reduction = 0.0  # no rank has a replica, and nothing was reduced
     moving = [next(medians) for _ in mesh.axes]
 
@@ -377,7 +377,9 @@ def bytes_spared(flat: FlatParameter) -> int:
     weight = flat.shard.element_size()
     states = AVERAGES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()
-    if isinstance(flat, Zero1FlatParameter):
+    if flat.host is not None:
+        kept = flat.buffer.nbytes if isinstance(flat, Zero1FlatParameter) else flat.host.copy.nbytes
+    elif isinstance(flat, Zero1FlatParameter):
         kept = flat.buffer.nbytes + (weight if flat.cast_to is not None else 0) * flat.shard.numel()
         kept += states * flat.shard.numel()
     return (weight + states) * flat.length - kept

@@ -34,7 +34,7 @@ from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams import UP, Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
@@ -139,6 +139,15 @@ def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[
     """Returns the gathered weights among several values, with their flat parameters."""
     named = ((units[unit].flat_parameters.get(name), (unit, name)) for unit, name in keys if unit in units)
     return [(flat, key) for flat, key in named if flat is not None]
+
+
+def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Event:
+    """Issues the gather of ZeRO-1 weights, of a shard on the host after its copy to the device; returns the event of
+    its end. Collective."""
+    kind, after = flat.reduce_axis.kind, []
+    if flat.host is not None:
+        after = [streams.issue(kind, flat.host.refresh(), (), f"{label}.up", UP)]
+    return streams.issue(kind, flat.refresh(), after, label)
 
 
 # -- executor ------------------------------------------------------------------------------------------------------
@@ -315,7 +324,7 @@ class Executor:
         label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
         if self.streams.trace is not None:
             self.streams.trace.note("issue", label)
-        self._gathered[flat] = self.streams.issue(flat.reduce_axis.kind, flat.refresh(), (), label)
+        self._gathered[flat] = issue_gather(self.streams, flat, label)
 
     def _add_given(self, step: BoundInstruction, strand: Strand) -> None:
         """Adds gradients from outside to those that an operator is the first to read."""

@@ -18,6 +18,7 @@ from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTr
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostShard
 from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.schedule.placement import FOLD, count_layers, ranges_of, split_layers, stage_ranks
 from hf_helix.planning.window.layout import Layout, place_names
@@ -64,6 +65,17 @@ class Stage:
     def shards(self) -> dict[nn.Parameter, nn.Parameter]:
         """This rank's parts of sharded parameters, by parameter."""
         return {parameter: shard for flat in self.flat_parameters for parameter, shard in flat.shards.items()}
+
+    @property
+    def host_shards(self) -> list[HostShard]:
+        """The shards of this rank on the host."""
+        return [flat.host for flat in self.flat_parameters if flat.host is not None]
+
+    def note_step(self) -> None:
+        """Says that an optimizer has stepped."""
+        for host in self.host_shards:
+            host.cast()
+        self.mark_weights_stale()
 
     def mark_weights_stale(self) -> None:
         """Reports a possible step of an optimizer, after which ZeRO-1 weights are gathered again."""

@@ -10,6 +10,8 @@ Operators by stream:
                            direction (F, B) over each boundary between two stages        high           a lane
     gradients              gradient reduction over ranks with other tokens (dp, cp),     one, high      a worker thread
                            gathers of ZeRO-1 weights
+    gradients, by lane     copies of shards on the host: weights up to the device,       one a lane,    a worker thread
+                           gradients down to the host                                    high           a lane
 
 Gradient reductions over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
 stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High" is
@@ -38,6 +40,9 @@ import torch
 from hf_helix.operators.base import TransferFn
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
+
+UP, DOWN = "up", "down"
+"""Lanes of `Kind.GRADIENTS`: copies from the host, and to the host."""
 
 
 class Event(ABC):
@@ -91,6 +96,10 @@ class Streams(ABC):
     @abstractmethod
     def wait(self, event: Any) -> None:
         """Lets the compute stream wait for an event; raises the error of the transfer, if any."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Lets the host wait for an event, before it reads what the transfer has moved there."""
+        self.wait(event)
 
     @abstractmethod
     def compute(self, work: Callable[[], Any], label: str) -> Any:
@@ -300,6 +309,9 @@ class CudaStreams(Streams):
     def wait(self, event: Any) -> None:
         (self._compute or self._cuda.current_stream(self._device)).wait_event(event.done)
         event.keep = None
+
+    def wait_on_host(self, event: Any) -> None:
+        event.done.synchronize()
 
     def compute(self, work: Callable[[], Any], label: str) -> Any:
         return self._recorded("compute", label, work)

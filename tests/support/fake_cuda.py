@@ -83,6 +83,9 @@ class FakeEvent:
         assert not self._cuda.captures, "the host asks for the end of what is only captured"
         return self._prompt
 
+    def synchronize(self) -> None:
+        self._cuda.host_waits("Event.synchronize")
+
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.clock is not None
         assert end.clock is not None

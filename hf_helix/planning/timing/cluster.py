@@ -29,6 +29,8 @@ here imports torch.
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
                                                  a link between them, which may have devices_per_link
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
+    host: {gb_per_s: 20, memory_gb_per_s: 150}   between the memory of a node's host and each device, in each direction;
+                                                 of the host's memory, for all its cores; left out, as here, see `Host`
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
       intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes of a rank in the collective
@@ -153,6 +155,21 @@ class Island:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host of a node: its memory, and the links of its devices to this memory. The defaults are assumptions: of a
+    PCIe 4.0 x16 slot (32 GB/s), pinned copies of all devices at once get about 20 GB/s each; of eight channels of
+    DDR4-3200 (205 GB/s), an update of weights gets about three quarters.
+
+    Attributes:
+        bandwidth: bytes a second between the memory and a device, in each direction.
+        memory: bytes a second of the memory, for all cores together.
+    """
+
+    bandwidth: float = 20e9
+    memory: float = 150e9
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal devices in equal nodes.
 
@@ -166,6 +183,7 @@ class Cluster:
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
             second, by the bytes of a rank in a collective.
         island: devices of a node with better links among them; None where all links are alike.
+        host: of each node.
         waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
@@ -179,6 +197,7 @@ class Cluster:
     network: Link
     contention: Mapping[tuple[Kind, Kind], Curve] = field(default_factory=dict)
     island: Island | None = None
+    host: Host = Host()
     waiting: float = 0.0
     backend: str = "nccl"
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -282,6 +301,7 @@ def parse_cluster(data: Any, where: str) -> Cluster:
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     near = top.section(ISLAND, optional=True)
     island, sources = _island(near, per_node), top.section("sources", optional=True)
+    host = top.section("host", optional=True)
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
@@ -290,12 +310,13 @@ def parse_cluster(data: Any, where: str) -> Cluster:
         node=_link(node, _sharing(node, "island.devices", island.devices) if island else 1),
         network=_link(network, _sharing(network, "devices_per_node", per_node)),
         island=island,
+        host=Host(*(host.number(key, usual) * 1e9 for key, usual in (("gb_per_s", 20.0), ("memory_gb_per_s", 150.0)))),
         contention=_contention(top.section("contention", optional=True)),
         waiting=top.number("waiting_us", 0.0, least=0) * 1e-6 / math.sqrt(1e-3),
         backend=top.choice("backend", BACKENDS),
         sources={key: sources.text(key) for key in list(sources.left)},
     )
-    for section in (top, device, near, node, network):
+    for section in (top, device, near, node, network, host):
         section.refuse_rest()
     return cluster
 

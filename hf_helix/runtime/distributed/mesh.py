@@ -21,8 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.config import HelixConfig, parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
-from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport, ReplicaAxes, Transport
+from hf_helix.operators.communication.transport import (
+    Axis,
+    GlooTransport,
+    GroupTransport,
+    ReplicaAxes,
+    SilentTransport,
+    Transport,
+)
 from hf_helix.operators.param_shard import EXPERTS, Placement
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
@@ -118,9 +126,11 @@ class Mesh:
         expert_replica_group: ranks with the same experts and other tokens; None for a single rank.
         batch_group: ranks with the same batch; None for a single rank.
         link: the emulated link of this rank; None without emulation.
-        replica_axes: the axes over `replica_group` where ZeRO shards over it; None without ZeRO.
+        replica_axes: the axes over `replica_group` where ZeRO shards over it, or the host holds the states of every
+            replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
+        host_link: the link to optimizer states on the host (`offload`); None where the device has them.
     """
 
     sizes: dict[str, int]
@@ -138,9 +148,11 @@ class Mesh:
     replica_axes: ReplicaAxes | None = None
     expert_replica_axes: ReplicaAxes | None = None
     reduction_kind: Kind = Kind.INTRA_NODE
+    host_link: HostLink | None = None
 
     def over(self, link: EmulatedLink) -> Mesh:
-        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link."""
+        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link.
+        Copies between host and device use a second of the same speed."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
@@ -157,6 +169,7 @@ class Mesh:
             link=link,
             replica_axes=linked_axes[self.replica_axes],
             expert_replica_axes=linked_axes[self.expert_replica_axes],
+            host_link=self.host_link and HostLink(EmulatedLink(link.speed).carry),
         )
 
     def share_random_state(self) -> None:
@@ -203,7 +216,8 @@ class Mesh:
         return self.expert_replica_group if placement.over == EXPERTS else self.replica_group
 
     def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
-        """Returns the axes over the replicas of a parameter that shard it; None without ZeRO."""
+        """Returns the axes over the replicas of a parameter that shard it, of a single rank where every replica steps
+        all of it on its host; None where it steps all of it on its device."""
         return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
 
     def holds_first_replica(self, placement: Placement) -> bool:
@@ -232,6 +246,7 @@ def build_mesh(
     link: str | None = None,
     zero_stage: int = 0,
     dp_replicate_size: int = 1,
+    offload: str | None = None,
 ) -> Mesh:
     """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
 
@@ -244,7 +259,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
         zero_stage: see `HelixConfig.zero_stage`.
-        dp_replicate_size: see `HelixConfig`.
+        dp_replicate_size, offload: see `HelixConfig`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -256,11 +271,11 @@ def build_mesh(
     check_world(world, tp_size, pp_size, cp_size, ep_size, dp_replicate_size=dp_replicate_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, group
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, offload, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size)
+        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size, offload)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -270,7 +285,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh for a configuration, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    zero = config.zero_stage, config.dp_replicate_size
+    zero = config.zero_stage, config.dp_replicate_size, config.offload
     return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, *zero)
 
 
@@ -289,11 +304,14 @@ def _new_mesh(
     inter_node_axes: Collection[str] | None,
     zero_stage: int,
     dp_replicate_size: int,
+    offload: str | None,
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
-        return Mesh(sizes, device, None, single, single, single, Pipe([0]), None, None, None, None)
+        alone = _stepped_whole(None) if offload else None
+        axes_and_groups = single, single, single, Pipe([0]), None, None, None, None
+        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=_host_link(offload))
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
     rows = _rows_of(sizes, dp_replicate_size)
@@ -321,7 +339,7 @@ def _new_mesh(
 
     def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
         if zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
-            return None
+            return _stepped_whole(group) if offload else None
         kind = reduction_kind
         if copies is not None:
             group = groups.group_of(rows[name], use=groups.GRADIENTS)
@@ -345,15 +363,24 @@ def _new_mesh(
     pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
-    mesh = Mesh(
-        sizes, device, device_mesh, *axes, *further_groups, None, replica_axes, expert_replica_axes, reduction_kind
-    )
+    of_replicas = replica_axes, expert_replica_axes, reduction_kind
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload))
     if backend == groups.NCCL:
         kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
         lanes = 4 * min(2, pp_size - 1)  # of the rank with the most neighbours, so that all ranks find the same
         groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh
+
+
+def _host_link(offload: str | None) -> HostLink | None:
+    return HostLink() if offload else None
+
+
+def _stepped_whole(group: dist.ProcessGroup | None) -> ReplicaAxes:
+    """Returns the axes of parameters that every replica, the ranks of a group, steps whole."""
+    alone = Axis(SilentTransport(1, 0), Kind.GRADIENTS)
+    return ReplicaAxes(alone, alone, None if group is None else Axis(GroupTransport(group), Kind.GRADIENTS))
 
 
 def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, torch.Tensor]:

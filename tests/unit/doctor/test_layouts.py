@@ -13,6 +13,7 @@ from support.simulated import cluster_with, on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.doctor import layouts as searching
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.doctor.memory import STATES
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case, layout_of, memory_of_case, simulate_step
@@ -273,6 +274,25 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.case.shard_parameters
     assert not plain.case.shard_optimizer
     assert plain.memory.total <= device.memory
+
+
+def test_states_on_the_host_leave_room_and_take_its_time():
+    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
+    usual, offloaded = (
+        simulate_step(paper.amounts(case), case, CLUSTER)
+        for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, offload="optimizer"))
+    )
+    trained = usual.memory.states / STATES
+    assert usual.memory.weights == 4 * trained
+    assert (offloaded.memory.states, offloaded.memory.weights) == (0, 0)
+    assert offloaded.memory.gradients == usual.memory.gradients
+    assert usual.memory.copies < offloaded.memory.copies <= 4 * trained
+    # A gradient, weight and states twice, and the weight and its cast, of every device of the node.
+    of_node = CLUSTER.devices_per_node * trained
+    assert offloaded.optimizer == pytest.approx((28 + 6) * of_node / CLUSTER.host.memory)
+    assert offloaded.host == pytest.approx((4 + 8 + 4 + 2) * of_node)
+    slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 1e4))
+    assert simulate_step(paper.amounts(case := offloaded.case), case, slow).seconds > 1.1 * offloaded.seconds
 
 
 def test_smaller_states_leave_room():

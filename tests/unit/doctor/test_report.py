@@ -65,8 +65,8 @@ def test_the_columns_are_explained(step: Step) -> None:
 
 def test_what_helps_is_said_where_little_fits(step: Step) -> None:
     assert helps(step, dropped=9) == [
-        "Little fits: 1 of 10 layouts. What helps: adapters (--lora_r 16), more devices (--gpus), shorter sequences "
-        "(--sequence_length)."
+        "Little fits: 1 of 10 layouts. What helps: adapters (--lora_r 16), states on the host "
+        "(--offload optimizer), more devices (--gpus), shorter sequences (--sequence_length)."
     ]
     assert helps(step, fitting=4, dropped=9) == []
     assert helps(step) == [], "all fit"
