@@ -157,8 +157,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_the_offload_pipeline_is_near_its_published_figures(size: str):
-    """With fp16 sums an RTX 4090 has twice its peak. FSDP with the host runs out of memory at 32B there, under
-    the loss of Transformers."""
+    """With fp16 sums an RTX 4090 has twice its peak."""
     cluster = load_cluster("rtx4090x8")
     cluster = replace(cluster, device=replace(cluster.device, peaks={"bf16": 330e12}))
     options, published = PUBLISHED[size]
@@ -168,7 +167,3 @@ def test_the_offload_pipeline_is_near_its_published_figures(size: str):
     assert found is not None
     step = found.step
     assert step.tokens_per_second == pytest.approx(published, rel=0.12)
-    if size == "32B":
-        case = replace(step.case, batch=1, recompute="full")
-        stock = simulate_rival(FSDP_OFFLOAD, search.amounts(case), case, cluster, True).step
-        assert stock.memory.total > cluster.device.memory
