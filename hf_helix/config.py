@@ -240,7 +240,7 @@ class HelixConfig:
                 f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "
                 "model already; add shard_parameters=True or shard_optimizer=True, or use dp_replicate_size=1"
             )
-        if self.offload and self.cuda_graphs:
+        if self.offload and self.cuda_graphs is True:
             raise ValueError(
                 f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
                 "and a graph copies them where they lay; use cuda_graphs=False"

@@ -18,7 +18,16 @@ from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.memory import STATES, needs_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
-from hf_helix.doctor.step import Case, Step, even_counts, layout_of, memory_of_case, peaks_of_case, simulate_step
+from hf_helix.doctor.step import (
+    Case,
+    Step,
+    even_counts,
+    layout_of,
+    memory_of_case,
+    peaks_of_case,
+    simulate_step,
+    usual_counts,
+)
 from hf_helix.doctor.window import Fidelity, possible_names
 from hf_helix.planning.schedule.memory import Peak
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
@@ -260,9 +269,13 @@ class Search:
 
     def _with_cut_layers(self, step: Step) -> Step:
         """Returns the step of a pipeline with layers cut between stages, if it fits and is faster; else the step."""
-        case, amounts = step.case, self.amounts(step.case)
+        if step.case.sizes.pp == 1:
+            return step
+        usual = usual_counts(self.amounts(step.case), step.case)
+        case = replace(step.case, layers_per_stage=usual)
+        amounts = self.amounts(case)
         counts = even_counts(amounts, case, self.cluster)
-        if counts is None:
+        if counts == usual:
             return step
         cut = simulate_step(amounts, replace(case, layers_per_stage=counts), self.cluster, step.fidelity)
         return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
@@ -306,7 +319,8 @@ class Search:
         for batch in BATCHES:
             try:
                 case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
-                case = replace(case, expert_capacity_factor=None, offload=None)  # no rival drops rows
+                # No rival drops rows; those with states on the host have formulas of their own.
+                case = replace(case, expert_capacity_factor=None, offload=None)
             except ValueError:
                 continue
             try:

@@ -77,7 +77,8 @@ class SimulatedModel:
         sizes, spread = case.sizes, case.spread_weights
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
-        cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, case.expert_capacity_factor, tuple(spread)
+        options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
+        cut = sizes.tp, sizes.cp, sizes.ep, *options, tuple(spread)
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
@@ -86,20 +87,24 @@ class SimulatedModel:
             raise amounts
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
         if (cut, crossing) not in self._layouts:
-            assert self._kinds is not None
             config, dtype = _config_of(case), TYPES[case.dtype]
-            mesh = _mesh_of(config, self.cluster.backend, sizes.dp, crossing)
-            self._layouts[cut, crossing] = _one_of_each(_declared(self.model, config, mesh, self._kinds, dtype)).layout
+            mesh, kinds = _mesh_of(config, self.cluster.backend, sizes.dp, crossing), self._kinds_for(case)
+            self._layouts[cut, crossing] = _one_of_each(_declared(self.model, config, mesh, kinds, dtype)).layout
         return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
+
+    def _kinds_for(self, case: Case) -> Kinds:
+        """Returns the kinds of layers; with halves of layers only for cases that may cut layers."""
+        self._kinds = self._kinds or kinds_of(self.model)
+        return self._kinds if case.layers_per_stage else replace(self._kinds, halved=())
 
     def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]
         try:
-            self._kinds = self._kinds or kinds_of(self.model)
-            self._kinds.family.check(base_of(self.model).config, sizes.tp)
+            kinds = self._kinds_for(case)
+            kinds.family.check(base_of(self.model).config, sizes.tp)
             config, backend = _config_of(case), self.cluster.backend
             with assuming(case.imbalance):
-                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, self._kinds, sizes.dp)
+                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp)
         except ValueError as error:
             return error
 
@@ -167,7 +172,7 @@ def amounts_of(
     meta device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
-    kinds = kinds or kinds_of(model)
+    kinds = kinds or replace(kinds_of(model), halved=())
     make_buffers = kinds.family.empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
     names = [unit.name for _, unit in sorted(declared.model.items())]

@@ -147,8 +147,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
             f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
             "different ranks; use schedule='auto'"
         )
-    counts = case.layers_per_stage or count_layers(model.layers, ranks, head_cost=model.head_cost)
-    cut, ranges = ranges_of(counts)
+    cut, ranges = ranges_of(case.layers_per_stage or usual_counts(amounts, case))
     halves = {1 + place: [f"{half}_{model.units[1 + place]}" for half in (FRONT, REAR)] for place in cut}
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
     names, chunks = place_names(units, ranks, ranges)
@@ -158,11 +157,15 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     return Layout(names, chunks, graphs, (), ranks)
 
 
-def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...] | None:
+def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:
+    """Returns the layers of each stage in a run without `layers_per_stage`."""
+    ranks = stage_ranks(Scheduler(case.schedule, case.sizes.pp).placement, case.sizes.pp)
+    return tuple(count_layers(amounts.model.layers, ranks, head_cost=amounts.model.head_cost))
+
+
+def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...]:
     """Returns the layers of each stage that make the slowest rank of a pipeline as fast as can be, by the times of the
-    units and in halves where the layers can be cut; None where these are the counts of every run."""
-    if case.sizes.pp == 1:
-        return None
+    units, and in halves if the amounts have halves of layers."""
     names, model = amounts.layout.units, amounts.model
     seconds = dict.fromkeys(names, 0.0)
     profile = estimate_profile(amounts, amounts.layout, case.sizes, cluster, case.dtype)
@@ -178,7 +181,7 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
         head_cost=seconds[names[-1]] / layer,
         first_half=front / (front + rear) if front else None,
     )
-    return None if counts == count_layers(model.layers, ranks, head_cost=model.head_cost) else tuple(counts)
+    return tuple(counts)
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:

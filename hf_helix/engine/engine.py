@@ -145,8 +145,7 @@ class Engine(Diagnostics):
         option = self.config.cuda_graphs
         if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
-        capacity = self.config.expert_capacity_factor
-        reason = reason_against_all_graphs(self.mesh, self.runner, capacity, self._has_own_loss, option)
+        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self._has_own_loss)
         if not sum_over_ranks([reason is not None])[0]:
             return WindowGraphs(say, option=option, switches=self._snapshot.switches)
         say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, HelixConfig
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
 from hf_helix.operators.segment import has_hooks
@@ -507,26 +507,22 @@ class WindowGraphs:
             self._tell(f"cuda_graphs={self._option!r}: {text}")
 
 
-def reason_against_all_graphs(
-    mesh: Mesh, runner: Runner, capacity: float | None, has_own_loss: bool, option: bool | str
-) -> str | None:
-    """Returns why no window of a run is captured, if so.
-
-    Args:
-        has_own_loss: whether the caller computes the loss between the passes.
-        option: `HelixConfig.cuda_graphs`.
-    """
+def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, has_own_loss: bool) -> str | None:
+    """Returns why no window of a run is captured, if so; with `has_own_loss` the caller computes the loss between the
+    passes."""
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
     if has_own_loss:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
-    if capacity is None and any(unit.meters for unit in runner.stage.model.values()):
+    if config.offload:
+        return "gradients lie elsewhere on the host in every window (offload), and a graph copies them where they lay"
+    if config.expert_capacity_factor is None and any(unit.meters for unit in runner.stage.model.values()):
         return (
             "the host must know how many rows go to which expert; with HelixConfig(expert_capacity_factor=...), such "
             "as 1.25, shapes do not depend on it"
         )
     settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if option == AUTO and world_size() > 1 and "expandable_segments:True" in ",".join(settings):
+    if config.cuda_graphs == AUTO and world_size() > 1 and "expandable_segments:True" in ",".join(settings):
         return (
             "the environment sets expandable_segments:True, with which graphs of several GPUs have been seen to hang; "
             "leave it out, or try cuda_graphs=True"
