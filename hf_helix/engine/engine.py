@@ -56,7 +56,6 @@ from hf_helix.models.four_bit import open_four_bit
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
-from hf_helix.models.towers import ABSENT
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -297,16 +296,20 @@ class Engine(Diagnostics):
         agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
-        about = {LOSS_ALONE: True, ABSENT: self._lacks_images(batches)}
-        return self._make_window([{**batch, **about} for batch in batches], scale, step)
+        self._check_images(batches)
+        return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
-    def _lacks_images(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Returns whether the window of another replica has images, and this one has none. Collective."""
+    def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses a step in which some replicas alone have gradients of a tower. Collective."""
         if self.mesh.dp_size == 1 or not self.family.trains_towers():
-            return False
+            return
         has_images = any(map(self.family.reads_images, batches))
-        (is_anywhere,) = meet("a window is trained", [has_images])
-        return is_anywhere and not has_images
+        if all(meet("a window is trained", [has_images, not has_images])):
+            raise ValueError(
+                f"with {self.mesh.dp_size} data-parallel ranks, some have images in a step and others have none, and "
+                "the towers are trained: freeze them (requires_grad_(False) before the trainer is made), give every "
+                "micro-batch an image, or use tp_size, cp_size or pp_size for all ranks"
+            )
 
     @plain_parameters()
     def _check_trainable(self) -> None:

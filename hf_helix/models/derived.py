@@ -37,7 +37,7 @@ from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
-from hf_helix.models.towers import SOUND, Towers
+from hf_helix.models.towers import REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
@@ -105,7 +105,7 @@ class DerivedFamily(Family):
             self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
             self._towers = Towers(base, self.calls) if has_towers(base) else None
-            self.unread = {**documents, **({} if self._towers is None else SOUND)}
+            self.unread = {**documents, **({} if self._towers is None else REFUSED)}
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +251,7 @@ class DerivedFamily(Family):
 
         def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
             inner = module.get_submodule(decoder.path)
-            outer = module.get_submodule(decoder.path.rpartition(".")[0])
-            with named_masks(inner), named_masks(outer):
+            with named_masks(inner):
                 called = inner if self._ends_at_decoder else module
                 if self._towers is not None and called is not inner:
                     self._towers.trace(opaque_calls, inner, module.get_input_embeddings())

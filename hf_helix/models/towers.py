@@ -33,14 +33,11 @@ from hf_helix.operators.param_shard import COPIED
 IMAGES = "images"
 """The side input with the images of a micro-batch; None for text alone."""
 
-ABSENT = "images_on_other_replicas"
-"""The key of a batch without images in a step in which another replica has some: its towers get zero gradients."""
-
-SOUND = dict.fromkeys(
-    ("input_features", "input_values", "audio_values"),
-    "for a tower of sound, which is not built; text and images are: leave it out, or use the stock Trainer",
+REFUSED = dict.fromkeys(
+    ("pixel_values_videos", "input_features", "input_values", "audio_values"),
+    "for a tower of videos or sound, which is not built; text and images are: leave it out, or use the stock Trainer",
 )
-"""The entries of a batch for towers of sound."""
+"""The entries of a batch for other towers."""
 
 _TEXT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
 _DECODER = (*_TEXT, "cache_position", "output_attentions", "output_hidden_states", "return_dict", "kwargs")
@@ -51,14 +48,14 @@ class Images:
     """The images of a micro-batch.
 
     Attributes:
-        given: arguments of the code around the decoder; None for a micro-batch without images, see `ABSENT`.
+        given: arguments of the code around the decoder.
         places: the positions in the sequence of the tokens of this rank and of its tensor-parallel ranks.
         padded: the length of the sequence with padding.
     """
 
-    given: Mapping[str, Any] | None = None
-    places: Tensor | None = None
-    padded: int = 0
+    given: Mapping[str, Any]
+    places: Tensor
+    padded: int
 
 
 class Towers:
@@ -85,7 +82,7 @@ class Towers:
         self.parameters = [parameter for parameter in base.parameters() if parameter not in used]
         around = {id(module) for module in base.modules() if any(each is decoder.module for each in module.modules())}
         self.modules = [module for module in base.modules() if id(module) not in inside | around]
-        self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *SOUND)]
+        self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *REFUSED)]
         further = [name for name in _parameters_of(decoder.module) if name not in _DECODER]
         self.problem = f"its decoder takes {' and '.join(further)} of them beside its embeddings" if further else ""
 
@@ -123,7 +120,7 @@ class Towers:
         """Returns the tensors of layers by name, of the full sequence, where they differ from those of text alone; and
         the images of a micro-batch, with the masks of layers where the model's code makes masks of its own."""
         given, ids = self.given(batch), batch["input_ids"]
-        side: dict[str, Any] = {IMAGES: Images() if batch.get(ABSENT) else None}
+        side: dict[str, Any] = {IMAGES: None}
         if not given:
             return {}, side
         padded = cut.padded(ids.shape[1])
@@ -180,16 +177,10 @@ class Towers:
     def declare(self, b: Builder, name: str, x: str) -> str:
         """Adds the operator that puts features of images in their places among the embeddings `x` [tokens of this rank,
         batch, hidden]."""
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         drops = any(_drops(module) for module in self.modules)
 
         def merge(x: Tensor, images: Images | None) -> Tensor:
-            if images is None:
-                return x.view_as(x)
-            if images.given is None:
-                zero = sum((parameter.flatten()[:1].float() * 0 for parameter in trained), x.new_zeros(1))
-                return x + zero.to(x)
-            return self._merge(x, images, b.tp.rank)
+            return x.view_as(x) if images is None else self._merge(x, images, b.tp.rank)
 
         b.called += self.modules
         return b.segment(
@@ -210,8 +201,6 @@ class Towers:
         b.place(self.parameters, COPIED)
 
     def _merge(self, x: Tensor, images: Images, rank: int) -> Tensor:
-        assert images.given is not None
-        assert images.places is not None
         mine = images.places[rank * len(x) :][: len(x)]
         length = images.given["input_ids"].shape[1]
         whole = x.new_zeros(images.padded, *x.shape[1:]).index_copy(0, mine, x)

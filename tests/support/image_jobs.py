@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from support.models import arguments
+from support.models import adapted, arguments
 from torch import Tensor
 from transformers import Trainer
 
@@ -38,9 +38,16 @@ class Kind:
     types: str = ""
 
 
-def fixed(count: int, size: int = 28, **entries: Any) -> Callable[[torch.Generator], tuple[Row, int]]:
-    """Images of one size."""
-    return lambda generator: ({"pixel_values": torch.randn(1, 3, size, size, generator=generator), **entries}, count)
+def alone(generator: torch.Generator) -> tuple[Row, int]:
+    """An image of one size, as a single token."""
+    return {"pixel_values": torch.randn(1, 3, 28, 28, generator=generator)}, 1
+
+
+def masked(generator: torch.Generator) -> tuple[Row, int]:
+    """An image of one size with a mask of its pixels, as a single token."""
+    pixels, _ = alone(generator)
+    seen = torch.ones(1, 1, 28, 28, dtype=torch.long)
+    return {"pixel_values": pixels["pixel_values"][None], "pixel_attention_mask": seen}, 1
 
 
 def several(generator: torch.Generator) -> tuple[Row, int]:
@@ -79,52 +86,38 @@ QWEN = {
     "intermediate_size": 40,
 }
 
+TYPES = "mm_token_type_ids"
+
 KINDS = {
     kind.name.removesuffix("ForConditionalGeneration"): kind
     for kind in (
         Kind("LlavaForConditionalGeneration", SQUARE, several, {}),
         Kind("Gemma3ForConditionalGeneration", SQUARE, several, {"mm_tokens_per_image": 4}, "token_type_ids"),
-        Kind("PaliGemmaForConditionalGeneration", SQUARE, fixed(4), {}, "token_type_ids"),
         Kind("Mistral3ForConditionalGeneration", {**SMALL, "image_size": 84, "patch_size": 14}, sized, {}),
         Kind(
             "Qwen2VLForConditionalGeneration",
             {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
             patched(1176),
             {},
-            "mm_token_type_ids",
+            TYPES,
         ),
         Kind(
             "Qwen2_5_VLForConditionalGeneration",
             {**QWEN, "out_hidden_size": 64, "window_size": 28, "fullatt_block_indexes": [1]},
             patched(1176),
             {},
-            "mm_token_type_ids",
+            TYPES,
         ),
         Kind(
             "Qwen3_5ForConditionalGeneration",
             {**QWEN, "out_hidden_size": 64, "num_position_embeddings": 16},
             patched(1176),
             {},
-            "mm_token_type_ids",
+            TYPES,
         ),
-        Kind(
-            "SmolVLMForConditionalGeneration",
-            SQUARE,
-            lambda generator: (
-                {
-                    "pixel_values": torch.randn(1, 1, 3, 28, 28, generator=generator),
-                    "pixel_attention_mask": torch.ones(1, 1, 28, 28, dtype=torch.long),
-                },
-                1,
-            ),
-            {"scale_factor": 2},
-        ),
-        Kind(
-            "InternVLForConditionalGeneration", {**SMALL, "image_size": [28, 28], "patch_size": [14, 14]}, fixed(1), {}
-        ),
-        Kind(
-            "Qwen3VLForConditionalGeneration", {**QWEN, "out_hidden_size": 64}, patched(1176), {}, "mm_token_type_ids"
-        ),
+        Kind("SmolVLMForConditionalGeneration", SQUARE, masked, {"scale_factor": 2}),
+        Kind("InternVLForConditionalGeneration", {**SMALL, "image_size": [28, 28], "patch_size": [14, 14]}, alone, {}),
+        Kind("Qwen3VLForConditionalGeneration", {**QWEN, "out_hidden_size": 64}, patched(1176), {}, TYPES),
     )
 }
 """The classes, by the name of the model."""
@@ -167,8 +160,6 @@ def rows_of(kind: str, count: int, seed: int = 3, with_text: bool = False) -> li
         ids[before : before + tokens] = place
         types = torch.zeros_like(ids)
         types[before : before + tokens] = 1
-        if kind == "PaliGemma":
-            types = (torch.arange(len(ids)) >= before + tokens).long()
         labels = torch.where(ids == place, -100, ids)
         rows.append({"input_ids": ids, "labels": labels, **({about.types: types} if about.types else {}), **entries})
     return rows
@@ -195,9 +186,10 @@ def trainer_of(
     helix: dict[str, Any] | None,
     frozen: bool = False,
     with_text: bool = False,
+    lora: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A HelixTrainer, or a stock one where `helix` is None."""
+    """A HelixTrainer, or a stock one where `helix` is None; `lora` are options of `adapted`."""
     options: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -206,11 +198,12 @@ def trainer_of(
         "remove_unused_columns": False,
         **(training or {}),
     }
+    model = model_of(kind, frozen)
     common = {
-        "model": model_of(kind, frozen),
+        "model": model if lora is None else adapted(model, **lora),
         "args": arguments(folder, **options),
         "train_dataset": rows_of(kind, 24, with_text=with_text),
-        "eval_dataset": rows_of(kind, 5, 9),
+        "eval_dataset": rows_of(kind, 4, 9),
         "data_collator": collate,
     }
     if helix is None:
