@@ -405,8 +405,13 @@ class LayerCalls:
         }
 
     def masks(self, ids: Tensor, positions: Tensor | None, mask: Any) -> dict[int | None, Any]:
-        """Returns the attention masks of layers by their windows, from a mask of the decoder that is no mask of tokens
-        alone."""
+        """Returns the attention masks of layers by their windows, as the decoder's code makes them.
+
+        Args:
+            ids: the tokens [batch, sequence].
+            positions: the positions of the tokens; None for those of the decoder.
+            mask: given to the decoder: masks of layers by kind, or a mask of more than tokens.
+        """
         calls, _ = self._run(ids, positions, mask, with_masks=True)
         leaves = {number: tree_leaves(call) for number, call in calls.items()}
         places = (

@@ -18,14 +18,14 @@ MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("Llava", {"tp_size": 2}, {"with_text": True, "training": {"gradient_accumulation_steps": 1}}),
     ("Qwen2_5_VL", {"tp_size": 2}, {"lora": {"idle": ""}}),
     ("Mistral3", {"tp_size": 2}, {"training": {"gradient_checkpointing": True}}),
-    ("Gemma3", {"tp_size": 2}, {"training": {"bf16": True}}),
+    ("Gemma3", {"tp_size": 2}, {"training": {"bf16": True, "learning_rate": 1e-4}}),
 ]
 
 
 def compare(cluster_of: Any, folder: Path, kind: str, helix: dict[str, Any], **options: Any) -> None:
     ours, stock = folder / "helix", folder / "stock"
     wanted = follow(str(stock), kind, None, **options)
-    bound = 2e-3 if options.get("training", {}).get("bf16") else 1e-5
+    bound = 5e-3 if options.get("training", {}).get("bf16") else 1e-5
     for found in cluster_of(2).run("support.image_jobs:follow", folder=str(ours), kind=kind, helix=helix, **options):
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine == pytest.approx(theirs, rel=bound)
@@ -66,9 +66,10 @@ def test_options(kind: str, helix: dict[str, Any], options: Any, cluster_of: Any
 @pytest.mark.slow
 @pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}, {"shard_optimizer": True}], ids=str)
 def test_data_parallel_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """Two ranks with a micro-batch each take the step of a process with two."""
-    one, two = ({"gradient_accumulation_steps": count, "per_device_train_batch_size": 1} for count in (1, 2))
-    wanted = follow(str(tmp_path / "stock"), "Llava", None, training=two)
+    """As DistributedDataParallel, whose ranks agree on the parameters of a tower that no loss reaches."""
+    one = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+    stock = {"training": {**one, "ddp_find_unused_parameters": True}, "folder": str(tmp_path / "stock")}
+    wanted = cluster_of(2).run("support.image_jobs:follow", kind="Llava", helix=None, **stock)[0]
     options = {"folder": str(tmp_path / "helix"), "kind": "Llava", "helix": helix, "training": one}
     for found in cluster_of(2).run("support.image_jobs:follow", **options):
         for mine, theirs in zip(found, wanted, strict=True):
