@@ -298,7 +298,20 @@ class Engine(Diagnostics):
         agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
+        self._check_images(batches)
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
+
+    def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses a step in which some replicas alone have gradients of a tower. Collective."""
+        if self.mesh.dp_size == 1 or not self.family.trains_towers():
+            return
+        has_images = any(map(self.family.reads_images, batches))
+        if all(meet("a window is trained", [has_images, not has_images])):
+            raise ValueError(
+                f"with {self.mesh.dp_size} data-parallel ranks, some have images in a step and others have none, and "
+                "the towers are trained: freeze them (requires_grad_(False) before the trainer is made), give every "
+                "micro-batch an image, or use tp_size, cp_size or pp_size for all ranks"
+            )
 
     @plain_parameters()
     def _check_trainable(self) -> None:

@@ -46,7 +46,8 @@ def evaluate_batch(
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
     batch = {**batch, LOSS_ALONE: not keep_logits}
-    batches = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
+    is_split = family.loss_adds_up(base) and not family.reads_images(batch)
+    batches = split_rows(batch, runner) if is_split else [batch]
     with torch.no_grad():
         window = make_window(batches)
         loss, logits = (

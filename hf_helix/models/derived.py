@@ -37,8 +37,9 @@ from hf_helix.models.model_code import forward_of, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
+from hf_helix.models.towers import REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
-from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, OpaqueCalls, skeleton_of
+from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
@@ -50,7 +51,6 @@ from hf_helix.models.trace.trace import (
     args_of,
     trace,
 )
-from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
 POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
@@ -62,13 +62,6 @@ OF_DOCUMENTS = (
     "document, or a collator that gives position_ids alone, with which states run over the ends of documents, as in "
     "Transformers"
 )
-
-TOWER_INPUTS = dict.fromkeys(
-    ("pixel_values", "pixel_values_videos", "input_features", "input_values", "audio_values"),
-    "for a tower beside the text model; towers are idle here, and text alone is trained: leave it out, or use the "
-    "stock Trainer",
-)
-"""The entries of a batch for towers."""
 
 DECLARE = (
     "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
@@ -111,8 +104,8 @@ class DerivedFamily(Family):
             self._windows = {mask.sliding_window for mask in masks}
             self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
-            towers = TOWER_INPUTS if has_towers(base) else {}
-            self.unread = {**documents, **towers}
+            self._towers = Towers(base, self.calls) if has_towers(base) else None
+            self.unread = {**documents, **({} if self._towers is None else REFUSED)}
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -158,20 +151,9 @@ class DerivedFamily(Family):
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         x = Lowering(plan, b, model, {}).run()
-        idle = self.idle(model)
-        for parameter in idle:
-            parameter.requires_grad_(False)  # as in Transformers, where it gets no gradient and no step
-        b.place(idle, COPIED)
+        if self._towers is not None and all(opaque.kind != TOWERS for opaque in plan.trace.opaque_calls):
+            self._towers.leave_idle(b)
         return b.build(x, *self.balance_start(b, model))
-
-    def idle(self, model: Any) -> list[nn.Parameter]:
-        """Returns the parameters of towers, which text alone does not reach, such as those of images."""
-        if not self.unread.keys() & TOWER_INPUTS.keys():
-            return []
-        used = {*self.calls.decoder.module.parameters(), *model.get_input_embeddings().parameters()}
-        if (head := model.get_output_embeddings()) is not None:
-            used |= set(head.parameters())
-        return [parameter for parameter in model.parameters() if parameter not in used]
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
@@ -270,6 +252,8 @@ class DerivedFamily(Family):
             inner = module.get_submodule(decoder.path)
             with named_masks(inner):
                 called = inner if self._ends_at_decoder else module
+                if self._towers is not None and called is not inner:
+                    self._towers.trace(opaque_calls, inner, module.get_input_embeddings())
                 result = called(input_ids=ids, position_ids=given[0], use_cache=False)
                 found: Tensor = result[0] if self._ends_at_decoder else result.logits
             return found
@@ -347,10 +331,24 @@ class DerivedFamily(Family):
             mask = batch.get("attention_mask")
             is_hiding = mask is not None and mask.dim() == 2 and form_of(batch).is_masked
             side[SEEN] = cut.take(batch["attention_mask"], 1).t() if is_hiding else None
+        if self._towers is not None:
+            tensors, of_images = self._towers.side_inputs(batch, cut)
+            side |= of_images | (tensors if cut.cp_size == 1 else self._taken(tensors, batch["input_ids"], cut))
         if not self._has_experts:
             return side
         balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
         return {**side, **expert_side_inputs(batch, cut), **balance}
+
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
+        super().check_batch(batch)
+        if self._towers is not None:
+            self._towers.check_batch(batch)
+
+    def reads_images(self, batch: Mapping[str, Any]) -> bool:
+        return self._towers is not None and self._towers.have_images(batch)
+
+    def trains_towers(self) -> bool:
+        return self._towers is not None and self._towers.are_trained
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None or not self.calls.counts_what_is_seen:
@@ -364,9 +362,13 @@ class DerivedFamily(Family):
         return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        return self._taken(self.calls.tensors(ids, positions), ids, cut)
+
+    def _taken(self, tensors: Mapping[str, Tensor], ids: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        """Returns this rank's part of the tensor arguments of layers."""
         inputs = {}
         dims = {given.name: given.open for call in self.calls.calls for given in call.given}
-        for name, tensor in self.calls.tensors(ids, positions).items():
+        for name, tensor in tensors.items():
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
             inputs[name] = cut.take(tensor, along[0]) if along else tensor
         return inputs

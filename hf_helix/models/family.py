@@ -210,6 +210,14 @@ class Family(ABC):
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
         return self.balance(model) is None
 
+    def reads_images(self, batch: Mapping[str, Any]) -> bool:
+        """Returns whether a batch has images, which have no row for each sequence, and which a tower reads."""
+        return False
+
+    def trains_towers(self) -> bool:
+        """Returns whether parameters are trained that only a batch with images gives gradients."""
+        return False
+
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
         """Returns the submodules that are called to make side inputs, for example a rope."""
         return ()

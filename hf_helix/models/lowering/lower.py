@@ -30,6 +30,7 @@ from hf_helix.models.trace.opaque_calls import (
     LOOKUP,
     MIXER,
     NORM,
+    TOWERS,
     MaskOf,
     OpaqueCall,
 )
@@ -268,6 +269,10 @@ class Lowering(Experts, Mixers):
     def _layer(self, node: Node, opaque: OpaqueCall) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
 
+    def _towers(self, node: Node, opaque: OpaqueCall) -> None:
+        x = self.value(args_of(node)[0], SHARD)
+        self._set(node, opaque.details["declare"](self.b, self._name(node), x))
+
     _OF_CALLS: ClassVar[dict[str, Callable[[Lowering, Node, OpaqueCall], None]]] = {
         LINEAR: _linear,
         NORM: _norm,
@@ -278,4 +283,5 @@ class Lowering(Experts, Mixers):
         LAYER: _layer,
         MIXER: Mixers._mixer,
         HIDE: Mixers._hide,
+        TOWERS: _towers,
     }

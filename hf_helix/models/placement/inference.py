@@ -44,6 +44,7 @@ from hf_helix.models.trace.opaque_calls import (
     LOOKUP,
     MIXER,
     NORM,
+    TOWERS,
 )
 from hf_helix.models.trace.trace import PLACES, ModuleTrace, Underivable, args_of, has_value
 
@@ -218,4 +219,5 @@ _OPAQUE_RULES: dict[str, Rule] = {
     MIXER: place_mixer,
     GATED_NORM: place_gated_norm,
     HIDE: _hide,
+    TOWERS: _layer,
 }

@@ -124,11 +124,13 @@ class Decoder:
         self._stubs = nn.ModuleList(_Stub(layer, number, self) for number, layer in enumerate(self.layers))
 
     @contextlib.contextmanager
-    def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks are placeholders."""
+    def stubs(
+        self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None], with_masks: bool = False
+    ) -> Iterator[None]:
+        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders."""
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
-        with named_masks(self.module):
+        with contextlib.nullcontext() if with_masks else named_masks(self.module):
             setattr(self.module, self.name, self._stubs)
             try:
                 yield
@@ -307,7 +309,12 @@ class LayerCalls:
         return calls
 
     def _run(
-        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None = None, layers: Collection[int] | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        mask: Any = None,
+        layers: Collection[int] | None = None,
+        with_masks: bool = False,
     ) -> tuple[dict[int, Any], list[Tensor]]:
         """Runs the decoder until some layers are called; None for all layers.
 
@@ -323,7 +330,7 @@ class LayerCalls:
                 raise _Enough
 
         embeddings = self._table.weight.new_zeros((), device=ids.device).expand(*ids.shape, 1)
-        with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
+        with torch.no_grad(), self.decoder.stubs(called, with_masks), _narrow_lookups() as looked_up:
             with contextlib.suppress(_Enough):
                 stock_forward(self.decoder.module)(
                     inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
@@ -395,4 +402,23 @@ class LayerCalls:
         calls, _ = self._run(ids, positions, layers=self._wanted)
         return {
             name: tree_leaves(calls[number])[index] for number, named in self._wanted.items() for name, index in named
+        }
+
+    def masks(self, ids: Tensor, positions: Tensor | None, mask: Any) -> dict[int | None, Any]:
+        """Returns the attention masks of layers by their windows, as the decoder's code makes them.
+
+        Args:
+            ids: the tokens [batch, sequence].
+            positions: the positions of the tokens; None for those of the decoder.
+            mask: given to the decoder: masks of layers by kind, or a mask of more than tokens.
+        """
+        calls, _ = self._run(ids, positions, mask, with_masks=True)
+        leaves = {number: tree_leaves(call) for number, call in calls.items()}
+        places = (
+            (number, index, place)
+            for number, call in enumerate(self.calls)
+            for index, place in enumerate(tree_leaves((call.args, call.kwargs)))
+        )
+        return {
+            place.sliding_window: leaves[number][index] for number, index, place in places if isinstance(place, MaskOf)
         }

@@ -32,7 +32,7 @@ from hf_helix.operators.attention.rope import Pair
 DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
 
-LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP, MIXER, GATED_NORM, HIDE = (
+LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP, MIXER, GATED_NORM, HIDE, TOWERS = (
     "linear",
     "norm",
     "elementwise",
@@ -44,6 +44,7 @@ LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP, MIXER, GA
     "mixer",
     "gated_norm",
     "hide",
+    "towers",
 )
 
 

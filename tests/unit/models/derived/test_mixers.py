@@ -17,7 +17,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.models.trace.mixers import hide_padding, shares_of
 from hf_helix.operators.communication.collectives import Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.param_shard import COPIED_ON_SHARDS, Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.runtime.distributed.mesh import build_mesh
 
@@ -117,15 +117,15 @@ def test_documents_of_kernels_are_refused() -> None:
         WindowMaker(model_of("lfm2"), build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 
-def test_towers_are_idle_and_their_inputs_refused() -> None:
+def test_towers_are_copied_and_sound_is_refused() -> None:
     model = small("LlavaForConditionalGeneration")
     unit = family_of(model).units(model, ParallelContext(Axis(SilentTransport(2, 0))))[0]
     towers = [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]
-    assert {unit.placements[p].dim for p in towers} == {None}
-    assert not any(p.requires_grad for p in towers)
+    assert {unit.placements[p] for p in towers} == {COPIED_ON_SHARDS}
+    assert all(p.requires_grad for p in towers)
     ids = torch.ones(1, 5, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids, "pixel_values": torch.ones(1)}
-    with pytest.raises(ValueError, match="the batch has pixel_values, for a tower beside the text model"):
+    batch = {"input_ids": ids, "labels": ids, "input_features": torch.ones(1, 4, 4)}
+    with pytest.raises(ValueError, match="the batch has input_features, for a tower of videos or sound"):
         WindowMaker(model, build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 

@@ -1,0 +1,270 @@
+"""Towers: models of images beside a language model, run by the model's own code between the lookup and the layers.
+
+In:   a model whose code looks tokens up, puts features of images in the places of some, and calls the decoder; batches
+      with images, and the embeddings of this rank's tokens.
+Out:  an operator of the embedding unit that returns the embeddings with the features; the arguments of layers for a
+      batch with images.
+Must hold: the model's own code runs the tower, chooses the places of features, and makes positions and masks; the code
+runs from the lookup, whose result is given, to the call of the decoder, which ends the run. A rank gives the embeddings
+of its own tokens, and zeros elsewhere, so gradients of a tower are sums over the ranks of a sequence. A tower that is
+not trained keeps nothing for backward, since nothing before its features has a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from hf_helix.models.batch_inputs import SequenceCut
+from hf_helix.models.graph.attention import like_embeddings
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.trace.calls import LayerCalls, stock_forward
+from hf_helix.models.trace.opaque_calls import OPS, TOWERS, OpaqueCalls
+from hf_helix.operators.param_shard import COPIED
+
+IMAGES = "images"
+"""The side input with the images of a micro-batch; None for text alone."""
+
+REFUSED = dict.fromkeys(
+    ("pixel_values_videos", "input_features", "input_values", "audio_values"),
+    "for a tower of videos or sound, which is not built; text and images are: leave it out, or use the stock Trainer",
+)
+"""The entries of a batch for other towers."""
+
+_TEXT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_DECODER = (*_TEXT, "cache_position", "output_attentions", "output_hidden_states", "return_dict", "kwargs")
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of a micro-batch.
+
+    Attributes:
+        given: arguments of the code around the decoder.
+        places: the positions in the sequence of the tokens of this rank and of its tensor-parallel ranks.
+        padded: the length of the sequence with padding.
+    """
+
+    given: Mapping[str, Any]
+    places: Tensor
+    padded: int
+
+
+class Towers:
+    """The towers of a model.
+
+    Args:
+        base: the Transformers model.
+        calls: the arguments of its layers.
+
+    Attributes:
+        parameters: of the towers, and of the code between towers and decoder.
+        modules: the modules that hold them.
+        problem: why images cannot be read; "" where they can.
+    """
+
+    def __init__(self, base: Any, calls: LayerCalls) -> None:
+        decoder, self._calls = calls.decoder, calls
+        self._base = base
+        self._table = base.get_input_embeddings()
+        self._outer = base.get_submodule(decoder.path.rpartition(".")[0])
+        apart = [decoder.module, self._table, base.get_output_embeddings()]
+        inside = {id(module) for part in apart if part is not None for module in part.modules()}
+        used = {parameter for part in apart if part is not None for parameter in part.parameters()}
+        self.parameters = [parameter for parameter in base.parameters() if parameter not in used]
+        around = {id(module) for module in base.modules() if any(each is decoder.module for each in module.modules())}
+        self.modules = [module for module in base.modules() if id(module) not in inside | around]
+        self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *REFUSED)]
+        further = [name for name in _parameters_of(decoder.module) if name not in _DECODER]
+        self.problem = f"its decoder takes {' and '.join(further)} of them beside its embeddings" if further else ""
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def given(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the entries of a batch for images and their places."""
+        return {name: batch[name] for name in self._names if batch.get(name) is not None}
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether any parameter of the towers is trained."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def have_images(self, batch: Mapping[str, Any]) -> bool:
+        """Returns whether towers run for a batch."""
+        return any(map(_is_read_by_towers, self.given(batch).values()))
+
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
+        """Raises ValueError for a batch with images that cannot be read."""
+        name, given = type(self._base).__name__, self.given(batch)
+        if self.problem and self.have_images(batch):
+            raise ValueError(
+                f"the batch has {', '.join(given)}, and images are not built for {name}, on text alone it trains: "
+                f"{self.problem}; leave them out, or use the stock Trainer"
+            )
+        positions = batch.get("position_ids")
+        if positions is not None and positions.dim() > 2:
+            raise ValueError(
+                f"position_ids has {positions.dim()} dimensions, and 2 are built; leave it out: {name} computes "
+                "positions of images itself, from the other entries of the batch"
+            )
+
+    def side_inputs(self, batch: Mapping[str, Any], cut: SequenceCut) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the tensors of layers by name, of the full sequence, where they differ from those of text alone; and
+        the images of a micro-batch, with the masks of layers where the model's code makes masks of its own."""
+        given, ids = self.given(batch), batch["input_ids"]
+        side: dict[str, Any] = {IMAGES: None}
+        if not given:
+            return {}, side
+        padded = cut.padded(ids.shape[1])
+        places = cut.take(torch.arange(padded, device=ids.device), 0)
+        whole = {name: batch.get(name) for name in ("input_ids", "attention_mask", "position_ids")} | given
+        if self.have_images(batch):
+            side[IMAGES] = Images(whole, places, padded)
+        known = {name: value for name, value in whole.items() if not _is_read_by_towers(value)}
+        embeddings = like_embeddings(self._base, ids)
+        with torch.no_grad():
+            found = self._run(known, lambda *args, **kwargs: embeddings)
+        mask, positions = found.get("attention_mask"), found.get("position_ids")
+        if mask is not None and mask is not batch.get("attention_mask"):
+            if cut.cp_size > 1:
+                raise ValueError(
+                    f"cp_size={cut.cp_size}: {type(self._base).__name__} makes attention masks of {', '.join(given)}, "
+                    "which is not built over a shared sequence; use cp_size=1 with tp_size or pp_size, or leave them "
+                    "out of batches of text alone"
+                )
+            side["masks"] = self._calls.masks(ids, positions, mask)
+        if positions is None or positions is batch.get("position_ids"):
+            return {}, side
+        found = self._calls.tensors(ids, positions)  # some layers get no positions then
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}, side
+
+    # -- the operator ----------------------------------------------------------------------------------------------
+
+    def trace(self, opaque_calls: OpaqueCalls, decoder: Any, table: Any) -> None:
+        """Lets a skeleton of the model call its decoder with embeddings that have passed through an opaque call; finds
+        a problem where the embeddings are not those looked up.
+
+        Args:
+            opaque_calls: of the trace.
+            decoder: of the skeleton.
+            table: of the skeleton.
+        """
+        looked_up: list[Any] = []
+        look_up, decode = table.forward, decoder.forward
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            looked_up.append(look_up(*args, **kwargs))
+            return looked_up[-1]
+
+        def merging(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("inputs_embeds")
+            if len(looked_up) != 1 or given is not looked_up[0]:
+                self.problem = self.problem or "its code computes with embeddings before its decoder is called"
+            elif not self.problem:
+                kwargs["inputs_embeds"] = OPS.unary(given, opaque_calls.add(TOWERS, "", declare=self.declare))
+            return decode(*args, **kwargs)
+
+        table.forward, decoder.forward = recording, merging
+
+    def declare(self, b: Builder, name: str, x: str) -> str:
+        """Adds the operator that puts features of images in their places among the embeddings `x` [tokens of this rank,
+        batch, hidden]."""
+        drops = any(_drops(module) for module in self.modules)
+
+        def merge(x: Tensor, images: Images | None) -> Tensor:
+            return x.view_as(x) if images is None else self._merge(x, images, b.tp.rank)
+
+        b.called += self.modules
+        return b.segment(
+            name,
+            merge,
+            x,
+            side=(IMAGES,),
+            uses=self.parameters,
+            on_shard=True,
+            draws=(lambda: self._outer.training) if drops else None,
+            compiles=False,
+        )
+
+    def leave_idle(self, b: Builder) -> None:
+        """Places the towers where no operator reads them, frozen as in Transformers, where they get no gradient."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
+        b.place(self.parameters, COPIED)
+
+    def _merge(self, x: Tensor, images: Images, rank: int) -> Tensor:
+        mine = images.places[rank * len(x) :][: len(x)]
+        length = images.given["input_ids"].shape[1]
+        whole = x.new_zeros(images.padded, *x.shape[1:]).index_copy(0, mine, x)
+        embeddings = whole[:length].transpose(0, 1)
+        found = self._run(images.given, lambda *args, **kwargs: embeddings)["inputs_embeds"].transpose(0, 1)
+        return functional.pad(found, (0, 0, 0, 0, 0, images.padded - length))[mine]
+
+    def _run(self, given: Mapping[str, Any], look_up: Callable[..., Tensor]) -> dict[str, Any]:
+        """Runs the code around the decoder up to the decoder's call; returns the arguments of the call.
+
+        Raises:
+            ValueError: the decoder takes further values of images.
+        """
+        found: dict[str, Any] = {}
+
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            found.update(kwargs)
+            raise _Reached
+
+        decoder = self._calls.decoder.module
+        with _forward(self._table, look_up), _forward(decoder, decode), contextlib.suppress(_Reached):
+            stock_forward(self._outer)(**given)
+        further = [
+            name
+            for name, value in found.items()
+            if name not in _DECODER and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        ]
+        if further or "inputs_embeds" not in found:
+            raise ValueError(
+                f"images are not built for {type(self._base).__name__}: its decoder takes "
+                f"{' and '.join(further) or 'no embeddings'}; leave them out, or use the stock Trainer"
+            )
+        return found
+
+
+class _Reached(Exception):
+    """Ends the code around the decoder at the decoder's call."""
+
+
+@contextlib.contextmanager
+def _forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Returns the context in which a module has another forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _parameters_of(module: nn.Module) -> list[str]:
+    return list(inspect.signature(stock_forward(module)).parameters)
+
+
+def _is_read_by_towers(value: Any) -> bool:
+    """Returns whether an entry of a batch is for towers alone, as pixels are; sizes and kinds of tokens are not."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_read_by_towers, value))
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _drops(module: Any) -> bool:
+    """Returns whether a module of a tower draws random numbers in training."""
+    rates = [getattr(module, name, 0.0) for name in ("p", "dropout", "attention_dropout", "dropout_p", "drop_prob")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
