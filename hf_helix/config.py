@@ -31,6 +31,7 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
+OFFLOADS = ("optimizer",)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
@@ -40,11 +41,13 @@ NEEDED = {
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
-        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters")
+        for name in ("cache", "compile", "shard_optimizer", "shard_parameters")
     },
+    "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
-    "layers_per_stage": "a list of whole numbers, such as [4, 4, 4, 4]",
+    "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
+    "offload": "a string, such as offload='optimizer', or None",
     "memory_gb": "a number of gigabytes, such as 22, or None",
 }
 """What an option takes, for the error about a value that is not of its annotated type."""
@@ -92,7 +95,9 @@ class HelixConfig:
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
-            `1f1b`); None to spread the work evenly, embedding, head and loss included.
+            `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. `hf-helix doctor`
+            writes the counts that it predicts to be the fastest. None for whole layers, the work spread as evenly as
+            they allow, embedding, head and loss included.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
@@ -104,6 +109,12 @@ class HelixConfig:
             shards (HSDP): gathers stay among the dp / dp_replicate_size ranks of a copy, which are neighbours, and only
             sums of a shard's gradients go from copy to copy. The number of hosts keeps gathers inside hosts. 1 for a
             single copy over all data-parallel ranks.
+        offload: what lies in the memory of the host instead of the device's:
+            `optimizer`: of the weights that this rank steps, the fp32 masters and the optimizer's states; the host's
+            cores step them. The device keeps weights in the type of the products (bf16 with bf16=True) and, within a
+            step, gradients; these are copied down beside the backward pass, new weights up beside the next forward
+            pass. For optimizers that treat every element by itself. See docs/memory.md.
+            None for nothing.
         recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
             `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
@@ -120,7 +131,10 @@ class HelixConfig:
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
             meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
-            docs/cuda_graphs.md.
+            docs/cuda_graphs.md:
+            `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
+            `True`: likewise, but a capture that fails ends the run with an error;
+            `False`: never.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -143,12 +157,13 @@ class HelixConfig:
     schedule: str = AUTO
     profile: str | None = None
     compile: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = AUTO
     memory_gb: float | None = None
     cache: bool = True
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[float, ...] | None = None
     shard_optimizer: bool = False
     shard_parameters: bool = False
+    offload: str | None = None
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
     inter_node_axes: tuple[str, ...] | None = None
@@ -205,6 +220,13 @@ class HelixConfig:
                 f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
                 f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
+        if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
+        if self.offload not in (None, *OFFLOADS):
+            raise ValueError(
+                f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
+                f"{nearest(str(self.offload), OFFLOADS)}, or None to keep everything on the device"
+            )
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
             raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")
@@ -218,17 +240,17 @@ class HelixConfig:
                 f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "
                 "model already; add shard_parameters=True or shard_optimizer=True, or use dp_replicate_size=1"
             )
+        if self.offload and self.cuda_graphs:
+            raise ValueError(
+                f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
+                "and a graph copies them where they lay; use cuda_graphs=False"
+            )
         if not self.shard_parameters:
             return
         if self.shard_optimizer:
             raise ValueError(
                 "shard_parameters=True with shard_optimizer=True: sharded parameters have sharded states already; use "
                 "shard_optimizer=False"
-            )
-        if self.cuda_graphs:
-            raise ValueError(
-                "shard_parameters=True with cuda_graphs=True: weights that are gathered lie elsewhere in every window, "
-                "and a graph reads them where they lay; use cuda_graphs=False"
             )
 
     def _check_files(self) -> None:

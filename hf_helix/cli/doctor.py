@@ -16,7 +16,7 @@ import yaml
 
 from hf_helix.cli.options import option
 from hf_helix.cli.simulate import OnCluster
-from hf_helix.config import AUTO, HelixConfig, format_rate
+from hf_helix.config import AUTO, OFFLOADS, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
@@ -51,6 +51,12 @@ class DoctorCommand(OnCluster):
     """
 
     batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k or 4M")
+    offload: str = option(
+        AUTO,
+        "what lies in the memory of the host: optimizer (masters and states); none; auto: the optimizer where nothing "
+        "fits without",
+        choices=(AUTO, "none", *OFFLOADS),
+    )
     top: int = option(5, "how many layouts are shown")
     why: bool = option(False, "also say why each other layout was dropped")
     write: Path | None = option(None, "write the YAML that launches the best layout")
@@ -70,7 +76,9 @@ class DoctorCommand(OnCluster):
         self.check_state_bytes()
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
-        ranking = self._search(simulated, cluster, tokens)
+        ranking = self._search(simulated, cluster, tokens, self.offload if self.offload in OFFLOADS else None)
+        if not ranking.steps and self.offload == AUTO:
+            ranking = self._search(simulated, cluster, tokens, OFFLOADS[0])
         if not ranking.steps:
             family_of(base_of(simulated.model)).digest(
                 base_of(simulated.model)
@@ -82,7 +90,7 @@ class DoctorCommand(OnCluster):
             )
         best = ranking.steps[0]
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
-        supposes = self.network is not None or assumes_rows or self.state_bytes != STATES
+        supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
         if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
@@ -110,8 +118,8 @@ class DoctorCommand(OnCluster):
             self.write.write_text(launch_file(best, cluster))
             print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
 
-    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
-        """Returns the layouts with enough memory, the fastest first."""
+    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, offload: str | None) -> Ranking:
+        """Returns the layouts with enough memory, the fastest first; `offload` as in `HelixConfig`."""
         from hf_helix.doctor.layouts import Search
 
         with progress_bar() as progress:
@@ -127,6 +135,8 @@ class DoctorCommand(OnCluster):
                 imbalance=self.imbalance,
                 expert_capacity_factor=self.expert_capacity_factor,
                 state_bytes=self.state_bytes,
+                cuda_graphs=self.cuda_graphs,
+                offload=offload,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=self.top,
@@ -173,10 +183,13 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
         "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
+        "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
         "recompute": case.recompute if case.recompute != "none" else None,
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,
         "shard_parameters": case.shard_parameters,
+        "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
+        "offload": case.offload,
     }
     data = {
         "compute_environment": "LOCAL_MACHINE",

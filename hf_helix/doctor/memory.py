@@ -51,6 +51,7 @@ class Sharing:
     states: bool = False
     parameters: bool = False
     state_bytes: float = STATES  # of an element
+    copy_bytes: int = 0  # of an element on the device where trained weights and states lie on the host; otherwise 0
 
     def part_of(self, held: Weights) -> float:
         """Returns the number of trained elements of a rank, given its unsharded weights."""
@@ -93,24 +94,25 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
         peak: the peak of its window.
         sharing: how replicas share weights and states.
     """
-    held = held_weights(amounts, layout, rank)
+    held, on_host = held_weights(amounts, layout, rank), bool(sharing.copy_bytes)
     trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     copies: float = sum(amounts.copies.get(name, 0) for name in names)
     gradients: float = GRADIENT * trained
     buffers: float = 0
     if sharing.parameters:
-        gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights
-    elif sharing.states:  # a gradient reduction holds the gradients of a unit in a second buffer
-        gradients, copies = gradients + GRADIENT * mine, copies + _unsharded_bytes(amounts, names, sharing)
+        gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights + sharing.copy_bytes * mine
+    elif sharing.states or on_host:  # a gradient reduction holds the gradients of a unit in a second buffer
+        gradients += 0 if on_host else GRADIENT * mine
+        copies += _unsharded_bytes(amounts, names, sharing)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
         buffers = GRADIENT * max((each.all_trained for each in units), default=0)
     elif sharing.copies > 1:
         buffers = min(BUCKET_BYTES, GRADIENT * trained)
     return Memory(
-        weights=PARAMETER * mine + sharing.frozen_bytes_of(held),
+        weights=(0 if on_host else PARAMETER * mine) + sharing.frozen_bytes_of(held),
         gradients=gradients,
-        states=sharing.state_bytes * mine,
+        states=0 if on_host else sharing.state_bytes * mine,
         copies=copies,
         activations=peak.activations,
         buffers=buffers,
@@ -118,10 +120,11 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 
 
 def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
-    """Returns the bytes of full fp32 weights outside this rank's shard; other types count as copies already."""
+    """Returns the bytes of full fp32 weights outside this rank's shard on the device; other types count as copies
+    already."""
     total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
             ranks = sharing.expert_copies if kept.is_experts else sharing.copies
-            total += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
+            total += names.count(kept.units[0]) * kept.bytes * (1 if sharing.copy_bytes else 1 - 1 / ranks)
     return total

@@ -18,7 +18,7 @@ import torch
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.memory import Sharing, memory_of
+from hf_helix.doctor.memory import PARAMETER, Sharing, memory_of
 from hf_helix.doctor.peaks import held_in, memory_of_program
 from hf_helix.doctor.simulated import amounts_of
 from hf_helix.doctor.step import Case, Step, profile_of, simulate_step
@@ -148,10 +148,12 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
     copies = int(next(iter(re.findall(r"\d+", shared)), 1))
     shards: dict[str, Any] = {"shard_optimizer": "stepped" in shared, "shard_parameters": "spread" in shared}
     config = HelixConfig(**mesh, recompute=about.get("recompute"), **shards)
+    copy_bytes = (2 if autocast else PARAMETER) if "on the host" in shared else 0
     batch, length = max(tuple(map(int, shape.split(" x ")[:2])) for shape in about["shapes"].split(", "))
     dtype = getattr(torch, autocast[0]) if autocast else None
     with assuming(1.0):
         amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], dp_size=copies)
     runs = None if about["backend"] == "nccl" else predicted.timeline
     drawn = predicted.instructions, predicted.timeline
-    return window_memory(amounts, profile.layout, drawn, Sharing(copies, copies, *shards.values()), runs)
+    sharing = replace(Sharing(copies, copies, *shards.values()), copy_bytes=copy_bytes)
+    return window_memory(amounts, profile.layout, drawn, sharing, runs)

@@ -16,7 +16,7 @@ from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.cluster import Cluster, Host
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import (
@@ -34,9 +34,10 @@ COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
 def gradient_sums(
-    amounts: Amounts, layout: Layout, spread: Collection[str] = ()
+    amounts: Amounts, layout: Layout, spread: Collection[str] = (), on_host: bool = False
 ) -> list[tuple[GradientReduction, int]]:
-    """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients."""
+    """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients; `on_host`:
+    whether all gradients go to the host."""
     found = []
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -44,10 +45,10 @@ def gradient_sums(
         buckets: dict[object, list[tuple[Gradient, Adders]]] = {}
         for number, (made, adders) in zip(numbers, completed, strict=True):
             key: object = number
-            if spread:
+            if spread or on_host:
                 units = {unit for unit, _ in adders}
                 key = min(units), len(units), made.flat
-                if made.is_experts and EXPERT_COPIES not in spread:
+                if made.is_experts and EXPERT_COPIES not in spread and not on_host:
                     continue
             buckets[key] = [*buckets.pop(key, ()), (made, adders)]  # after the buckets that are complete earlier
         for bucket in buckets.values():
@@ -58,28 +59,42 @@ def gradient_sums(
 
 
 def profile_with_sums(
-    profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
+    profile: Profile,
+    amounts: Amounts,
+    axes: Mapping[str, Ring],
+    cluster: Cluster,
+    spread: Collection[str] = (),
+    host: Host | None = None,
 ) -> Profile:
-    """Returns the profile with gradient reductions in its layout; unchanged without replicas."""
-    if axes[COPIES].size == 1:
+    """Returns the profile with gradient reductions in its layout, each with the copy to the host if one is given;
+    unchanged without replicas and host."""
+    if axes[COPIES].size == 1 and host is None:
         return profile
-    found = gradient_sums(amounts, profile.layout, spread)
+    found = gradient_sums(amounts, profile.layout, spread, host is not None)
     layout = replace(profile.layout, reductions=[made for made, _ in found])
     names = [name for name, _ in named_reductions(layout)]
-    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
+    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread, host)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
     crosses = axes[COPIES].crosses
     sent = {
         name: axes[COPIES].sent((1 if spread else 2) * made.bytes) for name, (made, _) in zip(names, found, strict=True)
     }
-    pairs = {**profile.pairs, **_contended(layout, times, {**profile.bytes, **sent}, crosses, cluster)}
+    pairs = dict(profile.pairs)
+    if axes[COPIES].size > 1:
+        pairs |= _contended(layout, times, {**profile.bytes, **sent}, crosses, cluster)
     return replace(profile, layout=layout, times=times, pairs=pairs)
 
 
 def _seconds(
-    made: GradientReduction, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
+    made: GradientReduction,
+    experts: int,
+    axes: Mapping[str, Ring],
+    cluster: Cluster,
+    spread: Collection[str],
+    host: Host | None,
 ) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
+    """Returns the seconds in which gradients are copied into a bucket, reduced, and copied to the host if one is given;
+    a CPU also adds up and divides."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
@@ -88,6 +103,8 @@ def _seconds(
             method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
             sent = Transfer(axis, method, axes[axis].sent(times * held))
             seconds += transfer_seconds(sent, axes[axis], cluster)
+        if host is not None:
+            seconds += held / (axes[axis].size if axis in spread else 1) / host.bandwidth
     return seconds
 
 
@@ -115,14 +132,15 @@ def _contended(
 
 
 def weight_gathers(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring]
+    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], on_host: bool = False
 ) -> list[tuple[WeightGather, KeptWeights]]:
-    """Returns the gathers of all ranks of a pipeline, each with its weights."""
+    """Returns the gathers of all ranks of a pipeline, each with its weights; `on_host`: whether these come from the
+    host."""
     found = []
     units = list(layout.units)
     for unit, name in enumerate(units):
         for kept in amounts.kept:
-            if kept.units[0] == name and axes[_axis(kept)].size > 1:
+            if kept.units[0] == name and (on_host or axes[_axis(kept)].size > 1):
                 # Names of units with shared weights occur once.
                 others = (units.index(other) for other in kept.units[1:])
                 found.append((WeightGather((unit, *others), kept.name, kept.bytes), kept))
@@ -133,24 +151,35 @@ def _axis(kept: KeptWeights) -> str:
     return EXPERT_COPIES if kept.is_experts else COPIES
 
 
-def profile_with_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
-    """Returns the profile with the gathers of weights in its layout; unchanged without replicas."""
-    found = weight_gathers(amounts, profile.layout, axes)
+def profile_with_gathers(
+    profile: Profile,
+    amounts: Amounts,
+    axes: Mapping[str, Ring],
+    cluster: Cluster,
+    host: Host | None = None,
+) -> Profile:
+    """Returns the profile with the gathers of weights in its layout, each after the copy from the host if one is given;
+    unchanged without replicas and host."""
+    found = weight_gathers(amounts, profile.layout, axes, host is not None)
     if not found:
         return profile
     layout = replace(profile.layout, gathers=[gather for gather, _ in found])
-    seconds = (gather_seconds(kept, axes, cluster) for _, kept in found)
+    seconds = (gather_seconds(kept, axes, cluster, host) for _, kept in found)
     times = dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))
     return replace(profile, layout=layout, times={**profile.times, **times})
 
 
-def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster) -> float:
-    """Returns the seconds in which a rank casts its shard of some weights, if need be, and gathers the full weights."""
+def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster, host: Host | None = None) -> float:
+    """Returns the seconds in which a rank casts its shard of some weights, if need be, or copies it from the host, and
+    gathers the full weights."""
     ring, device = axes[_axis(kept)], cluster.device
     own = kept.elements / ring.size
     cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
+    own_seconds = device.moving_seconds(cast) if host is None else own * kept.element_bytes / host.bandwidth
+    if ring.size == 1:
+        return max(LEAST, own_seconds)
     sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
-    return max(LEAST, device.moving_seconds(cast) + transfer_seconds(sent, ring, cluster))
+    return max(LEAST, own_seconds + transfer_seconds(sent, ring, cluster))
 
 
 def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:

@@ -37,10 +37,12 @@ def case_text(case: Case) -> str:
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
+    parts += ["layers_per_stage"] if case.layers_per_stage else []
     capacity = case.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
+    parts += [f"offload {case.offload}"] if case.offload else []
     return ", ".join(parts)
 
 
@@ -57,9 +59,12 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     )
     yield f"  window        {step.window:10.3f} s     bubble {step.bubble:.1%}"
     yield f"  sums          {step.sums:10.3f} s     of gradients, after the last backward"
-    yield f"  optimizer     {step.optimizer:10.3f} s"
+    yield f"  optimizer     {step.optimizer:10.3f} s" + ("     on the hosts" if case.offload else "")
     computing = step.loads[Kind.COMPUTE]
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
+    if step.issuing:
+        how = "a replay of a CUDA graph" if step.replayed else "to issue its operators"
+        yield f"  host          {step.issuing:10.3f} s     of the host for the window: {how}"
     for kind, seconds in step.exposed.items():
         alone = step.loads[kind]
         hidden = max(0.0, 1 - seconds / alone)
@@ -70,14 +75,17 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
             f"  gathers       {step.gathers:10.3f} s     of it in all-gathers of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
-    if case.sharing.states:
-        yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that other ranks have stepped"
+    if case.sharing.states or case.offload:
+        others = "the host has" if case.offload else "other ranks have"
+        yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that {others} stepped"
     if step.casts:
         yield f"  casts         {step.casts:10.3f} s     of the window, of weights to {case.dtype}, once in it"
     budget = cluster.device.memory
     yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(budget)} that a run may use"
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
+    if step.host:
+        yield f"  host          {bytes_text(step.host):>13}    of each node, for weights, states and gradients"
     if step.memory.total > budget:
         yield "  It does not fit."
 
@@ -158,14 +166,16 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     best, fitting = ranking.steps[0], len(ranking.steps)
     lora = [] if adapters else ["adapters (--lora_r 16)"]
     if fitting <= FEW < fitting + len(ranking.dropped):
-        ways = [*lora, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
+        host = [] if adapters or best.case.offload else ["states on the host (--offload optimizer)"]
+        ways = [*lora, *host, "more devices (--gpus)", "shorter sequences (--sequence_length)"]
         yield f"Little fits: {fitting} of {fitting + len(ranking.dropped)} layouts. What helps: {', '.join(ways)}."
     exposed = sum(best.exposed.values()) / best.seconds
     if exposed > EXPOSED:
         ways = [*lora, *["a faster network (--network 100gbit)"] * several] or ["a machine with faster links"]
         yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
-    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
-        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."
+    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE and not best.replayed:
+        graphs = "cuda_graphs, of experts with --expert_capacity_factor"
+        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: {graphs}."
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:

@@ -17,7 +17,7 @@ from transformers import Adafactor, Trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.zero import steps_shards
+from hf_helix.engine.optimizer_shards import steps_shards
 from hf_helix.runtime.divided import plain_parameters
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
@@ -89,6 +89,9 @@ LIBRARIES = {
 }
 """The granularity of the optimizers of a package."""
 
+ON_DEVICE = ("adamw_torch_npu_fused", "adamw_torch_xla", "ademamix", "lion", "paged", "rmsprop_bnb")
+"""Beginnings of the values of `TrainingArguments.optim` whose kernels are for devices alone."""
+
 LAYERWISE = ("LAMB", "LARS", "PytorchLARS")
 """Optimizers of bitsandbytes that scale the step of a matrix by its norm."""
 
@@ -123,7 +126,14 @@ def granularity_of(kind: Any) -> str:
 
 def cuts_of(config: HelixConfig, granularity: str = MODEL) -> str:
     """Returns the reason against optimizers of a granularity; empty without a reason."""
-    if granularity in (ELEMENT, BLOCK):
+    if granularity == ELEMENT:
+        return ""
+    if config.offload:
+        return (
+            f"with offload={config.offload!r} the host's cores step the weights, and only optimizers that treat every "
+            "element by itself"
+        )
+    if granularity == BLOCK:
         return ""
     sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size}
     sizes |= {"pp_size": config.pp_size} if granularity == MODEL else {}

@@ -105,10 +105,7 @@ class _OperatorTrace(Trace):
 
 def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMemory]:
     """Returns the memory of every operator of this rank in the order of one strand, by a micro-batch alone. Collective.
-
-    Args:
-        runner: a runner under `sequential`; it is left with gradients.
-        batch: the micro-batch.
+    The runner is under `sequential`, and is left with gradients.
     """
     window, sides = _prepared([batch])
     names: dict[str, Name] = {}
@@ -140,7 +137,6 @@ def memory_limit(
 
     Args:
         profile: the memory of operators; None before a measurement.
-        runner: the runner of the run, between two steps.
         has_stepped: whether the optimizer has its states; else two in fp32 are expected, as of AdamW.
         gigabytes: what a device may hold; None for all of a GPU, and for no limit on a CPU.
     """
@@ -157,13 +153,18 @@ def memory_limit(
 
 def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float | None:
     """Returns the bytes that a window may hold on this rank; None without a limit."""
-    device, stepped = runner.mesh.device, [each for each in runner.stage.stepped if each.requires_grad]
+    flats, device = runner.stage.flat_parameters, runner.mesh.device
+    on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
+    stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
+    # Gradients of weights on the host are on the device during a window, in full.
+    missing += sum(flat.length * flat.shard.element_size() for flat in flats if flat.host is not None)
     states = STATES * sum(each.numel() for each in stepped)
     if device.type != "cuda":
         if gigabytes is None:
             return None
-        held = sum(each.nbytes for each in _existing(runner)) + missing + states
+        of_host = sum(flat.shard.nbytes for flat in flats if flat.host is not None)
+        held = sum(each.nbytes for each in _existing(runner)) - of_host + missing + states
         return gigabytes * 1e9 - held
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)

@@ -46,7 +46,7 @@ from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, slow
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
 from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.executor import BoundInstruction, no_sources
+from hf_helix.runtime.executor import BoundInstruction, issue_gather, no_sources
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
@@ -77,7 +77,7 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
         times[name] = [max(LEAST, each) for each in seconds]
     placements = (placement for bucket in planned for placement in bucket.placements.values())
     groups = map(runner.mesh.replica_group_of, placements)
-    size = max(dist.get_world_size(group) for group in groups if group is not None)  # of a ring
+    size = max((dist.get_world_size(group) for group in groups if group is not None), default=1)  # of a ring
     ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # sharded gradients do not come back
     return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
 
@@ -111,7 +111,7 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
         assert isinstance(flat, Zero1FlatParameter)
 
         def refresh(flat: Zero1FlatParameter = flat) -> None:
-            streams.wait(streams.issue(flat.reduce_axis.kind, flat.refresh(), (), flat.name))
+            streams.wait(issue_gather(streams, flat, flat.name))
 
         length = flat.gather_axis, flat.buffer.nbytes
         if length not in known:

@@ -33,9 +33,9 @@ from hf_helix.operators.torch_functions import is_tagged_elementwise
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.placed import Placed
 from hf_helix.runtime.stage import Stage
-from hf_helix.runtime.zero import LocalParameter, local_parameters
 
 
 class Division:
@@ -272,7 +272,7 @@ class DividedParameters:
             parameter._has_gradient = parameter._trained
 
 
-_SHARDED = "data-parallel ranks hold shards of it (shard_optimizer, shard_parameters)"
+_SHARDED = "data-parallel ranks hold shards of it, or the host holds it (shard_optimizer, shard_parameters, offload)"
 _OF_EXPERTS = "ranks with other tokens hold other experts"
 
 
@@ -532,6 +532,8 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
             value.__class__ = nn.Parameter  # type: ignore[assignment]
             return
         elements = _elements(new, value._division, held)
+        if held is not value and held.device != value._division._device:  # it stays on the host
+            elements = elements.to(held.device)
         if elements.dtype is held.dtype and elements.device == held.device:
             if not _shares_memory(elements, held):
                 _part_from_aliases(value, held)
@@ -541,8 +543,8 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
         else:
             raise ValueError(
                 f"{value._division.name} is {held.dtype} on {held.device}, and {elements.dtype} on "
-                f"{elements.device} is asked for: what data-parallel ranks divide (shard_optimizer, shard_parameters) "
-                "cannot be converted; save the model, and convert it with from_pretrained(folder, dtype=...)"
+                f"{elements.device} is asked for: what ranks shard or hosts hold (shard_optimizer, shard_parameters, "
+                "offload) cannot be converted; save the model, and convert it with from_pretrained(folder, dtype=...)"
             )
     else:
         setattr(value, attribute, new)

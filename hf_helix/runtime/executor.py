@@ -34,7 +34,7 @@ from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams import UP, Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
@@ -141,6 +141,15 @@ def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[
     return [(flat, key) for flat, key in named if flat is not None]
 
 
+def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Event:
+    """Issues the gather of ZeRO-1 weights, of a shard on the host after its copy to the device; returns the event of
+    its end. Collective."""
+    kind, after = flat.reduce_axis.kind, []
+    if flat.host is not None:
+        after = [streams.issue(kind, flat.host.refresh(), (), f"{label}.up", UP)]
+    return streams.issue(kind, flat.refresh(), after, label)
+
+
 # -- executor ------------------------------------------------------------------------------------------------------
 
 KeptValues = Mapping[int, Mapping[Key, Tensor]]
@@ -167,7 +176,7 @@ class Executor:
     def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
         self.units = units
         self.streams = streams
-        self._seed = seed
+        self.seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
         self._gathered: dict[Zero1FlatParameter, Event] = {}  # gathers that nothing has waited for yet
@@ -207,6 +216,8 @@ class Executor:
                 strands = {} if strands is None else strands
                 return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, strands)
         finally:
+            self._sent.clear()  # of a program that has failed
+            self._gathered.clear()
             for flat in flats:
                 flat.reshard()
 
@@ -282,7 +293,7 @@ class Executor:
             sources: the values before the first operator.
             training: whether dropout draws.
         """
-        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
+        return Strand(batch.key, batch.prepare(), training, self.seed, self._precision, {**sources(batch)})
 
     def peek(self, strand: Strand, key: Key) -> Tensor:
         """Returns a value that no program frees, once the compute stream may read it."""
@@ -313,7 +324,7 @@ class Executor:
         label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
         if self.streams.trace is not None:
             self.streams.trace.note("issue", label)
-        self._gathered[flat] = self.streams.issue(flat.reduce_axis.kind, flat.refresh(), (), label)
+        self._gathered[flat] = issue_gather(self.streams, flat, label)
 
     def _add_given(self, step: BoundInstruction, strand: Strand) -> None:
         """Adds gradients from outside to those that an operator is the first to read."""

@@ -10,6 +10,8 @@ Operators by stream:
                            direction (F, B) over each boundary between two stages        high           a lane
     gradients              gradient reduction over ranks with other tokens (dp, cp),     one, high      a worker thread
                            gathers of ZeRO-1 weights
+    gradients, by lane     copies of shards on the host: weights up to the device,       one a lane,    a worker thread
+                           gradients down to the host                                    high           a lane
 
 Gradient reductions over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
 stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High" is
@@ -39,6 +41,9 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
 
+UP, DOWN = "up", "down"
+"""Lanes of `Kind.GRADIENTS`: copies from the host, and to the host."""
+
 
 class Event(ABC):
     """The end of a transfer.
@@ -58,10 +63,12 @@ class Streams(ABC):
     Attributes:
         trace: the record of a trace while tracing; else None.
         slots_ahead: how early to issue receives from other ranks, see `build_programs`.
+        holds_memory: whether an event keeps the memory of its transfer until a wait for the event, not until its end.
     """
 
     trace: Trace | None = None
     slots_ahead: int
+    holds_memory = False
 
     @abstractmethod
     def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
@@ -89,6 +96,10 @@ class Streams(ABC):
     @abstractmethod
     def wait(self, event: Any) -> None:
         """Lets the compute stream wait for an event; raises the error of the transfer, if any."""
+
+    def wait_on_host(self, event: Any) -> None:
+        """Lets the host wait for an event, before it reads what the transfer has moved there."""
+        self.wait(event)
 
     @abstractmethod
     def compute(self, work: Callable[[], Any], label: str) -> Any:
@@ -245,6 +256,7 @@ class CudaStreams(Streams):
     # A waiting receive of NCCL takes SMs from computation, and keeps the device busy: the host hangs if it waits for
     # the device (to load a kernel, to free memory) before it has issued the sends for the other rank.
     slots_ahead = 0
+    holds_memory = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -291,11 +303,15 @@ class CudaStreams(Streams):
         stream.wait_event(computed)
 
     def is_over(self, event: Any) -> bool:
-        return bool(event.done.query())
+        # A captured event has no end to ask for: its memory stays until the compute stream has waited.
+        return not self._cuda.is_current_stream_capturing() and bool(event.done.query())
 
     def wait(self, event: Any) -> None:
         (self._compute or self._cuda.current_stream(self._device)).wait_event(event.done)
         event.keep = None
+
+    def wait_on_host(self, event: Any) -> None:
+        event.done.synchronize()
 
     def compute(self, work: Callable[[], Any], label: str) -> Any:
         return self._recorded("compute", label, work)

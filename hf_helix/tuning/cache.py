@@ -136,7 +136,6 @@ def fingerprint(
 
     Args:
         model: a Transformers model, before it is cut.
-        mesh: the mesh of ranks.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """
@@ -161,7 +160,8 @@ def _sharding(mesh: Mesh) -> dict[str, str]:
         return {}
     once = mesh.replica_axes.gather is mesh.replica_axes.reduce
     copies = f" in {axis.size} copies" if (axis := mesh.replica_axes.copies) else ""
-    return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.replica_axes.gather.size}{copies}"}
+    host = ", states on the host" if mesh.host_link else ""
+    return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.replica_axes.gather.size}{copies}{host}"}
 
 
 def model_digest(model: Any, with_types: bool = True) -> str:

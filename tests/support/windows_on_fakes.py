@@ -21,7 +21,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
-from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
@@ -64,10 +64,9 @@ def one_rank(
     """
     config = tiny(family, **{"num_hidden_layers": 2, **(model or {})}).config
     helix = HelixConfig(**{"schedule": "folded_1f1b", "inter_node_axes": inter_node_axes, **options})
-    shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
-    world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
+    world = dp * helix.ranks_per_batch
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
-        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, zero_stage=helix.zero_stage)
+        mesh = mesh_of(helix, CPU)
         workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()

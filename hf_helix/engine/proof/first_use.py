@@ -262,6 +262,7 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         cuda_graphs=False,
         shard_parameters=False,
         shard_optimizer=False,
+        offload=None,
         dp_replicate_size=1,
     )
     if mesh.link is not None:  # an emulated link would only take time

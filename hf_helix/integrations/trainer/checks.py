@@ -24,9 +24,11 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import (
+    BLOCK,
     FUSED_OPTIMIZERS,
     MODEL,
     NAMES,
+    ON_DEVICE,
     check_trainers_optimizer,
     cuts_of,
 )
@@ -101,9 +103,14 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
 
 def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
     use = "use optim='adamw_torch', or with states in 8 bits optim='adamw_bnb_8bit'"
+    if config.offload:
+        use = f"use optim='adamw_torch_fused', or leave out offload={config.offload!r}"
     if name in FUSED_OPTIMIZERS:
         return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
-    cuts = cuts_of(config, next((each for each, names in NAMES.items() if name in names), MODEL))
+    granularity = next((each for each, names in NAMES.items() if name in names), MODEL)
+    if config.offload and name.startswith(ON_DEVICE):
+        granularity = BLOCK
+    cuts = cuts_of(config, granularity)
     return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
 
 

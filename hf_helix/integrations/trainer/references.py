@@ -27,12 +27,11 @@ def cut_references(
     """Makes an `Accelerator` cut the reference models of a trained model, and keep their engines.
 
     Args:
-        accelerator: the Accelerator of the trainer.
         model: the trained model, before it is cut.
         config, mesh, options, instead: of the trained model's engine, see `Engine`.
     """
     stock, kind, engines = accelerator.prepare_model, _kind_of(model), list[Engine]()
-    config = replace(config, plan="greedy", cuda_graphs=False, shard_optimizer=False)
+    config = replace(config, plan="greedy", cuda_graphs=False, shard_optimizer=False, offload=None)
     own = LossTweaks(own=True)
     options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=own)
 

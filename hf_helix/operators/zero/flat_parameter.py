@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.zero.host_shard import HostLink, HostShard
 
 ALIGNMENT, BLOCK, BLOCKED = 32, 256, 4096
 """A parameter begins at a multiple of `ALIGNMENT` elements: 64 bytes in half precision. From `BLOCKED` elements on, it
@@ -80,9 +81,12 @@ class FlatParameter:
         reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
         cast_to: the type of the gathered buffer; None for the type of the parameters.
         copies: the ranks with other copies of the same shard, which add to its gradient; None for a single copy.
+        host_link: the link to the shard on the host (`offload="optimizer"`); None where it lies on the device.
         shard: this rank's shard.
         shards: its parts, by parameter.
         unsharded: the full buffer for operators at present; None between uses.
+        host: the shard on the host and its copy; None where the shard lies on the device.
+        device: of buffers.
     """
 
     name: str
@@ -91,9 +95,12 @@ class FlatParameter:
     reduce_axis: Axis
     cast_to: torch.dtype | None = None
     copies: Axis | None = None
+    host_link: HostLink | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
     unsharded: Tensor | None = field(init=False, default=None, repr=False)
+    host: HostShard | None = field(init=False, default=None, repr=False)
+    device: torch.device = field(init=False, repr=False)
     _extents: dict[nn.Parameter, Extent] = field(init=False, default_factory=dict, repr=False)
     _placeholders: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
 
@@ -117,7 +124,7 @@ class FlatParameter:
             extent = self._extents[parameter] = Extent(_aligned(end, _alignment(shape)), shape)
             end = extent.end
         owned = _aligned(-(-_aligned(end, ALIGNMENT) // self.gather_axis.size), largest)
-        dtype = next(iter(self.placements)).dtype
+        dtype, self.device = next(iter(self.placements)).dtype, device
         self.shard = self._make_shard(owned, dtype, device)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
         for parameter, extent in self._extents.items():
@@ -130,7 +137,14 @@ class FlatParameter:
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates this rank's shard."""
-        return torch.zeros(owned, dtype=dtype, device=device)
+        if self.host_link is None:
+            return torch.zeros(owned, dtype=dtype, device=device)
+        self.host = HostShard(owned, dtype, self._make_copy(owned, self.cast_to or dtype), self.host_link)
+        return self.host.shard
+
+    def _make_copy(self, owned: int, dtype: torch.dtype) -> Tensor:
+        """Allocates the device's copy of a shard on the host."""
+        return torch.empty(owned, dtype=dtype, device=self.device)
 
     @property
     def _begin(self) -> int:
@@ -170,17 +184,29 @@ class FlatParameter:
     def begin_window(self) -> None:
         """Prepares the parameters for a window. Operators unshard flat parameters of this class as needed."""
         self.check_resharded()
+        if self.host is not None and not self.host.is_copied:
+            self.host.refresh()()
 
     def mark_stale(self) -> None:
         """Reports a possible step of an optimizer. This class keeps no buffer between windows."""
+        if self.host is not None:
+            self.host.mark_stale()
 
     def prepare_gather(self) -> tuple[Tensor, TransferFn]:
         """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective."""
-        buffer = self.shard.new_empty(self.length, dtype=self.cast_to)
+        buffer = self._new_buffer(self.cast_to)
         return buffer, lambda: self._fill(buffer)
+
+    def _new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocates a full buffer, by default in the type of the parameters."""
+        return torch.empty(self.length, dtype=dtype or self.shard.dtype, device=self.device)
 
     def _fill(self, buffer: Tensor) -> None:
         """Gathers the shards of all ranks into a buffer."""
+        if self.host is not None:
+            if self.host.copy.numel() < buffer.numel():
+                self.gather_axis.transport.all_gather(buffer, self.host.copy)
+            return
         own = self.shard if self.cast_to is None else self._own_part(buffer).copy_(self.shard)
         self.gather_axis.transport.all_gather(buffer, own)
 
@@ -190,8 +216,9 @@ class FlatParameter:
 
     def gather(self) -> Tensor:
         """Returns the full buffer in the type of the parameters. Collective; for checkpoints, not for windows."""
-        buffer = self.shard.new_empty(self.length)
-        self.gather_axis.transport.all_gather(buffer, self.shard)
+        buffer = self._new_buffer()
+        own = self.shard if self.host is None else self._own_part(buffer).copy_(self.shard)
+        self.gather_axis.transport.all_gather(buffer, own)
         return buffer
 
     def load_full(self, buffer: Tensor) -> None:

@@ -19,6 +19,7 @@ from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.param_shard import EXPERTS, Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostLink
 
 ShardAxes = Callable[[Placement], ReplicaAxes | None]
 """From the placement of a parameter to the axes over its replicas, which shard it; None where every rank keeps it."""
@@ -31,16 +32,18 @@ def make_flat_parameters(
     shard_axes: ShardAxes,
     autocast_dtype: torch.dtype | None,
     kind: type[AnyFlatParameter],
+    host_link: HostLink | None = None,
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
     """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
-    own, shared by these units. Parameters above the decoder are in no flat parameter.
+    own, shared by these units. Parameters above the decoder, and those in a flat parameter already, get none.
 
     Args:
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flat parameters.
+        host_link: the link to shards of trained parameters on the host; None where these lie on the device.
         frozen: whether flat parameters hold frozen parameters, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
@@ -49,7 +52,8 @@ def make_flat_parameters(
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(index)
             placements[parameter] = placement
-    for parameter in units[-1].above:
+    known = {parameter for unit in units for flat in unit.flat_parameters.values() for parameter in flat.placements}
+    for parameter in {*units[-1].above, *known}:
         del users[parameter]
     cast = set(_read_only_by_products(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
@@ -68,7 +72,8 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies)
+        host = host_link if group[0].requires_grad else None
+        flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies, host)
         for index in users_of_group:
             by_unit[index].append(flat)
     return by_unit

@@ -21,6 +21,7 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
+from hf_helix.operators.zero.host_shard import HostLink
 
 
 @dataclass(eq=False)
@@ -43,13 +44,21 @@ class Zero1FlatParameter(FlatParameter):
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.buffer = torch.zeros(owned * self.gather_axis.size, dtype=self.cast_to or dtype, device=device)
-        return self._own_part(self.buffer) if self.cast_to is None else super()._make_shard(owned, dtype, device)
+        return self._own_part(self.buffer) if self.has_shard else super()._make_shard(owned, dtype, device)
+
+    def _make_copy(self, owned: int, dtype: torch.dtype) -> Tensor:
+        return self._own_part(self.buffer)
+
+    @property
+    def has_shard(self) -> bool:
+        """Whether the shard is a part of the buffer."""
+        return self.cast_to is None and self.host_link is None
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
         return self._view_in(self.buffer, parameter)
 
     def begin_window(self) -> None:
-        super().begin_window()
+        self.check_resharded()
         if self.cast_to is None:
             self.unshard(self.buffer)
 
@@ -57,7 +66,8 @@ class Zero1FlatParameter(FlatParameter):
         self._gathered_at = None
 
     def refresh(self) -> TransferFn:
-        """Returns a function to gather the shards of all ranks into the buffer. Collective."""
+        """Returns a function to gather the shards of all ranks into the buffer, from the copies of shards on the host.
+        Collective."""
 
         def gather() -> None:
             self._fill(self.buffer)
@@ -68,6 +78,8 @@ class Zero1FlatParameter(FlatParameter):
     def gather(self) -> Tensor:
         if self.cast_to is not None:
             return super().gather()
+        if self.host is not None:
+            self.host.refresh()()
         self.refresh()()
         return self.buffer
 
@@ -76,17 +88,21 @@ class Zero1FlatParameter(FlatParameter):
         self.mark_stale()
 
 
-def apply_zero1(units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None) -> list[Unit]:
-    """Returns the units with their trained parameters in ZeRO-1 flat parameters; graphs stay as they are.
+def apply_zero1(
+    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None
+) -> list[Unit]:
+    """Returns the units with their trained parameters in ZeRO-1 flat parameters, unless in others already; graphs stay
+    as they are.
 
     Args:
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        host_link: the link to shards on the host; None where these lie on the device.
     """
-    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, frozen=False)
+    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, host_link, frozen=False)
     return [
-        replace(unit, flat_parameters={flat.name: flat for flat in own}) if own else unit
+        replace(unit, flat_parameters={**unit.flat_parameters, **{flat.name: flat for flat in own}}) if own else unit
         for unit, own in zip(units, by_unit, strict=True)
     ]
 

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.communication.transport import ReplicaAxes
+from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 
@@ -45,9 +48,17 @@ class GatherWeights(Communication):
         return (buffer,), gather
 
 
-def apply_zero3(units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None) -> list[Unit]:
-    """Returns the units with operators to gather their weights; every parameter is in a flat parameter."""
-    by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, FlatParameter)
+def apply_zero3(
+    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None
+) -> list[Unit]:
+    """Returns the units with operators to gather their weights; every parameter with several replicas is in a flat
+    parameter. `host_link`: see `make_flat_parameters`."""
+
+    def axes(placement: Placement) -> ReplicaAxes | None:
+        found = shard_axes(placement)
+        return found if found is not None and found.gather.size > 1 else None
+
+    by_unit = make_flat_parameters(units, axes, autocast_dtype, FlatParameter, host_link)
     last = len(units) - 1
     return [_gathering(unit, by_unit[index], keeps=index == last) for index, unit in enumerate(units)]
 

@@ -22,12 +22,15 @@ here imports torch.
       memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes of a kernel, read and written -> share
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
+      replay_us: 0                               what the host takes for a window from a CUDA graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
                                                  a link between them, which may have devices_per_link
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
+    host: {gb_per_s: 20, memory_gb_per_s: 150}   between the memory of a node's host and each device, in each direction;
+                                                 of the host's memory, for all its cores; left out, as here, see `Host`
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
       intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes of a rank in the collective
@@ -90,21 +93,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a process on CPU.
+    """A GPU, or a process on CPU: the section `device` of a file in bytes, seconds, and operations or bytes a second.
 
     Attributes:
-        name: as people call it.
-        memory: bytes for a run.
-        peaks: floating-point operations a second, by type, see `TYPES`.
-        bandwidth: of the memory, bytes a second.
-        matmul: by type, share of the peak by the operations of a product.
-        attention: by type, share of the peak by the keys of fused attention.
-        attention_block: keys in a step of fused attention.
-        exponentials: a second; infinity for no time of their own.
-        memory_efficiency: share of the bandwidth by the bytes of a kernel.
-        kernel_seconds: between two kernels on the device.
+        memory: without the reserved part.
+        peaks, matmul, attention: by type, see `TYPES`.
+        exponentials: infinity for no time of their own.
         issue_seconds: what the host takes for an operator of a graph.
-        host_runs_ahead: whether the host issues while the device computes.
+        replay_seconds: what the host takes for a window from a CUDA graph.
     """
 
     name: str
@@ -118,27 +114,18 @@ class Device:
     memory_efficiency: Curve = Curve()
     kernel_seconds: float = 0.0
     issue_seconds: float = 0.0
+    replay_seconds: float = 0.0
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
-        """Returns the seconds of moving bytes through the memory.
-
-        Args:
-            kernel: bytes of a kernel, for the efficiency; None for all of them.
-        """
+        """Returns the seconds of moving bytes through the memory, in kernels of `kernel` bytes; None for one kernel."""
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices.
-
-    Attributes:
-        bandwidth: bytes a second, in each direction.
-        latency: seconds of a message.
-        devices: how many devices share it.
-        efficiency: share of the bandwidth by the bytes of a message.
-    """
+    """A link shared by some devices: bytes a second in each direction, seconds of a message, and the share of the
+    bandwidth by the bytes of a message."""
 
     bandwidth: float
     latency: float = 0.0
@@ -168,6 +155,21 @@ class Island:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host of a node: its memory, and the links of its devices to this memory. The defaults are assumptions: of a
+    PCIe 4.0 x16 slot (32 GB/s), pinned copies of all devices at once get about 20 GB/s each; of eight channels of
+    DDR4-3200 (205 GB/s), an update of weights gets about three quarters.
+
+    Attributes:
+        bandwidth: bytes a second between the memory and a device, in each direction.
+        memory: bytes a second of the memory, for all cores together.
+    """
+
+    bandwidth: float = 20e9
+    memory: float = 150e9
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal devices in equal nodes.
 
@@ -181,6 +183,7 @@ class Cluster:
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
             second, by the bytes of a rank in a collective.
         island: devices of a node with better links among them; None where all links are alike.
+        host: of each node.
         waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
@@ -194,6 +197,7 @@ class Cluster:
     network: Link
     contention: Mapping[tuple[Kind, Kind], Curve] = field(default_factory=dict)
     island: Island | None = None
+    host: Host = Host()
     waiting: float = 0.0
     backend: str = "nccl"
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -297,6 +301,7 @@ def parse_cluster(data: Any, where: str) -> Cluster:
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     near = top.section(ISLAND, optional=True)
     island, sources = _island(near, per_node), top.section("sources", optional=True)
+    host = top.section("host", optional=True)
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
@@ -305,12 +310,13 @@ def parse_cluster(data: Any, where: str) -> Cluster:
         node=_link(node, _sharing(node, "island.devices", island.devices) if island else 1),
         network=_link(network, _sharing(network, "devices_per_node", per_node)),
         island=island,
+        host=Host(*(host.number(key, usual) * 1e9 for key, usual in (("gb_per_s", 20.0), ("memory_gb_per_s", 150.0)))),
         contention=_contention(top.section("contention", optional=True)),
         waiting=top.number("waiting_us", 0.0, least=0) * 1e-6 / math.sqrt(1e-3),
         backend=top.choice("backend", BACKENDS),
         sources={key: sources.text(key) for key in list(sources.left)},
     )
-    for section in (top, device, near, node, network):
+    for section in (top, device, near, node, network, host):
         section.refuse_rest()
     return cluster
 
@@ -332,6 +338,7 @@ def _device(section: _Section) -> Device:
         memory_efficiency=section.curve("memory_efficiency"),
         kernel_seconds=section.number("kernel_us", 0.0, least=0) * 1e-6,
         issue_seconds=section.number("issue_us", 0.0, least=0) * 1e-6,
+        replay_seconds=section.number("replay_us", 0.0, least=0) * 1e-6,
         host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
 
@@ -409,8 +416,6 @@ class _Section:
     """A mapping of a file, whose keys are taken out in turn.
 
     Args:
-        data: the mapping.
-        where: the file.
         name: of the section; empty for the whole file.
 
     Attributes:

@@ -21,8 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.config import HelixConfig, parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
-from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport, ReplicaAxes, Transport
+from hf_helix.operators.communication.transport import (
+    Axis,
+    GlooTransport,
+    GroupTransport,
+    ReplicaAxes,
+    SilentTransport,
+    Transport,
+)
 from hf_helix.operators.param_shard import EXPERTS, Placement
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
@@ -118,9 +126,11 @@ class Mesh:
         expert_replica_group: ranks with the same experts and other tokens; None for a single rank.
         batch_group: ranks with the same batch; None for a single rank.
         link: the emulated link of this rank; None without emulation.
-        replica_axes: the axes over `replica_group` where ZeRO shards over it; None without ZeRO.
+        replica_axes: the axes over `replica_group` where ZeRO shards over it, or the host holds the states of every
+            replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
+        host_link: the link to optimizer states on the host (`offload`); None where the device has them.
     """
 
     sizes: dict[str, int]
@@ -138,9 +148,11 @@ class Mesh:
     replica_axes: ReplicaAxes | None = None
     expert_replica_axes: ReplicaAxes | None = None
     reduction_kind: Kind = Kind.INTRA_NODE
+    host_link: HostLink | None = None
 
     def over(self, link: EmulatedLink) -> Mesh:
-        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link."""
+        """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link.
+        Copies between host and device use a second of the same speed."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
@@ -157,6 +169,7 @@ class Mesh:
             link=link,
             replica_axes=linked_axes[self.replica_axes],
             expert_replica_axes=linked_axes[self.expert_replica_axes],
+            host_link=self.host_link and HostLink(EmulatedLink(link.speed).carry),
         )
 
     def share_random_state(self) -> None:
@@ -203,7 +216,8 @@ class Mesh:
         return self.expert_replica_group if placement.over == EXPERTS else self.replica_group
 
     def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
-        """Returns the axes over the replicas of a parameter that shard it; None without ZeRO."""
+        """Returns the axes over the replicas of a parameter that shard it, of a single rank where every replica steps
+        all of it on its host; None where it steps all of it on its device."""
         return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
 
     def holds_first_replica(self, placement: Placement) -> bool:
@@ -232,6 +246,7 @@ def build_mesh(
     link: str | None = None,
     zero_stage: int = 0,
     dp_replicate_size: int = 1,
+    offload: str | None = None,
 ) -> Mesh:
     """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
 
@@ -244,7 +259,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
         zero_stage: see `HelixConfig.zero_stage`.
-        dp_replicate_size: see `HelixConfig`.
+        dp_replicate_size, offload: see `HelixConfig`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -256,11 +271,11 @@ def build_mesh(
     check_world(world, tp_size, pp_size, cp_size, ep_size, dp_replicate_size=dp_replicate_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, group
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, offload, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size)
+        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size, offload)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -270,7 +285,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh for a configuration, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    zero = config.zero_stage, config.dp_replicate_size
+    zero = config.zero_stage, config.dp_replicate_size, config.offload
     return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, *zero)
 
 
@@ -289,15 +304,16 @@ def _new_mesh(
     inter_node_axes: Collection[str] | None,
     zero_stage: int,
     dp_replicate_size: int,
+    offload: str | None,
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
-        return Mesh(sizes, device, None, single, single, single, Pipe([0]), None, None, None, None)
+        alone = _stepped_whole(None) if offload else None
+        axes_and_groups = single, single, single, Pipe([0]), None, None, None, None
+        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=_host_link(offload))
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
-    if backend == groups.NCCL:
-        groups.order_launches(pp_size)
     rows = _rows_of(sizes, dp_replicate_size)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
@@ -319,14 +335,14 @@ def _new_mesh(
 
     copies = None
     if dp_replicate_size > 1:
-        copies = Axis(GroupTransport(groups.group_of(rows["copies"], use="gradients")), Kind.GRADIENTS)
+        copies = Axis(GroupTransport(groups.group_of(rows["copies"], use=groups.GRADIENTS)), Kind.GRADIENTS)
 
     def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
         if zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
-            return None
+            return _stepped_whole(group) if offload else None
         kind = reduction_kind
         if copies is not None:
-            group = groups.group_of(rows[name], use="gradients")
+            group = groups.group_of(rows[name], use=groups.GRADIENTS)
             kind = Kind.INTER_NODE if {name, *["cp"] * (cp_size > 1)} & set(inter_node_axes) else Kind.INTRA_NODE
         reduce = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
         if zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
@@ -336,23 +352,35 @@ def _new_mesh(
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use="gradients")
+    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use=groups.GRADIENTS)
     replica_axes = axes_over("shards", replica_group)
     expert_replica_group, expert_replica_axes = replica_group, replica_axes
     if ep_size > 1:
         expert_replica_group = None
         if rows["expert_replicas"].shape[-1] > 1:
-            expert_replica_group = groups.group_of(rows["expert_replicas"], use="gradients")
+            expert_replica_group = groups.group_of(rows["expert_replicas"], use=groups.GRADIENTS)
         expert_replica_axes = axes_over("expert_shards", expert_replica_group)
     pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
-    mesh = Mesh(
-        sizes, device, device_mesh, *axes, *further_groups, None, replica_axes, expert_replica_axes, reduction_kind
-    )
+    of_replicas = replica_axes, expert_replica_axes, reduction_kind
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload))
     if backend == groups.NCCL:
+        kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
+        lanes = 4 * min(2, pp_size - 1)  # of the rank with the most neighbours, so that all ranks find the same
+        groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh
+
+
+def _host_link(offload: str | None) -> HostLink | None:
+    return HostLink() if offload else None
+
+
+def _stepped_whole(group: dist.ProcessGroup | None) -> ReplicaAxes:
+    """Returns the axes of parameters that every replica, the ranks of a group, steps whole."""
+    alone = Axis(SilentTransport(1, 0), Kind.GRADIENTS)
+    return ReplicaAxes(alone, alone, None if group is None else Axis(GroupTransport(group), Kind.GRADIENTS))
 
 
 def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, torch.Tensor]:
@@ -378,36 +406,50 @@ def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, 
 
 
 def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
-    options = groups.options_of("gradients")
+    sizes = {"dp_replicate": (dp_size, groups.GRADIENTS), "tp": (shared, groups.COLLECTIVE)}
+    options = {name: groups.options_of(use) for name, (size, use) in sizes.items() if size > 1}
     return init_device_mesh(
         device.type,
         (dp_size, shared),
-        mesh_dim_names=("dp_replicate", "tp"),
-        backend_override=None if options is None or dp_size == 1 else {"dp_replicate": options},
+        mesh_dim_names=tuple(sizes),
+        backend_override={name: each for name, each in options.items() if each is not None} or None,
     )
 
 
-def connect(mesh: Mesh) -> None:
-    """Makes the communicators of all groups, by the smallest operation of every sort that each group serves.
+WARM_UP = 1, 2**23
+"""Elements of float32 that each group carries before the first step. NCCL connects each of its algorithms at the first
+message of a size for it, which blocks the host; one element and 32 MiB take all that a window takes."""
 
-    All ranks go through the groups in one order, and wait for the device once, at the end.
+
+def connect(mesh: Mesh) -> None:
+    """Makes the communicators of all groups, by small and large operations of every sort that each group serves.
+
+    All ranks go through the groups in one order, and wait for the device once, at the end. No tensor's memory stays.
     """
-    one = torch.ones(1, device=mesh.device)
+    for elements in WARM_UP:
+        _carry(mesh, torch.ones(elements, device=mesh.device))
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+        torch.cuda.empty_cache()
+
+
+def _carry(mesh: Mesh, value: torch.Tensor) -> None:
+    """Carries a value over each group, in every way of a window."""
     reducing = [axis.group for each in mesh._shard_axes if each for axis in (each.reduce, each.copies) if axis]
     others = mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group
     for group in dict.fromkeys((*others, *reducing)):
-        if group is not None:
-            dist.all_reduce(one, group=group)
-    dist.all_reduce(one)
+        for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG] * value.is_cuda):  # as of gradients, see `reduce.py`
+            if group is not None:
+                dist.all_reduce(value, op, group=group)
+    dist.all_reduce(value)
     for axis in mesh.axes:
-        dist.all_reduce(one, group=axis.group)
-        several = one.repeat(axis.size)
-        axis.transport.all_gather(several, one)
-        axis.transport.reduce_scatter(one, several)
+        dist.all_reduce(value, group=axis.group)
+        part = value[: max(1, len(value) // axis.size)]
+        several = part.repeat(axis.size)
+        axis.transport.all_gather(several, part)
+        axis.transport.reduce_scatter(part, several)
         axis.transport.exchange(several.clone(), several)  # also the connections of a ring step
-    mesh.pipe.connect(one)
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    mesh.pipe.connect(value)
 
 
 def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:

@@ -53,8 +53,8 @@ class Bucket:
         placements: the parameters, with their cuts.
         adders: the operators that add to their gradients.
         bytes: of the gradients, on the rank with most of them.
-        spans_batches: whether ranks with other tokens (dp, cp) add to them. If not, tensor parallelism alone reduces
-            them: few and small gradients.
+        spans_batches: whether ranks with other tokens (dp, cp) add to them, or the host takes them. If not, tensor
+            parallelism alone reduces them: few and small gradients.
         flat: the flat parameter; None where every rank keeps the full parameters.
     """
 
@@ -72,12 +72,16 @@ class Bucket:
 
 def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
     """Returns the buckets of a rank of the pipeline, from its units by index in the layout."""
-    reduced = [made for made in by_completion(units) if _is_reduced(made.parameter, made.placement, mesh)]
+    flats = {p: flat for unit in units.values() for flat in unit.flat_parameters.values() for p in flat.placements}
+    reduced = [
+        made
+        for made in by_completion(units)
+        if made.parameter in flats or _is_reduced(made.parameter, made.placement, mesh)
+    ]
     sizes = {
         made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
         for made in reduced
     }
-    flats = {p: flat for unit in units.values() for flat in unit.flat_parameters.values() for p in flat.placements}
     full = [parameter for parameter in sizes if parameter not in flats]
     numbers = dict(zip(full, fill_buckets([sizes[parameter] for parameter in full], BUCKET_BYTES), strict=True))
     groups: dict[int | FlatParameter, list[TrainedParameter]] = {}
@@ -92,10 +96,10 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
             {made.parameter: made.placement for made in group},
             tuple(dict.fromkeys(adder for made in group for adder in made.adders)),
             sum(sizes[made.parameter] for made in group),
-            any(mesh.replica_group_of(made.placement) is not None for made in group),
-            flats.get(group[0].parameter),
+            flat is not None or any(mesh.replica_group_of(made.placement) is not None for made in group),
+            flat,
         )
-        for group in groups.values()
+        for group, flat in ((group, flats.get(group[0].parameter)) for group in groups.values())
     ]
 
 

@@ -3,7 +3,8 @@
 In:   buckets of parameters (see `hf_helix.runtime.gradients.buckets`) with the gradients of a window on this rank, and
       the mesh.
 Out:  without ZeRO complete gradients on every rank. With ZeRO `shard.grad`, the average over the data-parallel ranks
-      for this rank's part of every parameter, and no gradient on the parameters. One norm, equal on every rank.
+      for this rank's part of every parameter, and no gradient on the parameters; on the host where the shard is. One
+      norm, equal on every rank.
 Must hold: sums run in float32 at least, in the same order on every rank and every time. A parameter without a gradient
 on this rank has none on the others, and its shards get none. The norm counts replicas once.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
@@ -26,10 +28,11 @@ from hf_helix.operators.param_shard import EXPERTS, TP, Placement
 from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import host_memory
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams import DOWN, Event, Streams
 
 
 class FlatParameterGradients:
@@ -56,7 +59,7 @@ class FlatParameterGradients:
         gradients: list[Any] = [parameter.grad for parameter in self._with_gradient]
         dtype = gradients[0].dtype
         summed_in = _summed_in(dtype)
-        self._buffer = self._flat.shard.new_zeros(self._flat.length, dtype=summed_in)
+        self._buffer = torch.zeros(self._flat.length, dtype=summed_in, device=self._flat.device)
         views = self._flat.views(self._buffer)
         self._places: list[Any] = [views[parameter] for parameter in self._with_gradient]
         self._is_moved = summed_in is dtype
@@ -67,23 +70,28 @@ class FlatParameterGradients:
 
     def reduce_scatter(self, divisor: int, link: EmulatedLink | None = None) -> TransferFn:
         """Gives the shards their gradients, not filled yet, and returns a function to fill them with sums / `divisor`,
-        over the ranks of a copy and then over the copies (`link` is the emulated link between these). Collective."""
+        over the ranks of a copy and then over the copies (`link` is the emulated link between these). Shards on the
+        host get theirs in `copy_to_host`. Collective."""
         local: list[Any] = [parameter.grad for parameter in self._with_gradient]
-        shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
-        parts = self._flat.split_shard(shard)
-        sums: list[Any] = [parts[parameter] for parameter in self._with_gradient]
-        gradients: list[Any] = [
+        shard, scatter = self._buffer, None
+        if self._flat.reduce_axis.size > 1:
+            shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
+        sums = self._parts_of(shard)
+        self._gradients: list[Any] = [
             part if part.dtype is parameter.dtype else torch.empty_like(part, dtype=parameter.dtype)
             for parameter, part in zip(self._with_gradient, sums, strict=True)
         ]
-        for parameter, gradient in zip(self._with_gradient, gradients, strict=True):
+        gradients = self._gradients
+        for parameter in self._with_gradient:
             parameter.grad = None
-            self._flat.shards[parameter].grad = gradient
+        if self._flat.host is None:
+            self._give(gradients)
 
         def work() -> None:
             if not self._is_moved:
                 torch._foreach_copy_(self._places, local)
-            scatter()
+            if scatter is not None:
+                scatter()
             if self._flat.copies is not None and self._flat.copies.group is not None:
                 all_reduce(shard, self._flat.copies.group, link)
             if divisor > 1:
@@ -93,11 +101,43 @@ class FlatParameterGradients:
 
         return work
 
+    def copy_to_host(self) -> TransferFn:
+        """Gives the shards on the host their gradients, not filled yet, and returns a function to copy these there,
+        after `reduce_scatter` has filled them on the device."""
+        dtype, device = self._gradients[0].dtype, self._flat.device
+        on_host = self._parts_of(host_memory(self._flat.shard, dtype, device))
+        norms = torch.empty(len(on_host), dtype=dtype, device=device)
+        self._give(on_host)
+        assert self._flat.host is not None
+        copy = self._flat.host.link.down
+        parts = list(zip(on_host, self._gradients, norms, strict=True))
+
+        def work() -> None:
+            for gradient, part, norm in parts:
+                copy(gradient, part)
+                torch.linalg.vector_norm(part, out=norm)
+                _norms[gradient] = gradient._version, norm
+
+        return work
+
+    def _parts_of(self, shard: Tensor) -> list[Any]:
+        parts = self._flat.split_shard(shard)
+        return [parts[parameter] for parameter in self._with_gradient]
+
+    def _give(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self._with_gradient, gradients, strict=True):
+            self._flat.shards[parameter].grad = gradient
+
+
+_norms: Any = WeakTensorKeyDictionary()
+"""By gradient on the host: its version when its norm was taken on the device, and the norm."""
+
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
 
-MAX_UPCASTS = 2
-"""How many buckets in half precision may have an upcast to float32 alive on CUDA when the next upcast is made."""
+MAX_COPIES = 2
+"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory: the buffers of flat
+parameters, and upcasts of gradients in half precision."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
@@ -119,6 +159,7 @@ class GradientReducer:
         self._streams = streams
         self._pending = dict(enumerate(buckets))
         self._events: list[Event] = []
+        self._last_on_host: Event | None = None
 
     def reduce_bucket(self, number: int) -> None:
         """Reduces a bucket whose gradients are complete on this rank."""
@@ -130,12 +171,14 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
-        until every gradient is complete."""
+        until every gradient is complete; the host waits for gradients on the host."""
         for number in list(self._pending):
             self.reduce_bucket(number)
         for event in self._events:
             self._streams.wait(event)
-        self._events = []
+        if self._last_on_host is not None:  # copies to the host are in order
+            self._streams.wait_on_host(self._last_on_host)
+        self._events, self._last_on_host = [], None
 
     def _reduce(self, placements: Placements) -> None:
         tp = self._mesh.tp
@@ -146,12 +189,13 @@ class GradientReducer:
                 _move_to_one_buffer(parameters)
         if tp.group is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
-            summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
+            self._events += (summed := self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum"))
         for parameters, group in averaged:
-            self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
+            divisor = self._mesh.dp_size
+            self._events += self._issue(Kind.GRADIENTS, parameters, group, divisor, summed, "gradients.average")
 
     def _reduce_to_shards(self, flat: FlatParameter) -> None:
-        self._limit_upcasts(flat.placements)
+        self._limit_copies()
         gradients = FlatParameterGradients.take(flat)
         if gradients is None:
             return
@@ -159,7 +203,12 @@ class GradientReducer:
         tp = self._mesh.tp
         summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
         work = gradients.reduce_scatter(self._mesh.dp_size, self._mesh.link)
-        self._events.append(self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter"))
+        kind = flat.reduce_axis.kind
+        event = self._streams.issue(kind, work, summed, "gradients.scatter")
+        if flat.host is not None:
+            event = self._streams.issue(kind, gradients.copy_to_host(), [event], "gradients.down", DOWN)
+            self._last_on_host = event
+        self._events.append(event)
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """Returns the parameters that are cut over an axis, and the group of their replicas."""
@@ -177,19 +226,16 @@ class GradientReducer:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        self._limit_upcasts(parameters)
+        if any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
+            self._limit_copies()
         by_type = _by_type(parameters).values()
         sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
-        events = [self._streams.issue(kind, reduce, after, label) for reduce in sums]
-        self._events += events
-        return events
+        return [self._streams.issue(kind, reduce, after, label) for reduce in sums]
 
-    def _limit_upcasts(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Waits for earlier reductions before gradients in half precision get upcasts: CUDA keeps the memory of an
-        upcast until a wait for its reduction."""
-        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
-            while len(self._events) > MAX_UPCASTS:
-                self._streams.wait(self._events.pop(0))
+    def _limit_copies(self) -> None:
+        """Waits for earlier reductions before the next copy: until a wait, streams of a GPU hold the memory."""
+        while self._streams.holds_memory and len(self._events) > MAX_COPIES:
+            self._streams.wait(self._events.pop(0))
 
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
@@ -301,21 +347,26 @@ def _squares_of(
 ) -> Tensor:
     """Returns the sum of squares over the gradients of parameters with a chosen placement. Collective over the ranks
     that shard them."""
-    total = _squares(parameter.grad for parameter, placement in placements.items() if chosen(placement)).to(device)
-    for axis in dict.fromkeys(flat.reduce_axis for flat in flats if any(map(chosen, flat.placements.values()))):
-        shards = (
-            shard.grad
-            for flat in flats
-            if flat.reduce_axis is axis
-            for parameter, shard in flat.shards.items()
-            if chosen(flat.placements[parameter])
-        )
-        part = _squares(shards).to(device)
-        dist.all_reduce(part, group=axis.group)
+    flat_of = {parameter: flat for flat in flats for parameter in flat.placements}
+    parts: dict[dist.ProcessGroup | None, list[Tensor | None]] = {None: []}  # by the ranks that shard them
+    for parameter in (parameter for parameter, placement in placements.items() if chosen(placement)):
+        flat = flat_of.get(parameter)
+        stepped, group = (parameter, None) if flat is None else (flat.shards[parameter], flat.reduce_axis.group)
+        parts.setdefault(group, []).append(stepped.grad)
+    total = _squares(parts.pop(None)).to(device)
+    for group, gradients in parts.items():
+        part = _squares(gradients).to(device)
+        dist.all_reduce(part, group=group)
         total += part
     return total
 
 
 def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
-    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-    return norm.float().square()
+    norms = [_norm_or_itself(gradient) for gradient in gradients if gradient is not None]
+    return torch.nn.utils.get_total_norm(norms).float().square()
+
+
+def _norm_or_itself(gradient: Tensor) -> Tensor:
+    """Returns the norm of an unchanged gradient on the host, which the device has taken; otherwise the gradient."""
+    version, norm = _norms.get(gradient, (None, gradient))
+    return norm if version == gradient._version else gradient

@@ -234,6 +234,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ({}, 12, 2, 2),
         ({"shard_parameters": True}, 12, 2, 2),
         ({"shard_optimizer": True}, 12, 2, 2),
+        pytest.param({"pp_size": 2, "offload": "optimizer"}, 13, 4, 2, marks=SLOW),
         pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
         pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
         pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),

@@ -60,6 +60,10 @@ def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int
     assert [made for made, _ in weight_gathers(amounts, layout, AXES)] == list(training.gathers)
     assert [made for made, _ in gradient_sums(amounts, layout, case.spread_gradients)] == list(training.reductions)
     assert len(training.gathers) >= 5 * (1 + bf16) - 2
+    training = layout_of_training(model, bf16, tp_size=tp, offload="optimizer")
+    alone = {name: Ring(1, (1, 1)) for name in AXES}
+    assert [made for made, _ in weight_gathers(amounts, layout, alone, on_host=True)] == list(training.gathers)
+    assert [made for made, _ in gradient_sums(amounts, layout, on_host=True)] == list(training.reductions)
 
 
 @pytest.mark.parametrize("microbatches", [1, 6])

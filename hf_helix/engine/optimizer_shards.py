@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hf_helix.checkpoint.shard import has_slices
+from hf_helix.checkpoint.slices import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import meet
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.stage import Stage
@@ -54,9 +56,11 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
-            function = plain_parameters()(getattr(method, "__func__", method))
+            function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
+    if stage.host_shards:
+        optimizer.register_step_pre_hook(lambda *_: _fuse(optimizer))
+    optimizer.register_step_post_hook(lambda *_: stage.note_step())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
@@ -73,6 +77,28 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
                 optimizer.state[shard] = {
                     key: state if key in counters else flat.owned_part(state, parameter) for key, state in states
                 }
+
+
+@contextlib.contextmanager
+def host_threads(stage: Stage) -> Iterator[None]:
+    """Returns the context in which torch's work on the host, where shards lie there, takes this rank's share of the
+    cores: torchrun gives a process one thread. Also decorates functions."""
+    before = torch.get_num_threads()
+    if stage.host_shards:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(before, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _fuse(optimizer: Any) -> None:
+    """Has an optimizer step in a single pass over the host's memory, where it can and the user has not said otherwise:
+    on a CPU, torch's default is a loop over tensors with a pass for each operation."""
+    for group in optimizer.param_groups:
+        if group.get("fused", False) is None and not group.get("foreach") and not group.get("differentiable"):
+            group["fused"] = True
 
 
 def steps_shards(optimizer: Any) -> bool:
@@ -116,9 +142,7 @@ def unsharded(stage: Stage, what: str) -> Iterator[None]:
         for flat in stage.flat_parameters:
             flat.check_resharded()
         # Some full buffers include the shard that ranks step, so writes to their parameters would stay.
-        before = {
-            flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.cast_to is None
-        }
+        before = {flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.has_shard}
         with watched():
             meet(what)
             for flat in stage.flat_parameters:
@@ -131,4 +155,4 @@ def unsharded(stage: Stage, what: str) -> Iterator[None]:
                 flat.reshard()
             for flat, shard in before.items():
                 flat.shard.copy_(shard)
-                flat.mark_stale()
+            stage.mark_weights_stale()

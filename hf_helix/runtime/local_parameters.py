@@ -72,7 +72,7 @@ class LocalParameter:
     def mark(self) -> str:
         """The suffix of a state of this rank's part; empty where this rank steps the full parameter."""
         axes = [self.axis] if self.placement.dim is not None and self.axis.size > 1 else []
-        axes += [self.shard.axis] if self.shard is not None else []
+        axes += [self.shard.axis] if self.shard is not None and self.shard.axis.size > 1 else []
         if not axes:
             return ""
         return f"@{'.'.join(str(axis.rank) for axis in axes)}of{'.'.join(str(axis.size) for axis in axes)}"

@@ -1,0 +1,94 @@
+"""A shard on the host: fp32 masters in the host's memory, and a copy of them on the device (`offload="optimizer"`).
+
+In:   a shard in the host's memory, which an optimizer steps; the device's memory for its copy, in the type for
+      operators.
+Out:  the copy, after each step; memory on the host for gradients.
+Must hold: everything that crosses between host and device is pinned where the device is a GPU, so copies run beside
+computation. A shard is cast on the host, before it crosses: 2 bytes an element instead of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.base import TransferFn
+
+Carry = Callable[[int, int, TransferFn], object]
+"""Runs a transfer at the speed of an emulated link: bytes that leave the device, bytes that reach it, the transfer."""
+
+
+class HostLink:
+    """The link between the memory of the host and a device, which carries both directions at once.
+
+    Args:
+        carry: of an emulated link whose speed copies keep to; None for no emulation.
+    """
+
+    def __init__(self, carry: Carry | None = None) -> None:
+        self._carry = carry
+
+    def up(self, to: Tensor, source: Tensor) -> None:
+        """Copies a tensor to the device."""
+        self._copy(to, source, 0, to.nbytes)
+
+    def down(self, to: Tensor, source: Tensor) -> None:
+        """Copies a tensor to the host."""
+        self._copy(to, source, to.nbytes, 0)
+
+    def _copy(self, to: Tensor, source: Tensor, sent: int, received: int) -> None:
+        if self._carry is None:
+            to.copy_(source, non_blocking=True)
+        else:
+            self._carry(sent, received, lambda: to.copy_(source))
+
+
+def host_memory(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns memory on the host with a tensor's shape, for copies to or from a device."""
+    return torch.empty(like.shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class HostShard:
+    """A shard on the host and its copy on the device.
+
+    Args:
+        length: elements of the shard.
+        dtype: of the shard.
+        copy: the device's memory for the copy [length], in the type for operators.
+        link: between host and device.
+
+    Attributes:
+        shard: [length] on the host.
+        copy, link: as given.
+    """
+
+    def __init__(self, length: int, dtype: torch.dtype, copy: Tensor, link: HostLink) -> None:
+        self.copy, self.link = copy, link
+        self._crossing = host_memory(copy, copy.dtype, copy.device)  # what crosses: the shard itself, or its cast
+        self.shard = self._crossing if dtype is copy.dtype else torch.empty(length, dtype=dtype)
+        self.shard.zero_()
+        self._cast_at, self._copied_at = -1, -1  # versions of the shard
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copy equals the shard, but for steps that only `mark_stale` reports."""
+        return self._copied_at == self.shard._version
+
+    def mark_stale(self) -> None:
+        """Reports a possible step of an optimizer: fused ones leave torch's version counter as it is."""
+        self._copied_at = -1
+
+    def cast(self) -> None:
+        """Casts the shard to the type of its copy, after a step."""
+        if self._crossing is not self.shard:
+            self._crossing.copy_(self.shard)
+        self._cast_at = self.shard._version
+
+    def refresh(self) -> TransferFn:
+        """Returns a function to copy the shard to the device."""
+        if self._cast_at != self.shard._version:  # written by something else than a step
+            self.cast()
+        self._copied_at = self._cast_at
+        return lambda: self.link.up(self.copy, self._crossing)

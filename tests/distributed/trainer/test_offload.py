@@ -1,0 +1,169 @@
+"""`offload="optimizer"`: bit for bit the run without it, on every layout; a run goes on with it and without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import jobs
+from support.resume_jobs import make
+
+from hf_helix.operators.zero.zero1 import zero1_flat_parameters
+from hf_helix.runtime.divided import plain_parameters
+
+JOB = "support.resume_jobs:run"
+SLOW = pytest.mark.slow
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "cp2": {"cp_size": 2},
+    "dp2": {},
+    "ep2": {"ep_size": 2},
+    "shard_optimizer": {"shard_optimizer": True},
+    "shard_parameters": {"shard_parameters": True},
+    "ep2 shard_optimizer": {"ep_size": 2, "shard_optimizer": True},
+    "ep2 shard_parameters": {"ep_size": 2, "shard_parameters": True},
+}
+BF16 = {"bf16": True}
+TIED = {"model": {"tie_word_embeddings": True}}
+TUNED = {"plan": "auto", "tuning_share": 1.0, "cache": False}
+LORA = {"lora": {}}
+
+
+def options_of(
+    layout: str, offload: bool, training: dict[str, Any] | None = None, helix: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Options of a job: clipped, over two micro-batches."""
+    options = {"plan": "greedy", **LAYOUTS[layout], **(helix or {}), **({"offload": "optimizer"} if offload else {})}
+    if "ep2" in layout:
+        more["model"] = {"family": "mixtral", **more.get("model", {})}
+    return {
+        "helix": options,
+        "training": {"optim": "adamw_torch_fused", "max_grad_norm": 0.3, **(training or {})},
+        **more,
+    }
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint-4" / "model.safetensors")
+
+
+def assert_same(mine: Path, theirs: Path) -> None:
+    """The saved weights have the same bits."""
+    weights, expected = saved(mine), saved(theirs)
+    assert weights.keys() == expected.keys()
+    assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+
+
+def cases() -> list[Any]:
+    quick = [("pp2", {"training": BF16, **TIED}), ("dp2", {})]
+    slow: list[tuple[str, dict[str, Any]]] = [
+        *((layout, {"training": BF16}) for layout in LAYOUTS if layout != "pp2"),
+        *((layout, {}) for layout in LAYOUTS if layout != "dp2"),
+        *((layout, {"training": {"optim": "sgd", "max_grad_norm": 0.0}}) for layout in ("tp2", "dp2")),
+        ("pp2", {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}}),
+        ("tp2", {"helix": {"recompute": "full"}, "training": BF16, **TIED}),
+    ]
+    return [pytest.param(*case, id=str(case)) for case in quick] + [
+        pytest.param(*case, id=str(case), marks=SLOW) for case in slow
+    ]
+
+
+@pytest.mark.parametrize(("layout", "options"), cases())
+def test_a_run_has_the_bits_of_the_run_without(
+    layout: str, options: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    with_it, without = (
+        cluster_of(2).run(JOB, folder=str(tmp_path / str(offload)), **options_of(layout, offload, **options))
+        for offload in (True, False)
+    )
+    for mine, theirs in zip(with_it, without, strict=True):
+        for key in ("losses", "rates", "eval"):
+            assert mine[key] == theirs[key], key
+    assert_same(tmp_path / "True", tmp_path / "False")
+
+
+@SLOW
+def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_path: Path) -> None:
+    """Adagrad has states before its first step; they are cut as without."""
+    options = {"training": {"optim": "adagrad"}}
+    with_it, without = (
+        cluster_of(2).run(JOB, folder=str(tmp_path / str(offload)), **options_of("tp2", offload, **options))
+        for offload in (True, False)
+    )
+    assert list(with_it[0]["losses"].values()) == pytest.approx(list(without[0]["losses"].values()), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "offloads", "second", "then", "exactly"),
+    [
+        ("pp2", True, "pp2", False, True),
+        pytest.param("pp2", False, "pp2", True, True, marks=SLOW),
+        pytest.param("pp2", True, "pp2", True, True, marks=SLOW),
+        pytest.param("tp2", True, "tp2", False, True, marks=SLOW),
+        pytest.param("shard_optimizer", True, "shard_parameters", True, False, marks=SLOW),
+        pytest.param("dp2", True, "shard_optimizer", False, False, marks=SLOW),
+        pytest.param("pp2", True, "tp2", False, False, marks=SLOW),
+        pytest.param("tp2", False, "pp2", True, False, marks=SLOW),
+    ],
+)
+def test_a_run_goes_on_with_it_and_without_it(
+    first: str, offloads: bool, second: str, then: bool, exactly: bool, cluster_of: Any, tmp_path: Path
+) -> None:
+    whole = cluster_of(2).run(JOB, folder=str(tmp_path / "whole"), **options_of(first, offloads))
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    resumed = cluster_of(2).run(JOB, folder=str(tmp_path / "again"), resume=checkpoint, **options_of(second, then))
+    for mine, theirs in zip(resumed, whole, strict=True):
+        assert list(mine["losses"].values()) == pytest.approx(list(theirs["losses"].values()), abs=1e-5)
+        assert mine["rates"] == theirs["rates"]
+    if exactly:
+        assert_same(tmp_path / "again", tmp_path / "whole")
+
+
+def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
+    """The device keeps weights in the type of products; masters, states and gradients are the host's. torch's default
+    optimizer is fused there, and the number of threads is as before."""
+    trainer = make(str(tmp_path), {"offload": "optimizer"}, training={"optim": "adamw_torch", "max_steps": 2, **BF16})
+    threads = torch.get_num_threads()
+    trainer.train()
+    assert torch.get_num_threads() == threads
+    stage, optimizer = trainer.helix.runner.stage, trainer.optimizer
+    flats = stage.flat_parameters
+    shards = [shard for flat in flats for shard in flat.shards.values()]
+    with plain_parameters():
+        assert len(shards) == len(list(trainer.model.parameters()))
+        assert {id(each) for group in optimizer.param_groups for each in group["params"]} == set(map(id, shards))
+        assert all(optimizer.state[shard]["exp_avg"].shape == shard.shape for shard in shards)
+        assert all(flat.host is not None and flat.shard.dtype == torch.float32 for flat in flats)
+        buffers = {flat.name: flat.buffer for flat in zero1_flat_parameters(flats)}
+        assert buffers["weights.products"].dtype == torch.bfloat16
+        assert all(flat.buffer.data_ptr() != flat.shard.data_ptr() for flat in zero1_flat_parameters(flats))
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@SLOW
+def test_plans_are_measured_with_the_copies(cluster_of: Any, tmp_path: Path) -> None:
+    for result in cluster_of(2).run(JOB, folder=str(tmp_path / "tuned"), **options_of("tp2", True, helix=TUNED)):
+        assert len(result["losses"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ("adafactor", "optim='adafactor': use optim='adamw_torch_fused', or leave out offload='optimizer'"),
+        ("adamw_bnb_8bit", "only optimizers that treat every element by itself"),
+        ("paged_adamw_32bit", "the host's cores step the weights"),
+    ],
+)
+def test_other_optimizers_are_refused(optim: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        jobs.make_trainer(str(tmp_path), {"offload": "optimizer"}, training={"optim": optim})
+
+
+def test_an_own_optimizer_says_what_it_reads(tmp_path: Path) -> None:
+    given = (torch.optim.Adafactor, {"lr": 1e-3})
+    with pytest.raises(ValueError, match=r"Adafactor, \.\.\.\): with offload='optimizer' the host's cores step"):
+        jobs.make_trainer(str(tmp_path), {"offload": "optimizer"}, optimizer_cls_and_kwargs=given)
