@@ -57,6 +57,11 @@ def has_towers(model: Any) -> bool:
     return is_composite and not _multimodal_classes().isdisjoint(kind.__name__ for kind in type(model).__mro__)
 
 
+def is_stock(model: Any) -> bool:
+    """Returns whether a model is of a language-model class of Transformers itself, not of a class above."""
+    return type(model).__name__ in _language_models() and type(model).__module__.startswith("transformers.")
+
+
 def check_causal_lm_class(name: str, instead: str = "") -> None:
     """Refuses a model class of Transformers that is no causal language model.
 

@@ -33,28 +33,33 @@ from hf_helix.models.graph.experts import check_expert_count, expert_side_inputs
 from hf_helix.models.lowering.lower import Lowering
 from hf_helix.models.lowering.segment_function import Share
 from hf_helix.models.lowering.segment_plan import SegmentPlan
-from hf_helix.models.model_code import forward_of, other_code
+from hf_helix.models.model_code import forward_of, has_stock_loss, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.towers import REFUSED, Towers
-from hf_helix.models.trace.calls import LayerCall, LayerCalls, count_seen, named_masks
+from hf_helix.models.trace.calls import LayerCall, LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
     PLACES,
     SEEN,
+    ComputesWithMask,
     Given,
     ModuleTrace,
     Underivable,
     args_of,
     trace,
 )
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
-POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
-"""The positions of tokens as an argument of the full model."""
+POSITIONS = {
+    False: Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,)),
+    True: Given(PLACES, (EXAMPLE_BATCH, EXAMPLE_LENGTH), torch.int64, (0, 1)),
+}
+"""The positions of tokens as an argument of the full model, alike for all rows and for each row."""
 
 DOCUMENTS_OF_KERNELS = ("seq_idx", "cu_seq_lens_q")
 OF_DOCUMENTS = (
@@ -86,12 +91,15 @@ class DerivedFamily(Family):
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
         self._width = base.get_input_embeddings().weight.shape[1]
+        self._num_positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
         with refusing(base):
-            self.calls = LayerCalls(base)
+            if has_towers(base) and not has_stock_loss(base):
+                raise Underivable("it has a loss of its own above embeddings that its towers may change")
             self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
             self._kinds: dict[tuple[str, int, int], SegmentPlan] = {}
-            self._has_experts = bool(self._expert_counts())
             self._routers = {id(router.module): router.index for router in routers_of(base)}
+            self.calls = self._calls_of(base)
+            self._has_experts = bool(self._expert_counts())
             self._balance: Balance | None = None
             self._has_head = base.get_output_embeddings() is not None
             self._ends_at_decoder = not self._has_head
@@ -107,10 +115,24 @@ class DerivedFamily(Family):
             self._towers = Towers(base, self.calls) if has_towers(base) else None
             self.unread = {**documents, **({} if self._towers is None else REFUSED)}
 
+    def _calls_of(self, base: Any) -> LayerCalls:
+        """Returns the arguments of layers, with masks as tensors if the code of a layer computes with a mask."""
+        try:
+            self.calls = LayerCalls(base)
+            for number in range(len(self.calls.calls)):
+                self._traced(self._key(number), self._tracing(number))
+            return self.calls
+        except ComputesWithMask:
+            self._traces.clear()
+            return LayerCalls(base, makes_masks=True)
+
     # -- units -----------------------------------------------------------------------------------------------------
 
     def layers(self, model: Any) -> Sequence[nn.Module]:
         return list(self.calls.decoder.layers)
+
+    def decoder(self, model: Any) -> nn.Module:
+        return self.calls.decoder.module
 
     def final_norm(self, model: Any) -> nn.Module:
         raise NotImplementedError
@@ -122,6 +144,7 @@ class DerivedFamily(Family):
         sums = None if balance is None else b.input(BALANCE)
         lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
         x, parts = lowering.run(), lowering.parts
+        _freeze(b, [p for name, p in layer.named_parameters() if not plan.trace.reads(name)])
         if sums is None:
             return b.build(x)
         routers = self._routers_in(layer)
@@ -162,7 +185,8 @@ class DerivedFamily(Family):
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
-        return Lowering(plan, b, model, {plan.start[0]: x}).run()
+        output = Lowering(plan, b, model, {plan.start[0]: x}).run()
+        return b.segment("output", _same, x, compiles=False) if output == x else output
 
     def balance(self, model: Any) -> Balance | None:
         """Returns the load-balancing loss of the latest units."""
@@ -192,9 +216,7 @@ class DerivedFamily(Family):
         """Returns the segment plan of a layer, shared by all equal layers."""
         key = self._key(number)
         if (key, size, rank) not in self._kinds:
-            layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
-            make = functools.partial(self._trace_layer, layer, call)
-            placements = self._place(key, make, size, ValuePlacement(SHARD))
+            placements = self._place(key, self._tracing(number), size, ValuePlacement(SHARD))
             graph = placements.trace
             self._kinds[key, size, rank] = SegmentPlan(placements, Share(size, rank), [graph.hidden], graph.result)
         return self._kinds[key, size, rank]
@@ -205,12 +227,20 @@ class DerivedFamily(Family):
         """Returns the placements of a trace, after tracing through the norms named by `NeedsInlining`."""
         inlined: frozenset[str] = frozenset()
         while True:
-            if (key, inlined) not in self._traces:
-                self._traces[key, inlined] = make(inlined)
             try:
-                return infer_placements(self._traces[key, inlined], tp_size, hidden)
+                return infer_placements(self._traced(key, make, inlined), tp_size, hidden)
             except NeedsInlining as needed:
                 inlined |= {needed.path}
+
+    def _traced(
+        self, key: str, make: Callable[[frozenset[str]], ModuleTrace], inlined: frozenset[str] = frozenset()
+    ) -> ModuleTrace:
+        if (key, inlined) not in self._traces:
+            self._traces[key, inlined] = make(inlined)
+        return self._traces[key, inlined]
+
+    def _tracing(self, number: int) -> Callable[[frozenset[str]], ModuleTrace]:
+        return functools.partial(self._trace_layer, self.calls.decoder.layers[number], self.calls.calls[number])
 
     def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
         opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
@@ -228,7 +258,10 @@ class DerivedFamily(Family):
             return (result[0] if isinstance(result, tuple) else result, *(x for x in recorded if isinstance(x, Tensor)))
 
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
-        return trace(skeleton, opaque_calls, hidden, call.given, run)
+        graph = trace(skeleton, opaque_calls, hidden, call.given, run)
+        if graph.longest is not None and graph.longest < self._num_positions:
+            raise Underivable(f"its code does something else for rows of more than {graph.longest} tokens")
+        return graph
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
         """Traces a full model with opaque layers, up to its logits or to the output of its decoder."""
@@ -236,7 +269,7 @@ class DerivedFamily(Family):
         opaque_calls, skeleton, decoder = OpaqueCalls(inlined), skeleton_of(model).train(), self.calls.decoder
         skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
         vars(skeleton).pop("forward", None)  # refused elsewhere, or code above the decoder, such as TRL's fused head
-        layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
+        layers: Any = skeleton.get_submodule(decoder.prefix)
         for number, layer in enumerate(layers):
             opaque = opaque_calls.add(LAYER, str(number))
             layer.forward = _as_opaque(opaque, self.calls.is_tuple, decoder.rest)
@@ -250,7 +283,7 @@ class DerivedFamily(Family):
 
         def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
             inner = module.get_submodule(decoder.path)
-            with named_masks(inner):
+            with self.calls.decoder.masks(inner):
                 called = inner if self._ends_at_decoder else module
                 if self._towers is not None and called is not inner:
                     self._towers.trace(opaque_calls, inner, module.get_input_embeddings())
@@ -259,7 +292,7 @@ class DerivedFamily(Family):
             return found
 
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
-        return trace(skeleton, opaque_calls, ids, [POSITIONS], run)
+        return trace(skeleton, opaque_calls, ids, [POSITIONS[self.calls.has_rows]], run)
 
     def _plans_of_ends(self, model: Any, size: int, rank: int) -> tuple[SegmentPlan, SegmentPlan]:
         key = self._ends_at_decoder, size, rank
@@ -327,6 +360,8 @@ class DerivedFamily(Family):
         self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
         side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
+        if self.calls.has_rows:
+            side[PLACES] = side[PLACES].expand_as(side["ids"])
         if self.is_recurrent:
             mask = batch.get("attention_mask")
             is_hiding = mask is not None and mask.dim() == 2 and form_of(batch).is_masked
@@ -351,15 +386,14 @@ class DerivedFamily(Family):
         return self._towers is not None and self._towers.are_trained
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None or not self.calls.counts_what_is_seen:
-            return super().count_positions(ids, mask)
-        return count_seen(mask)
+        counted = None if self.calls.count is None else self.calls.count(ids, mask)
+        return super().count_positions(ids, mask) if counted is None else counted
 
     def attention_inputs(
         self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
     ) -> dict[str, Any]:
         masks = causal_masks(model, self._windows, ids, mask, documents)
-        return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
+        return {**self.calls.tensors(ids, positions, mask), "masks": masks, "positions": positions}
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
         return self._taken(self.calls.tensors(ids, positions), ids, cut)
@@ -380,6 +414,17 @@ def _as_opaque(number: int, is_tuple: bool, rest: tuple[None, ...]) -> Any:
         return (result, *rest) if is_tuple else result
 
     return forward
+
+
+def _freeze(b: Builder, parameters: Sequence[nn.Parameter]) -> None:
+    """Places parameters that nothing reads: as in Transformers, each is without gradient and without a step."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    b.place(parameters, COPIED)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value.view_as(value)
 
 
 def _named(function: Any) -> str:

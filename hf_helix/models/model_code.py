@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -153,6 +154,13 @@ def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
         )
     elif owner is not None and not is_own and _root(owner.__module__) not in OWN:
         yield f"{owner.__name__}.loss_function overrides that of Transformers: remove the override"
+    runs: Any = _owner(type(base), "forward")
+    code = inspect.unwrap(runs.forward)
+    if _home(code).startswith("transformers.") and "loss_function" not in code.__code__.co_names:
+        yield (
+            f"{runs.__name__}.forward has a loss of its own in place of Transformers' ForCausalLMLoss: use "
+            "HelixTrainer, which calls the model for its loss"
+        )
 
 
 def has_stock_loss(base: Any) -> bool:

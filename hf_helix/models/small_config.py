@@ -103,10 +103,11 @@ SIZES = {
     "original_max_position_embeddings mamba_d_state state_size ssm_state_size mamba_d_head mamba_headdim "
     "mamba_head_dim gated_norm_rank laurel_rank adapter_rank",
     ROTARY_SIZE: "qk_rope_head_dim rotary_dim sliding_window attention_chunk_size floor_scale log_scaling_n_floor "
-    "chunk_size mamba_chunk_size mamba_n_heads mamba_num_heads index_topk index_block_size ffn_round_up_to_multiple_of",
+    "chunk_size mamba_chunk_size mamba_n_heads mamba_num_heads index_topk index_block_size block_size "
+    "ffn_round_up_to_multiple_of",
     HEADS: "num_attention_heads swa_num_attention_heads encoder_attention_heads decoder_attention_heads "
     "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
-    2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers decoder_layers linear_num_key_heads "
+    2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers linear_num_key_heads "
     "index_topk_blocks num_mem_blocks zero_expert_num kv_n_heads moe_top_k n_shared_experts num_shared_experts "
     "num_encoder_layers num_blocks",
     1: "topk_group",
@@ -229,7 +230,7 @@ def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int =
     kept = _kept(kinds, count, fewest)
     for name, features in said.items():
         values[name] = _restricted(name, features, kept)
-    values.update(dict.fromkeys(counts, len(kept)))
+    values.update(dict.fromkeys(counts, len(kept) if said else max(len(kept), fewest)))
     for name, offset in PERIODS.items():
         if isinstance(values.get(name), int):
             values[name] = min(values[name], FEWEST)

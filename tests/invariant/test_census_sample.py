@@ -10,9 +10,17 @@ from hf_helix.models.census import FAILED, PROVEN, REFUSED, read_census
 LIMIT = 600.0
 
 
-SAMPLE = {"Gemma2ForCausalLM": ["pp2", "cp2"], "GptOssForCausalLM": ["cp2"], "MixtralForCausalLM": ["ep2"]}
+SAMPLE = {
+    "Gemma2ForCausalLM": ["pp2", "cp2"],
+    "GptOssForCausalLM": ["cp2"],
+    "MixtralForCausalLM": ["ep2"],
+    "RobertaForCausalLM": ["tp2"],
+    "BloomForCausalLM": ["tp2"],
+    "XGLMForCausalLM": ["tp2", "pp2"],
+    "DeepseekV32ForCausalLM": ["tp2", "pp2", "ep2"],
+}
 """With tensor parallelism, Gemma 2 is proven by `test_training_equals_the_stock_trainer`, before it trains."""
-QUICK = ("MixtralForCausalLM",)
+QUICK = ("MixtralForCausalLM", "RobertaForCausalLM", "BloomForCausalLM")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def gradients_cut(module: nn.Module, x: Tensor, gradient: Tensor, size: int = 2,
         for parameter, placement in unit.placements.items():
             parameter.data = placement.cut(parameter.data, size, rank)
     side: dict[str, Any] = {**given, "masks": {None: None}, "positions": torch.arange(x.shape[1])[None], "ends": {}}
+    side["length"] = x.shape[1]
     parts = [[value.transpose(0, 1).chunk(size)[rank] for value in (x, gradient)] for rank in range(size)]
     runs = on_ranks(meeting, lambda rank: run_units([units[rank]], parts[rank][:1], side, parts[rank][1:]))
     out, entering = ([torch.cat([run[place][0] for run in runs]).transpose(0, 1)] for place in (0, 1))

@@ -79,7 +79,7 @@ def carry_patches(model: Any, small: Any) -> None:
         ValueError: names a patch that cannot be carried over.
     """
     plain, decoder = _as_made(model), Decoder(model)
-    prefix = f"{decoder.path}.{decoder.name}".removeprefix(".")
+    prefix = decoder.prefix
     inside = {id(module) for layer in decoder.layers for module in layer.modules()}
     outside = list(_patches(model, plain, "", lambda module: id(module) in inside))
     sources = _sources(model, plain, small, prefix)

@@ -200,6 +200,7 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
         try:
             ours = on_all_ranks(lambda: _Copy(model, config, mesh))
             ours.set_mode(decide_on_rank_0(ours.draws))
+            on_all_ranks(ours.run_unsplit)
             declared = on_all_ranks(ours.declare)
         except Exception as error:
             return Proof(*about, refusal=shared_reason(error))
@@ -257,6 +258,21 @@ class _Copy:
         self.model.train(not draws)
         if self.unsplit is not None:
             self.unsplit.model.train(not draws)
+
+    def run_unsplit(self) -> None:
+        """Runs the unsplit model on all batches; the results are kept.
+
+        Raises:
+            ValueError: the model does not train on batches of some kind.
+        """
+        if self.unsplit is None:
+            return
+        for kind in KINDS:
+            try:
+                self._expected(self.unsplit, kind, self.windows[0][kind])
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise ValueError(f"the unsplit model does not train on token ids alone ({kind}): {problem}") from error
 
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.reader import persistent_tensors
-from hf_helix.models.causal_lm import has_towers
+from hf_helix.models.causal_lm import has_towers, is_stock
 from hf_helix.models.copies import copy_module
+from hf_helix.models.model_code import has_stock_loss
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.vocab_parallel import IGNORED
 
@@ -109,11 +110,11 @@ def _hide(batch: Batch, kind: str, pad: int) -> None:
 
 
 def ends_at_decoder(model: Any) -> bool:
-    """Returns whether the output of the decoder is compared: a model has no language-model head, or more than a head
-    above its decoder."""
+    """Returns whether the output of the decoder is compared: a model has no language-model head, a loss of its own, or
+    more than a head above its decoder and is no language model of Transformers."""
     head = model.get_output_embeddings()
-    if has_towers(model):
-        return head is None
+    if has_towers(model) or is_stock(model):
+        return head is None or not has_stock_loss(model)
     known = {*Decoder(model).module.parameters(), *model.get_input_embeddings().parameters()}
     return head is None or not known.union(head.parameters()).issuperset(model.parameters())
 

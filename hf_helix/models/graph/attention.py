@@ -107,7 +107,7 @@ class Attention:
     Args:
         module: the attention module of Transformers.
         heads: maps the outputs of the projections (queries, keys and values, or all in one) and, for a rope, cosines
-            and sines of the positions, to `Heads`.
+            and sines of the positions, to `Heads`, behind which a mask may stand.
         sliding_window: the window of the layer; side input `masks` has the window's mask.
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
@@ -154,14 +154,14 @@ class Attention:
         **rope: Tensor,
     ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
-        heads = self.heads(*(value[:length] if padded > length else value for value in values), **rope)
+        heads, made = _apart(self.heads(*(value[:length] if padded > length else value for value in values), **rope))
         implementation = self.module.config._attn_implementation
         # Flash attention would look for documents in the positions, in every layer, and wait for the device.
         documents = ends if implementation in FLASH else {"position_ids": positions}
         out, _ = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager)(
             self.module,
             *heads,
-            masks[self.sliding_window] if self.has_mask else None,
+            masks[self.sliding_window] if self.has_mask else made,
             dropout=self.dropout if self.module.training else 0.0,
             **self.options,
             **self.tensors,
@@ -169,6 +169,12 @@ class Attention:
         )
         out = out.flatten(2).transpose(0, 1)
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
+
+
+def _apart(values: Sequence[Tensor]) -> tuple[Heads, Tensor | None]:
+    """Returns heads, and the mask that the code of the layer made, if any."""
+    q, k, v, *made = values
+    return (q, k, v), (made[0] if made else None)
 
 
 class WithGroups:
@@ -367,8 +373,8 @@ def _in_type_of_values(heads: Callable[..., Heads]) -> Callable[..., Heads]:
     """Returns `heads` with queries and keys in the type of the values: a rope may leave a higher precision."""
 
     def alike(*values: Tensor, **rope: Tensor) -> Heads:
-        q, k, v = heads(*values, **rope)
-        return q.to(v.dtype), k.to(v.dtype), v
+        (q, k, v), made = _apart(heads(*values, **rope))
+        return (q.to(v.dtype), k.to(v.dtype), v, *([] if made is None else [made]))  # type: ignore[return-value]
 
     return alike
 

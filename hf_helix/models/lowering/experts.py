@@ -85,7 +85,9 @@ class ValueNames:
         bound = segment.bind(self.module)
         side = tuple(name for name in segment.side if name != PLACES)
         if not side and not mixes:
-            return (LocalPositionsSegment(bound, self.b.tp.rank) if segment.side else bound), segment.side
+            return (
+                LocalPositionsSegment(bound, self.b.tp.rank, self.b.tp.size) if segment.side else bound
+            ), segment.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
         return BatchFirstSegment(bound), (*side, "length")
@@ -95,7 +97,9 @@ class ValueNames:
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
-            self.trace.attributes[node]: Placement(dim=dim, blocks=_several(blocks)) for node, (dim, blocks) in decided
+            self.trace.attributes[node]: Placement(dim=dim, blocks=_several(blocks))
+            for node, (dim, blocks) in decided
+            if node in self.trace.attributes
         }
         parameters = segment.parameters(self.module)
         return {

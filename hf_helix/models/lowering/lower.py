@@ -7,13 +7,16 @@ Must hold: partial residual sums are added before the reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
+from hf_helix.models.graph.context import ATTENTION as COST_OF_ATTENTION
+from hf_helix.models.graph.context import LIGHT
 from hf_helix.models.lowering.experts import Experts
 from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
@@ -28,14 +31,20 @@ from hf_helix.models.trace.opaque_calls import (
     LAYER,
     LINEAR,
     LOOKUP,
+    MASK,
     MIXER,
     NORM,
     TOWERS,
     MaskOf,
     OpaqueCall,
+    OtherMask,
 )
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
+
+
+def _draws(modules: Sequence[nn.Module]) -> bool:
+    return any(module.training for module in modules)
 
 
 class Lowering(Experts, Mixers):
@@ -163,11 +172,17 @@ class Lowering(Experts, Mixers):
         segment, inputs = plan.segment([node])
         placement = plan.placement(node)
         names = [self.value(value, placement.where) for value in inputs]
-        function, side = self._function(segment, [node], inputs)
-        explicit = None
+        function, side = self._function(segment, [node], inputs, mixes=segment.mixes)
+        explicit, draws = None, None
+        if segment.mixes and b.cp.size > 1:
+            raise self._not_shared(node)
+        if segment.drops:
+            dropping = [self.module.get_submodule(path) for path in segment.drops]
+            draws = functools.partial(_draws, dropping)
         if segment.gate is not None:
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
+        cost = COST_OF_ATTENTION if segment.mixes else LIGHT
         name = b.segment(
             self._name(node),
             function,
@@ -176,6 +191,8 @@ class Lowering(Experts, Mixers):
             **self._used_by(segment),
             on_shard=True,
             explicit=explicit,
+            draws=draws,
+            relative_cost=cost,
         )
         if placement.is_summand:
             name = b.sum_over_ranks(self._name(node, "sum"), name)
@@ -187,9 +204,13 @@ class Lowering(Experts, Mixers):
     def _attention(self, node: Node, opaque: OpaqueCall) -> None:
         plan, b = self.plan, self.b
         q, k, v, more = args_of(node)[:4]
+        named = dict(zip(opaque.details["tensors"], more, strict=True))
+        made = [named.pop(MASK)] if MASK in named else []
+        segment, inputs = plan.segment([q, k, v, *made])
+        if b.cp.size > 1 and (segment.mixes or made):
+            raise self._not_shared(node)
         if b.cp.size > 1:
             self._check_context(opaque, k, v)
-        segment, inputs = plan.segment([q, k, v])
         of_keys = set(plan.inputs_of([q, k]))
         alone = [value not in of_keys for value in inputs]
         names = [self.value(value, FULL) for value in inputs]
@@ -203,15 +224,18 @@ class Lowering(Experts, Mixers):
         def heads(*values: Tensor, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
             # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
             values = tuple([v.contiguous() if own else v for v, own in zip(values, alone, strict=True)])
-            q, k, v = bound(*[value.transpose(0, 1) for value in values], **side)
-            return (q, k[:, first : first + 1], v[:, first : first + 1]) if is_one else (q, k, v)
+            q, k, v, *masks = bound(*[value.transpose(0, 1) for value in values], **side)
+            k, v = (value[:, first : first + 1] if is_one else value for value in (k, v))
+            return (q, k, v, *masks)
 
         options, mask = dict(opaque.details["options"]), opaque.details["mask"]
+        if isinstance(mask, OtherMask):
+            raise Underivable(f"its layers attend by {mask.call}, which is not built")
         if mask is not None and not isinstance(mask, MaskOf):
             raise Underivable("its attention masks are made in the layer")
         dropout = options.pop("dropout", 0.0) or 0.0
-        named, value_dim = zip(opaque.details["tensors"], more, strict=True), self.trace.shape(v)[-1]
-        tensors = {key: self.module.get_parameter(self.trace.attributes[value]) for key, value in named}
+        value_dim = self.trace.shape(v)[-1]
+        tensors = {key: self.module.get_parameter(self.trace.attributes[value]) for key, value in named.items()}
         attention = Attention(
             module,
             heads,
@@ -232,6 +256,13 @@ class Lowering(Experts, Mixers):
             name=self._name(node),
         )
         self._set_heads(node, name)
+
+    def _not_shared(self, node: Node) -> Underivable:
+        return Underivable(
+            f"cp_size={self.b.cp.size}: the code of {self.trace.path(node) or 'the model'} mixes tokens, or counts or "
+            "masks them, outside of Transformers' attention interface, which is not built over a shared sequence; use "
+            "cp_size=1 with tp_size or pp_size"
+        )
 
     def _check_context(self, opaque: OpaqueCall, k: Node, v: Node) -> None:
         """Refuses attention without an implementation for context parallelism."""

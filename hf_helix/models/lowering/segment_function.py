@@ -9,6 +9,7 @@ to the dtype of the trace becomes a cast to the dtype of the first value.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
-from hf_helix.models.trace.opaque_calls import DTYPE, OPS
+from hf_helix.models.trace.opaque_calls import DROPOUT, DTYPE, OPS
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import Placement, cut_bounds
 
 META = torch.device("meta")
+LEAST = torch.finfo(DTYPE).min
+
+_OF_SIZES: dict[str, Callable[..., Any]] = {"Mul": operator.mul, "Add": operator.add, "Max": max, "Min": min}
+"""What sizes are computed by, under the names of their expressions."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class SegmentFunction:
         modules: the paths of the submodules that the function calls.
         side: the names of the side inputs.
         gate: the path of the submodule, if the function is `submodule(x) * y`; else None.
+        mixes: whether the function mixes tokens.
+        drops: the paths of the submodules that decide whether the function drops out values.
     """
 
     function: Callable[..., Any]
@@ -59,6 +66,8 @@ class SegmentFunction:
     modules: tuple[str, ...]
     side: tuple[str, ...]
     gate: str | None = None
+    mixes: bool = False
+    drops: tuple[str, ...] = ()
 
     def bind(self, module: nn.Module) -> Callable[..., Any]:
         """Returns the function for one layer."""
@@ -105,10 +114,14 @@ class SegmentWriter:
             self._enter(node, self.graph.placeholder(f"value{i}"))
         for node in given:
             self._enter(node, self.graph.placeholder(self.trace.given[node]))
+            if node in self.placements.decisions.cut:
+                self.made[node] = self._share_of(node)
         for node, name in zip(attributes, names, strict=True):
             self.made[node] = self.graph.call_function(getattr, (owners[node], name.rpartition(".")[2]))
             if node in self.trace.buffers and node in self.placements.decisions.cut:
-                self.made[node] = self._share_of_buffer(node)
+                self.made[node] = self._share_of(node)
+            if self.first is None and node.meta["val"].is_floating_point():
+                self.first = self.made[node]
         for node in nodes:
             if node in self.trace.constants:
                 self.made[node] = self._constant(self.trace.constants[node])
@@ -118,6 +131,9 @@ class SegmentWriter:
             elif node.target is OPS.gated_norm.default:
                 values = tuple(self._value(value) for value in args_of(node)[:2])
                 self.made[node] = self.graph.call_function(_call, (called[self.trace.path_of(node)], *values))
+            elif node in opaque_calls and self.trace.opaque_calls[args_of(node)[1]].kind == DROPOUT:
+                path, p = self.trace.path_of(node), self.trace.details_of(node)["p"]
+                self.made[node] = self.graph.call_function(_drop, (called[path], self._value(args_of(node)[0]), p))
             elif node in opaque_calls:
                 path = self.trace.path_of(node)
                 self.made[node] = self.graph.call_function(normed, (called[path], self._value(args_of(node)[0])))
@@ -132,11 +148,21 @@ class SegmentWriter:
             if product.target is torch.ops.aten.mul.Tensor and args_of(product) == (opaque_calls[0], inputs[1]):
                 gate = modules[0] if args_of(opaque_calls[0])[0] is inputs[0] else None
         side = tuple(self.trace.given[node] for node in given)
-        return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate)
+        mixes = any(node in self.placements.mixing for node in nodes)
+        calls = [(self.trace.path_of(node), self.trace.opaque_call(node)) for node in opaque_calls]
+        drops = tuple(path for path, call in calls if call is not None and call.kind == DROPOUT)
+        return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate, mixes, drops)
 
-    def _share_of_buffer(self, node: Node) -> Node:
-        """Writes this rank's share of a buffer, which every rank has in full."""
+    def _share_of(self, node: Node) -> Node:
+        """Writes this rank's share of a buffer or an input, which every rank has in full."""
         dim, blocks = self.placements.decisions.cut[node]
+        if blocks[0] % BATCH == 0:  # rows and their heads, cut within every row
+            rows = self.graph.call_function(
+                torch.ops.aten.unflatten.int, (self.made[node], dim, (-1, blocks[0] // BATCH))
+            )
+            first, last = cut_bounds(blocks[0] // BATCH, self.share.size, self.share.rank)
+            part = self.graph.call_function(torch.ops.aten.slice.Tensor, (rows, dim + 1, first, last))
+            return self.graph.call_function(torch.ops.aten.flatten.using_ints, (part, dim, dim + 1))
         bounds = Placement(dim=dim, blocks=blocks).bounds(self.share.size, self.share.rank)
         slices = [self.graph.call_function(torch.ops.aten.slice.Tensor, (self.made[node], dim, *b)) for b in bounds]
         return self.graph.call_function(torch.ops.aten.cat.default, (slices, dim))
@@ -209,12 +235,9 @@ class SegmentWriter:
         if expression in self.sizes:
             here, dim = self.sizes[expression]
             return self.graph.call_function(torch.ops.aten.sym_size.int, (here, dim))
-        if expression.is_Mul or expression.is_Add:
-            parts = [self._size(part) for part in expression.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = self.graph.call_function(operator.mul if expression.is_Mul else operator.add, (total, part))
-            return total
+        if type(expression).__name__ in _OF_SIZES:
+            parts, compute = [self._size(part) for part in expression.args], _OF_SIZES[type(expression).__name__]
+            return functools.reduce(lambda total, part: self.graph.call_function(compute, (total, part)), parts)
         raise Underivable(f"its code computes with sizes in a way that is not followed: {expression}")
 
     def _copy(self, node: Node) -> Any:
@@ -253,12 +276,16 @@ class SegmentWriter:
         return made
 
     def _type(self, value: Any) -> Any:
-        """Returns a dtype or device of the trace as those of the first value with fractions; a device, of any value."""
-        if value is not DTYPE and value != META:
+        """Returns a dtype, its least number, or a device of the trace as those of the first value with fractions; a
+        device, of any value."""
+        is_least = isinstance(value, float) and value == LEAST
+        if value is not DTYPE and value != META and not is_least:
             return value
-        source = self.first if value is DTYPE or self.first is not None else self.entered
+        source = self.first if value != META or self.first is not None else self.entered
         if source is None:
             raise Underivable("its code makes tensors of nothing")
+        if is_least:
+            return self.graph.call_function(_least, (source,))
         return self.graph.call_function(getattr, (source, "dtype" if value is DTYPE else "device"))
 
     def _of(self, value: Any) -> ValuePlacement:
@@ -268,8 +295,16 @@ class SegmentWriter:
         """Returns a rank's lengths of dimensions, from dimension `first` on."""
         result = list(lengths)
         index = -1 if placement.dim is None else placement.dim - first
-        if 0 <= index < len(result) and isinstance(result[index], int) and result[index] != -1:
-            result[index] = sum(self.share.of(placement.blocks))
+        if not 0 <= index < len(result) or result[index] == -1:
+            return result
+        here = sum(self.share.of(placement.blocks))
+        if isinstance(result[index], int):
+            result[index] = here
+        else:  # rows and their heads in one dimension
+            parts = [self._value(result[index]), here // math.gcd(here, placement.size)]
+            times = self.graph.call_function(operator.mul, tuple(parts))
+            result[index] = self.graph.call_function(operator.floordiv, (times, placement.size * parts[1] // here))
+            self.made[result[index]] = result[index]
         return result
 
     def _cuts(self, node: Node) -> bool:
@@ -305,6 +340,14 @@ def _is_part(node: Node) -> bool:
 
 def _call(module: nn.Module, *values: Tensor) -> Any:
     return module(*values)
+
+
+def _least(value: Tensor) -> float:
+    return torch.finfo(value.dtype).min
+
+
+def _drop(module: nn.Module, value: Tensor, p: float) -> Tensor:
+    return nn.functional.dropout(value, p, module.training)
 
 
 def _is_size(node: Node) -> bool:

@@ -48,9 +48,10 @@ class LocalPositionsSegment:
 
     function: Callable[..., Any]
     rank: int
+    num_ranks: int
 
     def __call__(self, *values: Tensor, places: Tensor) -> Any:
-        count = values[0].shape[0]
+        count = values[0].shape[0] if values else places.shape[0] // self.num_ranks
         return self.function(*values, places=places[self.rank * count :][:count])
 
 

@@ -42,6 +42,7 @@ from hf_helix.models.trace.opaque_calls import (
     LAYER,
     LINEAR,
     LOOKUP,
+    MASK,
     MIXER,
     NORM,
     TOWERS,
@@ -64,6 +65,7 @@ def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -
         except Restart:
             placements.values.clear()
             placements.shares.clear()
+            placements.mixing.clear()
             placements.decisions.styles.clear()
 
 
@@ -168,11 +170,23 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
     kept = heads[:1] if is_shared(p, k) and heads[1].dim is None and heads[2].dim is None else heads
     if any(value.dim != 1 or len(value.blocks) > 1 for value in kept):
         p.demote(frozenset().union(*(value.origins for value in shares)), node)
-    for value in more:
-        if value not in p.trace.attributes or p.trace.shape(value)[0] != heads[0].size:
+    for name, value in zip(p.trace.details_of(node)["tensors"], more, strict=True):
+        if name == MASK:
+            _place_mask(p, node, value, heads[0])
+        elif value not in p.trace.attributes or p.trace.shape(value)[0] != heads[0].size:
             raise Underivable("its attention takes a tensor that is not a parameter of its heads")
-        p.cut(value)
+        else:
+            p.cut(value)
     return ValuePlacement(FULL, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
+
+
+def _place_mask(p: Placements, node: Node, mask: Node, heads: ValuePlacement) -> None:
+    """Lets a mask [batch, heads or 1, sequence, sequence] meet the heads of a rank."""
+    given = p.of(mask)
+    if p.trace.shape(mask)[1] == 1 and given.dim is None:
+        return
+    if (given.dim, given.blocks) != (1, heads.blocks):
+        p.demote(given.origins | heads.origins, node)
 
 
 def is_shared(p: Placements, k: Node) -> bool:

@@ -40,7 +40,7 @@ from hf_helix.models.placement.value_placement import (
     where_reduced,
 )
 from hf_helix.models.trace.opaque_calls import ATTENTION, LINEAR
-from hf_helix.models.trace.trace import SEQUENCE, ModuleTrace, Underivable, args_of
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 
 
 class Placements:
@@ -54,6 +54,7 @@ class Placements:
     Attributes:
         values: the placement of every tensor, by node.
         shares: the placement of every gathered value before the gather.
+        mixing: operations that mix tokens, outside of the attention interface and of mixers.
         decisions: see `PlacementDecisions`.
     """
 
@@ -64,6 +65,7 @@ class Placements:
         self.decisions = PlacementDecisions()
         self.values: dict[Node, ValuePlacement] = {}
         self.shares: dict[Node, ValuePlacement] = {}
+        self.mixing: set[Node] = set()
 
     def of(self, value: Any) -> ValuePlacement:
         """Returns the placement of a value."""
@@ -92,6 +94,14 @@ class Placements:
         of_all = any(self.of(value).where == FREE and SEQUENCE in self.trace.shape(value) for value in operands)
         return FULL if FULL in forms or of_all else SHARD
 
+    def join_mixing(self, node: Node, mixes: bool) -> str:
+        """Returns where an operation runs: on the full sequence if it `mixes` tokens."""
+        where = self.join(tensors_of(node))
+        if not mixes or where == FREE:
+            return where
+        self.mixing.add(node)
+        return FULL
+
     def cut(self, parameter: Node, dim: int = 0, blocks: tuple[int, ...] = ()) -> None:
         """Decides that a parameter or buffer is cut. A later decision may only add boundaries of blocks.
 
@@ -107,7 +117,8 @@ class Placements:
         if (before, known) == (dim, blocks):
             return
         if before != dim or not set(edges_of(known)) < set(edges_of(blocks)):
-            raise Underivable(f"{self.trace.attributes[parameter]} would have to be cut in two ways")
+            name = {**self.trace.attributes, **self.trace.given}[parameter]
+            raise Underivable(f"{name} would have to be cut in two ways")
         self.decisions.cut[parameter] = dim, blocks
         raise Restart
 
@@ -177,7 +188,14 @@ def _view(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _viewed(p: Placements, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
-    """Returns the dimension of a view that is cut as dimension `dim` before the view; None without such a dimension."""
+    """Returns the dimension of a view that is cut as dimension `dim` before the view; None without such a dimension.
+
+    Rows and their heads may lie in one dimension, which then is cut within every row.
+    """
+    if dim == 1 and before[0] == BATCH and after[0] == BATCH * before[1]:
+        return 0
+    if dim == 0 and after[0] == BATCH and before[0] == BATCH * after[1]:
+        return 1
     outer = math.prod(before[:dim])
     product = 1
     for index, size in enumerate(after):
@@ -362,8 +380,8 @@ def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement
 
 
 def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int]:
-    """Returns the parameter or buffer behind a value that has its elements, each perhaps changed by itself, or is its
-    product with another value; and the parameter's dimension for `dim`. None for any other value."""
+    """Returns the parameter, buffer or input of all layers behind a value that has its elements, each perhaps changed
+    by itself, or is its product with another value; and the parameter's dimension for `dim`. None for any other."""
     while value.op == "call_function":
         source = args_of(value)[0]
         is_of_one = torch.Tag.pointwise in getattr(value.target, "tags", ()) and tensors_of(value) == [source]
@@ -382,7 +400,7 @@ def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int
         elif name_of(value) not in SAME and not is_of_one:
             break
         value = source
-    return (value if value in p.trace.attributes else None), dim
+    return (value if value in p.trace.attributes or value in p.trace.given else None), dim
 
 
 def _cat(p: Placements, node: Node) -> ValuePlacement:
@@ -407,15 +425,15 @@ def _cat(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _reduce(p: Placements, node: Node) -> ValuePlacement:
+    if len(tensors_of(node)) > 1:  # the larger of two values
+        return _pointwise(p, node)
     given = p.of(args_of(node)[0])
-    where = p.join(tensors_of(node))
     dims = p.dims(args_of(node)[0])
     argument = 2 if name_of(node) == "topk" else 1
     default = -1 if name_of(node) in ("topk", "sort") else list(range(dims))
     over = args_of(node)[argument] if len(args_of(node)) > argument else default
     reduced = {dim % dims for dim in as_list(over)}
-    if where != FREE and any(p.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced):
-        p.refuse_mixing(node)
+    where = p.join_mixing(node, any(p.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced))
     if given.dim is None:
         return ValuePlacement(where, origins=given.origins)
     if given.dim in reduced:
@@ -429,17 +447,31 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _matmul(p: Placements, node: Node) -> ValuePlacement:
-    left, right = (p.of(value) for value in args_of(node)[:2])
-    where = p.join(tensors_of(node))
+    factors = args_of(node)[:2] if name_of(node) != "baddbmm" else args_of(node)[1:3]
+    left, right = (p.of(value) for value in factors)
+    rows, columns = (p.trace.shape(value)[-2:] for value in factors)
+    where = p.join_mixing(node, rows[-1] in TOKENS or columns[-1] in TOKENS)
     if left.dim is None and right.dim is None:
         return ValuePlacement(where, origins=left.origins | right.origins)
     dims = p.dims(node)
-    if left.where == FREE and left.dim == 0 and right.dim is None and p.dims(args_of(node)[0]) == 2:
+    if left.where == FREE and left.dim == 0 and right.dim is None and p.dims(factors[0]) == 2:
         return ValuePlacement(FULL, dims - 2, left.blocks, right.origins)
-    same = p.dims(args_of(node)[0]) == p.dims(args_of(node)[1]) == dims
+    same = p.dims(factors[0]) == p.dims(factors[1]) == dims
+    if same and name_of(node) == "baddbmm" and p.of(args_of(node)[0]).dim is None:
+        _fit(p, node, args_of(node)[0], dim_of(left), left)
     if same and left.dim == right.dim and left.blocks == right.blocks and dim_of(left) < dims - 2:
         return replace(left, where=where, start=None, expanded=None)
     p.demote(left.origins | right.origins, node)
+
+
+def _scaled_dot_product(p: Placements, node: Node) -> ValuePlacement:
+    """Places attention that the code computes by torch, over this rank's heads or in full."""
+    heads, where = [p.of(value) for value in args_of(node)[:3]], p.join_mixing(node, mixes=True)
+    if {(value.dim, value.blocks) for value in heads} - {(None, ()), (1, heads[0].blocks)} or (
+        heads[0].dim is not None and any(value.dim is None for value in heads)
+    ):
+        p.demote(p.origins_of(args_of(node)[:3]), node)
+    return replace(heads[0], where=where, start=None, expanded=None)
 
 
 def _rope(p: Placements, node: Node) -> ValuePlacement:
@@ -450,6 +482,13 @@ def _rope(p: Placements, node: Node) -> ValuePlacement:
         if given.dim is not None and (given.dim != 1 or value in (cos, sin)):
             p.demote(given.origins, node)
     return ValuePlacement(p.join(operands), origins=p.origins_of((q, k)))
+
+
+def _arange(p: Placements, node: Node) -> ValuePlacement:
+    """Places numbers made by the code; of all tokens, such as their places in the sequence, they belong to these."""
+    if any(size in TOKENS for size in p.trace.shape(node)):
+        p.mixing.add(node)
+    return ValuePlacement(FREE)
 
 
 def _unknown(p: Placements, node: Node) -> ValuePlacement:
@@ -488,7 +527,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _permute),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _split),
     **dict.fromkeys(("cat", "stack"), _cat),
-    **dict.fromkeys(("matmul", "bmm"), _matmul),
+    **dict.fromkeys(("matmul", "bmm", "baddbmm"), _matmul),
     **dict.fromkeys(REDUCTIONS, _reduce),
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
@@ -497,6 +536,8 @@ _RULES: dict[str, Rule] = {
     "slice": _slice,
     "getitem": _getitem,
     "rope": _rope,
+    "arange": _arange,
+    "scaled_dot_product_attention": _scaled_dot_product,
 }
 
 

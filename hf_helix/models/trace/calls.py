@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_helix.models.trace.opaque_calls import MaskOf, PaddingMask, replaced
-from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, reason_of
+from hf_helix.models.trace.opaque_calls import MaskOf, OtherMask, PaddingMask, replaced
+from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, refusal_of
 
 _MASKS = {
     "create_causal_mask": lambda config: None,
@@ -96,18 +96,24 @@ class LayerCall:
 
 
 class Decoder:
-    """The submodule of a model that runs the layers in order.
+    """The submodule of a model that runs the layers in order, from embeddings.
 
     Attributes:
         module: the submodule.
+        path: its name in the model.
+        holder: the submodule with the list of layers: `module`, or an encoder inside that takes hidden states.
         layers: the layers.
-        name: the attribute of the submodule with the list of layers.
+        prefix: the name of the list of layers in the model.
         rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer.
+        masks: the context in which mask functions return what layers are handed: placeholders, or tensors.
+
+    `makes_masks` says whether masks are tensors, for layers that compute with them, instead of placeholders.
     """
 
     rest: tuple[None, ...] = ()
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, makes_masks: bool = False) -> None:
+        self.masks = made_masks if makes_masks else named_masks
         candidates = [
             (module, name, child)
             for module in base.modules()
@@ -119,23 +125,34 @@ class Decoder:
             candidates = [each for each in candidates if id(each[0]) in text]
         if len(candidates) != 1:
             raise Underivable(f"it has {len(candidates) or 'no'} lists of decoder layers, and one is needed")
-        ((self.module, self.name, self.layers),) = candidates
-        self.path = next(path for path, module in base.named_modules() if module is self.module)
+        ((self.holder, self._name, self.layers),) = candidates
+        inside = next(path for path, module in base.named_modules() if module is self.holder)
+        self.prefix = f"{inside}.{self._name}".removeprefix(".")
+        self.path = _runner(base, inside)
+        self.module = base.get_submodule(self.path)
         self._stubs = nn.ModuleList(_Stub(layer, number, self) for number, layer in enumerate(self.layers))
 
     @contextlib.contextmanager
     def stubs(
         self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None], with_masks: bool = False
     ) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders."""
+        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors."""
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
-        with contextlib.nullcontext() if with_masks else named_masks(self.module):
-            setattr(self.module, self.name, self._stubs)
+        with contextlib.nullcontext() if with_masks else self.masks(self.module):
+            setattr(self.holder, self._name, self._stubs)
             try:
                 yield
             finally:
-                setattr(self.module, self.name, self.layers)
+                setattr(self.holder, self._name, self.layers)
+
+
+def _runner(base: nn.Module, path: str) -> str:
+    """Returns the name of the innermost submodule that takes embeddings, of those at a path or around it."""
+    parts = path.split(".") if path else []
+    paths = [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+    takers = (p for p in paths if "inputs_embeds" in inspect.signature(stock_forward(base.get_submodule(p))).parameters)
+    return next(takers, path)
 
 
 class _Stub(nn.Module):
@@ -176,6 +193,24 @@ def named_masks(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def made_masks(module: nn.Module) -> Iterator[None]:
+    """Returns the context in which mask functions return a tensor to the code of a module, never None."""
+
+    def making(home: str, name: str) -> Callable[..., Any]:
+        function, option = vars(sys.modules[home])[name], "allow_is_causal_skip"
+        is_optional = option in inspect.signature(function).parameters
+        return functools.partial(_made, function, {option: False} if is_optional else {})
+
+    kind: Any = type(module)
+    with replaced((vars(sys.modules[home]), {name: making(home, name)}) for home, name in _mask_functions(kind)):
+        yield
+
+
+def _made(function: Callable[..., Any], options: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **{**kwargs, **options})
+
+
 @functools.cache
 def _mask_functions(kind: type) -> list[tuple[str, str]]:
     """Returns the possible mask functions of the code of a class, as module and name."""
@@ -197,7 +232,7 @@ def _naming(name: str) -> Callable[..., Any]:
         if name == "create_masks_for_generate" and not extra:  # text alone has no blocks of images in it
             return _masks_by_kind(config.get_text_config(), by_positions)
         if name not in _MASKS or extra:
-            raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
+            return OtherMask(f"{name}({', '.join(extra)})")
         return MaskOf(_MASKS[name](config), by_positions)
 
     return make
@@ -222,7 +257,7 @@ def _masks_by_kind(config: Any, by_positions: bool) -> Any:
 @contextlib.contextmanager
 def _narrow_lookups() -> Iterator[list[Tensor]]:
     """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature,
-    and norms of embeddings return their value.
+    and norms and projections of embeddings return their value.
 
     Only the first pipeline rank has these tables. Yields the list of ids looked up.
     """
@@ -232,17 +267,27 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
         looked_up.append(ids)
         return weight.new_zeros((*ids.shape, 1))
 
-    def layer_norm(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def unchanged(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return value
 
-    with replaced([(vars(functional), {"embedding": embedding, "layer_norm": layer_norm})]):
+    changed = {"embedding": embedding, "layer_norm": unchanged, "linear": unchanged}
+    with replaced([(vars(functional), changed)]):
         yield looked_up
 
 
-def count_seen(mask: Tensor) -> Tensor:
-    """Returns positions that count the visible tokens of a mask [batch, sequence]; -1 for hidden tokens."""
+def count_seen(ids: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Returns positions that count the visible tokens of a mask [batch, sequence]; -1 for hidden tokens. None for plain
+    positions."""
+    if mask is None:
+        return None
     seen = mask.long()
     return seen.cumsum(1) * seen - 1
+
+
+def count_kept(ids: Tensor, mask: Tensor | None, pad: Any) -> Tensor:
+    """Returns positions behind `pad` that count the tokens other than `pad` [batch, sequence]; `pad` for these."""
+    kept = (ids != pad).long()
+    return kept.cumsum(1) * kept + pad
 
 
 def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
@@ -254,21 +299,27 @@ def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class LayerCalls:
-    """The arguments of all layers of a model.
+    """The arguments of all layers of a model; `makes_masks` is that of `Decoder`.
 
     Attributes:
         decoder: the submodule that calls the layers.
         calls: the arguments of each layer.
+        has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
+            besides, or computes with positions.
         is_tuple: whether layers return a tuple that begins with the hidden states.
-        counts_what_is_seen: whether the decoder skips hidden tokens when it counts positions.
+        count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
+            positions.
     """
 
-    def __init__(self, base: Any) -> None:
-        self.decoder = Decoder(base)
+    def __init__(self, base: Any, makes_masks: bool = False) -> None:
+        self.decoder = Decoder(base, makes_masks)
+        self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
+        self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
         self.is_tuple = False
-        second = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
-        first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
+        second, _ = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
+        first, looked_up = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
+        self.has_rows = makes_masks or any(len(ids) > 1 for ids in looked_up)
         self._names: dict[int, str] = {}  # by `id`; the tensors live until all are named
         self._wanted: dict[int, list[tuple[str, int]]] = {}
         masked = self._places_of_mask()
@@ -276,13 +327,13 @@ class LayerCalls:
             self._call(number, first[number], second[number], masked.get(number, ()))
             for number in range(len(self.decoder.layers))
         ]
-        self.counts_what_is_seen = self._counts_what_is_seen()
+        self.count = self._way_of_counting()
 
     @property
     def _device(self) -> torch.device:
         return next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
 
-    def _record_either(self, batch: int, length: int) -> dict[int, Any]:
+    def _record_either(self, batch: int, length: int) -> tuple[dict[int, Any], list[Tensor]]:
         """Records with stubs that return hidden states or, where the code unpacks them, a pair; see `Decoder.rest`.
 
         The rows of a batch would be unpacked, too, if there were two.
@@ -295,18 +346,18 @@ class LayerCalls:
             self.decoder.rest = (None,)
             return self._record(batch, length)
 
-    def _record(self, batch: int, length: int) -> dict[int, Any]:
+    def _record(self, batch: int, length: int) -> tuple[dict[int, Any], list[Tensor]]:
         device = self._device
-        positions = torch.arange(length, device=device).expand(1, -1)
+        positions = torch.arange(length, device=device).expand(batch if self._makes_masks else 1, -1)
         try:
-            calls, _ = self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions)
+            calls, looked_up = self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions)
         except Underivable:
             raise
         except Exception as error:
-            raise Underivable(f"its forward cannot run without its layers: {reason_of(error)}") from error
+            raise refusal_of("its forward cannot run without its layers", error) from error
         if len(calls) != len(self.decoder.layers):
             raise Underivable("its forward does not call every layer once")
-        return calls
+        return calls, looked_up
 
     def _run(
         self,
@@ -314,6 +365,7 @@ class LayerCalls:
         positions: Tensor | None,
         mask: Any = None,
         layers: Collection[int] | None = None,
+        by_ids: bool = False,
         with_masks: bool = False,
     ) -> tuple[dict[int, Any], list[Tensor]]:
         """Runs the decoder until some layers are called; None for all layers.
@@ -330,37 +382,46 @@ class LayerCalls:
                 raise _Enough
 
         embeddings = self._table.weight.new_zeros((), device=ids.device).expand(*ids.shape, 1)
+        entering = {"input_ids": ids} if by_ids else {"inputs_embeds": embeddings}
         with torch.no_grad(), self.decoder.stubs(called, with_masks), _narrow_lookups() as looked_up:
             with contextlib.suppress(_Enough):
                 stock_forward(self.decoder.module)(
-                    inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
+                    **entering, attention_mask=mask, position_ids=positions, use_cache=False
                 )
             return calls, looked_up
 
-    def _counts_what_is_seen(self) -> bool:
-        """Compares the positions that the decoder computes from a mask with plain positions and with `count_seen`."""
-        mask = torch.ones((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
+    def _way_of_counting(self) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+        """Compares the positions that the decoder computes itself with plain positions, and with other ways."""
+        pad = self._pad
+        ids = torch.full((EXAMPLE_BATCH, EXAMPLE_LENGTH), (pad or 0) + 1, device=self._device)
+        ids[0, 1] = ids[1, 3:] = (pad or 0) + (pad is None)
+        mask = torch.ones_like(ids)
         mask[0, :2] = 0
-        ids, plain = torch.zeros_like(mask), torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
+        plain = torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
         try:
-            unnumbered, *others = (self._follow(ids, positions, mask) for positions in (None, plain, count_seen(mask)))
+            unnumbered, numbered = self._follow(ids, mask, (None, plain))
+            if mask.is_meta or _are_equal(unnumbered, numbered):
+                return None
+            for way in (count_seen, functools.partial(count_kept, pad=pad)):
+                with contextlib.suppress(TypeError, RuntimeError):  # without padding, or with positions out of range
+                    if _are_equal(*self._follow(ids, mask, (None, way(ids, mask)))):
+                        return way
         except Underivable:
             raise
         except Exception:  # code that computes with the mask itself: the trace or the proof refuses it
-            return False
-        if mask.is_meta or _are_equal(unnumbered, others[0]):
-            return False
-        if _are_equal(unnumbered, others[1]):
-            return True
+            return None
         raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
 
-    def _follow(self, ids: Tensor, positions: Tensor | None, mask: Tensor) -> list[Tensor]:
-        """Returns the tensors among the arguments of layers, and the ids looked up in tables of positions."""
-        calls, looked_up = self._run(ids, positions, mask)
-        given = [leaf for leaf in tree_leaves(list(calls.values())) if isinstance(leaf, Tensor)]
-        if "position_ids" not in inspect.signature(stock_forward(self.decoder.module)).parameters:
-            given = [leaf for leaf in given if leaf is not positions]  # handed through, and used by nothing
-        return [*looked_up, *given]
+    def _follow(self, ids: Tensor, mask: Tensor, ways: Sequence[Tensor | None]) -> list[list[Tensor]]:
+        """Returns for each way to give positions the ids looked up in tables, and the tensors among the arguments of
+        layers. What layers are handed only where positions are given is used by nothing."""
+        runs = [self._run(ids, positions, mask, by_ids=True) for positions in ways]
+        leaves = [tree_leaves(list(calls.values())) for calls, _ in runs]
+        known = [place for place, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
+        return [
+            [*looked_up, *(of_run[place] for place in known)]
+            for of_run, (_, looked_up) in zip(leaves, runs, strict=True)
+        ]
 
     def _places_of_mask(self) -> dict[int, list[int]]:
         """Returns for each layer the places among its arguments where it is handed the mask of a batch itself."""
@@ -394,12 +455,13 @@ class LayerCalls:
         changing = tuple(dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim])
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)
 
-    def tensors(self, ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Returns the tensor arguments of layers for a micro-batch: tokens [batch, sequence] and their positions [batch
-        or 1, sequence]."""
+    def tensors(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns the tensor arguments of layers for a micro-batch: tokens [batch, sequence], their positions [batch or
+        1, sequence], and the mask of hidden tokens, where masks are among these arguments."""
         if not self._wanted:
             return {}
-        calls, _ = self._run(ids, positions, layers=self._wanted)
+        positions = positions.expand_as(ids) if self._makes_masks else positions
+        calls, _ = self._run(ids, positions, mask, layers=self._wanted)
         return {
             name: tree_leaves(calls[number])[index] for number, named in self._wanted.items() for name, index in named
         }

@@ -52,6 +52,10 @@ DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "
 """Arguments of attention with the boundaries of documents; hf_helix passes boundaries of its own."""
 
 
+MASK = "attention_mask"
+"""The argument of attention for a mask that the code of a layer has made."""
+
+
 @dataclass(frozen=True)
 class MaskOf:
     """A placeholder for an attention mask between a decoder and its layers.
@@ -68,6 +72,17 @@ class MaskOf:
 @dataclass(frozen=True)
 class PaddingMask:
     """A placeholder for the mask of padding [batch, sequence] between a decoder and its recurrent layers."""
+
+
+@dataclass(frozen=True)
+class OtherMask:
+    """A placeholder for a mask that is not built; layers may be handed the mask, and may not attend by the mask.
+
+    Attributes:
+        call: the call that makes the mask in the decoder's code.
+    """
+
+    call: str
 
 
 @dataclass(frozen=True)
@@ -276,11 +291,13 @@ class OpaqueCalls:
             value: Tensor = OPS.lookup(ids, self.add(LOOKUP, self.table), weight.shape[1])
             return value
 
-        def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        def get_interface(functions: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
             def attend(
                 module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
             ) -> Any:
                 options = {name: value for name, value in given.items() if name not in DOCUMENTS}
+                if isinstance(attention_mask, Tensor):
+                    options[MASK], attention_mask = attention_mask, None
                 tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
                 rest = {name: value for name, value in options.items() if name not in tensors}
                 number = self.add(
@@ -301,15 +318,16 @@ class OpaqueCalls:
             value: Tensor = OPS.unary(input, self.add(DROPOUT, self.path_of_frame(), p=p))
             return value
 
-        interface: Any = ALL_ATTENTION_FUNCTIONS
-        interface.get_interface = get_interface
-        changed = [(vars(functional), {"dropout": dropout, "embedding": embedding})]
+        interface: Any = type(ALL_ATTENTION_FUNCTIONS)
+        plain_interface, interface.get_interface = interface.get_interface, get_interface
+        changed: list[tuple[dict[str, Any], Mapping[str, Any]]] = [(vars(torch), {"tensor": _number})]
+        changed += [(vars(functional), {"dropout": dropout, "embedding": embedding})]
         changed += [(space, {name: _rope_as_operator(space[name])}) for space, name in ropes_of(skeleton)]
         try:
             with replaced(changed):
                 yield
         finally:
-            del interface.get_interface
+            interface.get_interface = plain_interface
 
     def path_of_frame(self) -> str:
         """Returns the path of the module whose code is running; the module decides whether dropout is active."""
@@ -320,6 +338,12 @@ class OpaqueCalls:
                 return self._paths[id(owner)]
             frame = frame.f_back
         return ""
+
+
+def _number(data: Any, *args: Any, plain: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
+    """Returns a tensor; of a number, by an operation that keeps the number on the meta device, too."""
+    is_on_device = isinstance(data, float | int) and options.keys() == {"dtype", "device"}
+    return torch.full((), data, **options) if is_on_device else plain(data, *args, **options)
 
 
 def _recording(forward: Callable[..., Any], index: int, recorded: list[Any]) -> Callable[..., Any]:

@@ -26,7 +26,16 @@ from torch.export import Dim
 from torch.fx import Graph, Node
 
 from hf_helix.models.trace.mixers import mixers_as_operators
-from hf_helix.models.trace.opaque_calls import DTYPE, OPAQUE_OPS, OPS, MaskOf, OpaqueCall, OpaqueCalls, PaddingMask
+from hf_helix.models.trace.opaque_calls import (
+    DTYPE,
+    OPAQUE_OPS,
+    OPS,
+    MaskOf,
+    OpaqueCall,
+    OpaqueCalls,
+    OtherMask,
+    PaddingMask,
+)
 
 aten = torch.ops.aten
 PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
@@ -229,6 +238,10 @@ class Underivable(ValueError):
     """Refuses to derive a model; the text is the reason."""
 
 
+class ComputesWithMask(Underivable):
+    """Refuses a placeholder for a mask; a trace over masks as tensors may follow."""
+
+
 @dataclass(frozen=True)
 class Given:
     """An argument of a layer beside the hidden states, such as a rope.
@@ -261,6 +274,7 @@ class ModuleTrace:
         given: the nodes of further inputs, with their names.
         batch: the symbol of the number of sequences.
         sequence: the symbol of the sequence length.
+        longest: the largest length for which the code runs as traced; None for any length.
     """
 
     nodes: Sequence[Node]
@@ -274,6 +288,7 @@ class ModuleTrace:
     given: dict[Node, str]
     batch: Any
     sequence: Any
+    longest: int | None
 
     def opaque_call(self, node: Node) -> OpaqueCall | None:
         """Returns the description of an opaque call; None for any other operation."""
@@ -291,6 +306,12 @@ class ModuleTrace:
         opaque = self.opaque_call(node)
         assert opaque is not None
         return opaque.details
+
+    def reads(self, name: str) -> bool:
+        """Returns whether the code reads a parameter, itself or in a submodule that is called."""
+        called = (self.path_of(node) for node in self.nodes if self.opaque_call(node) is not None)
+        own = (attribute for node, attribute in self.attributes.items() if node.users)
+        return name in own or any(name.startswith(f"{path}.") for path in called if path)
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -377,17 +398,20 @@ def trace(
     except Underivable:
         raise
     except Exception as error:
-        raise Underivable(f"torch.export cannot trace it: {reason_of(error)}") from error
+        raise refusal_of("torch.export cannot trace it", error) from error
     return _trace_of(program, opaque_calls, given)
 
 
-def reason_of(error: Exception) -> str:
-    """Returns the first line of an error of a model's code, or a plain sentence for an error about a mask."""
+def refusal_of(what: str, error: Exception) -> Underivable:
+    """Returns the refusal for an error of a model's code: `what` failed, and the first line of the error."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    what = f"{type(error).__name__}: {lines[0]}"
-    if MaskOf.__name__ not in what and PaddingMask.__name__ not in what:
-        return what
-    return "its code computes with the attention mask itself, and does not hand it to Transformers' attention interface"
+    reason = f"{type(error).__name__}: {lines[0]}"
+    if any(kind.__name__ in reason for kind in (MaskOf, PaddingMask, OtherMask)):
+        return ComputesWithMask(
+            f"{what}: its code computes with the attention mask itself, and does not hand it to Transformers' "
+            "attention interface"
+        )
+    return Underivable(f"{what}: {reason}")
 
 
 def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -> ModuleTrace:
@@ -425,4 +449,11 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
         given={node: g.name for node, g in zip(rest, given, strict=True)},
         batch=batch,
         sequence=sequence,
+        longest=_longest(program.range_constraints.get(sequence)),
     )
+
+
+def _longest(constraint: Any) -> int | None:
+    """Returns the upper bound of a length; None without a bound."""
+    upper: Any = None if constraint is None else constraint.upper
+    return int(upper) if getattr(upper, "is_Integer", False) else None

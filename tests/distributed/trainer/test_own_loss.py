@@ -11,9 +11,16 @@ import torch
 from safetensors.torch import load_file
 from support.models import SMALL, arguments, tiny
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
+from transformers import (
+    BartForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+)
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.models.small_config import default_config
 
 SIZES = {**SMALL, "pad_token_id": 0}
 
@@ -81,7 +88,7 @@ class WithValues(LlamaForCausalLM):
 
 def rows(count: int, kind: str) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(1, 131, (14,), generator=generator) for _ in range(count)]
+    ids = [torch.randint(1, 127, (14,), generator=generator) for _ in range(count)]
     return [
         {"input_ids": each, "labels": torch.tensor(number % 2) if kind == "classes" else each.clone()}
         for number, each in enumerate(ids)
@@ -100,6 +107,8 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
         classes = {"classes": LlamaForSequenceClassification, "a head of its own": WithValues}
         config = LlamaConfig(**SIZES, output_hidden_states=kind == "hidden states")
         model = classes.get(kind, LlamaForCausalLM)(config)
+    if kind == "in the class":  # of every token itself, not of the next
+        model = BartForCausalLM(default_config("BartForCausalLM", 4))
     if kind == "loss_function":
         model.loss_function = weighted
     training = {
@@ -133,9 +142,12 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
     [("focal", {"tp_size": 2})]
     + [
         pytest.param(kind, helix, marks=pytest.mark.slow)
-        for kind in ("focal", "z-loss", "loss_function", "classes", "a head of its own", "hidden states", "routers")
+        for kind in (
+            *("focal", "z-loss", "loss_function", "classes", "a head of its own", "hidden states", "routers"),
+            "in the class",
+        )
         for helix in ({"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2})
-        if (kind, helix) != ("focal", {"tp_size": 2})
+        if (kind, helix) not in (("focal", {"tp_size": 2}), ("in the class", {"cp_size": 2}))
     ]
     + [pytest.param("hidden states", {"pp_size": 2, "layers_per_stage": [1.5, 1, 1.5, 1]}, marks=pytest.mark.slow)],
     ids=str,
