@@ -75,22 +75,6 @@ def test_a_linear_and_its_scatter_become_tiles_in_turn() -> None:
     assert graph["mlp.scatter.join"].writes == ("mlp.scatter",)
 
 
-def test_the_backward_of_a_gather_scatters_each_tile_beside_the_next_input_gradient_and_the_weights() -> None:
-    backward = tiled(llama_layer(), 2).backward
-    assert part_of(backward, "attn.gather", "attn.qkv") == [
-        "attn.qkv.join", "attn.qkv.1.I", "attn.gather.1", "attn.qkv.0.I", "attn.gather.0", "attn.qkv.1.W",
-        "attn.qkv.0.W", "attn.gather.cut",
-    ]  # fmt: skip
-
-
-def test_the_backward_of_a_scatter_gathers_all_tiles_first() -> None:
-    backward = tiled(llama_layer(), 2).backward
-    assert part_of(backward, "mlp.down", "mlp.scatter") == [
-        "mlp.scatter.join", "mlp.scatter.1", "mlp.scatter.0", "mlp.down.1.I", "mlp.down.1.W", "mlp.down.0.I",
-        "mlp.down.0.W", "mlp.down.cut",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("tiles", TILES)
 def test_efforts_of_the_tiles_sum_to_the_whole_and_copies_are_light(tiles: int) -> None:
     whole = by_hand.SMALL_LAYER.forward

@@ -243,27 +243,6 @@ def test_a_strand_alone_runs_as_it_does_under_sequential():
     assert dhelix(None, layer.backward, profile) == (*entries(None, layer.backward), BARRIER)
 
 
-def test_a_weight_gradient_moves_beside_a_collective_when_that_pays():
-    """In canonical order B.down.W comes before B.norm; nothing else is long enough to hide B.gather."""
-    forward = unit("f", operator("norm", "x", effort=0.5))
-    gather, norm = operator("gather", "x", L, effort=4), operator("norm", "gather", effort=0.1)
-    backward = unit("b", gather, norm, operator("down", "norm", split=True, effort=4))
-    profile = profile_of({"f": forward, "b": backward})
-    order = dhelix(forward.forward, backward.backward, profile)
-    assert order.index("B.down.I") < order.index("B.norm") < order.index("B.gather") < order.index("B.down.W")
-    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.7e-3)
-
-
-def test_a_self_overlapping_weight_gradient_stays_with_its_collective():
-    """Nothing of the forward strand is worth hiding, so the reduce-scatter hides behind its own weight gradient."""
-    backward = unit("b", operator("gather", "x", L, effort=3), operator("up", "gather", split=True, effort=4))
-    forward = unit("f", operator("norm", "x", effort=0.1))
-    profile = profile_of({"f": forward, "b": backward})
-    order = dhelix(forward.forward, backward.backward, profile)
-    assert any({"B.gather", "B.up.W"} <= set(group) for group in groups_of(order))
-    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.1e-3)
-
-
 @pytest.mark.parametrize("slowed", [False, True])
 def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
     """On random orders of a whole block, for which nothing is searched."""

@@ -71,20 +71,6 @@ def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], sai
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
-def test_the_numbers_of_w(num_ranks: int, num_microbatches: int):
-    """With F and B of one unit and fused slots, too, time is the number of slots."""
-    result = simulated("folded_1f1b", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
-    assert result.seconds == 4 * num_ranks + 2 * num_microbatches - 2
-    assert result.idle == [2 * num_ranks - 2] * num_ranks
-    assert result.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
-    assert max(result.busy) == 2 * num_ranks + 2 * num_microbatches
-    assert result.num_microbatches == num_microbatches
-    if num_microbatches >= 2 * num_ranks:
-        assert result.live == [2 * num_ranks + 1] * num_ranks
-        assert result.shares == pytest.approx([num_ranks + 0.5] * num_ranks), "stage-shares: two chunks each"
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
 def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
     result = simulated("1f1b", num_ranks, num_microbatches, **UNIT, gain=1.4)
     units = num_microbatches + num_ranks - 1
@@ -94,13 +80,6 @@ def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
     assert result.live == [num_ranks - rank for rank in range(num_ranks)]
     assert result.shares == pytest.approx(result.live)
     assert result.fused == [0] * num_ranks
-
-
-def test_transfers_count_between_ranks_only():
-    """One micro-batch goes through four stages and back; two hops each way, none at the turn."""
-    result = simulated("folded_1f1b", 2, 1, **UNIT, transfer=10.0)
-    assert result.seconds == 4 * 1 + 4 * 2 + 4 * 10
-    assert simulated("folded_1f1b", 1, 1, **UNIT, transfer=10.0).seconds == 6
 
 
 def test_activations_are_weighed_by_the_forward_of_their_stage():
@@ -258,13 +237,6 @@ def test_room_is_made_use_of(hasty: None):
     costs = even(6, **UNIT, gain=1.2)
     few, some, usual = (chosen(3, 9, costs, max_live=max_live).seconds for max_live in (2, 4, 7))
     assert few > 1.1 * some > 1.1 * 1.1 * usual
-
-
-def test_one_rank_has_no_bubble(hasty: None):
-    for count in (1, 2, 5):
-        result = chosen(1, count, even(2, **UNIT, gain=1.4))
-        assert result.idle == pytest.approx([0.0])
-        assert result.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["folded_1f1b"].seconds
 
 
 @pytest.mark.parametrize("max_live", [1, 0, -1])

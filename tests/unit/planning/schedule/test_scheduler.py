@@ -37,15 +37,6 @@ def test_a_name_gives_its_schedule_for_any_window(name: str, num_ranks: int):
         assert scheduler(count) == build_schedule(name, num_ranks, count)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("count", [1, 4])
-def test_auto_is_a_schedule_on_the_fold_for_any_window(num_ranks: int, count: int):
-    scheduler = Scheduler(AUTO, num_ranks)
-    assert scheduler.placement == FOLD
-    validate(scheduler(count), count, stage_ranks(FOLD, num_ranks))
-    assert scheduler(count) == Scheduler(AUTO, num_ranks)(count), "on every rank"
-
-
 def test_auto_goes_by_the_costs():
     """Where weight gradients take nothing, nothing is gained by keeping them apart."""
     even = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4)
