@@ -37,7 +37,6 @@ class Case:
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
         floor: of differences of gradients, in parts of the norm of all, for gradients that are almost zero.
-        without: what named plans must not use, see `benchmarks.paper.ablate`.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Case:
     schedules: Sequence[str] = ("folded_1f1b",)
     options: Mapping[str, Any] = field(default_factory=dict)
     floor: float = 0.0
-    without: Sequence[str] = ()
     slow: bool = False
 
     @property

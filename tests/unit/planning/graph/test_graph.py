@@ -14,8 +14,6 @@ BACKWARD = [
     "attn.add", "attn.scatter", "attn.out.I", "attn.out.W", "attention", "attn.qkv.I", "attn.gather", "attn.qkv.W",
     "attn.norm",
 ]
-# fmt: on
-COLLECTIVES = {"attn.gather", "attn.scatter", "mlp.gather", "mlp.scatter"}
 
 
 def names(graph: Graph) -> list[str]:
@@ -29,33 +27,10 @@ def test_a_layer_of_14_operators_has_a_backward_of_18():
     assert len(BACKWARD) == 18
 
 
-def test_without_the_collectives_it_is_10_and_14():
-    forward = llama_layer_on_one_rank()
-    assert len(forward.operators) == 10
-    backward = names(derive_backward(forward))
-    assert sorted(backward) == sorted(name for name in BACKWARD if name not in COLLECTIVES)
-    assert len(backward) == 14
-    for name in ("attn.qkv", "attn.out", "mlp.up", "mlp.down"):  # no collective follows: W directly after its I
-        assert backward.index(f"{name}.W") == backward.index(f"{name}.I") + 1
 
 
-def test_the_backward_of_communication_is_communication_the_other_way():
-    backward = derive_backward(llama_layer())
-    gather = backward["attn.gather"]
-    assert (gather.kind, gather.part, gather.forward_name) == (Kind.INTRA_NODE, Part.B, "attn.gather")
-    assert (gather.reads, gather.writes) == (("d.attn.gather",), ("d.attn.norm",))
-    assert {op.name for op in backward.operators if op.kind.communicates} == COLLECTIVES
 
 
-def test_a_split_linear_has_an_input_gradient_and_a_weight_gradient_of_the_same_output():
-    backward = derive_backward(llama_layer())
-    dgrad, wgrad = backward["mlp.up.I"], backward["mlp.up.W"]
-    assert (dgrad.part, wgrad.part) == (Part.I, Part.W)
-    assert dgrad.forward_name == wgrad.forward_name == "mlp.up"
-    assert dgrad.reads == ("d.mlp.up.gate", "d.mlp.up.up")
-    assert wgrad.reads == (*dgrad.reads, "mlp.gather")  # what forward read
-    assert dgrad.writes == ("d.mlp.gather",)
-    assert wgrad.writes == ()
 
 
 def test_a_collective_that_only_happens_to_be_next_does_not_take_the_weight_gradient():

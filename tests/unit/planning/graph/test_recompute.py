@@ -11,7 +11,7 @@ from support.graphs import collective, compute, linear, llama_layer, segment
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part
-from hf_helix.planning.graph.recompute import FULL, NONE, SELECTIVE, recomputed
+from hf_helix.planning.graph.recompute import FULL, SELECTIVE, recomputed
 from hf_helix.planning.plan.baselines.intra_batch import tile_pair
 from hf_helix.planning.plan.list_scheduler import Priorities
 
@@ -26,11 +26,6 @@ def again(graph: Graph) -> list[str]:
 
 def backward_of(mode: str, forward: Graph | None = None) -> Graph:
     return derive_backward(recomputed(forward or llama_layer(), mode))
-
-
-def test_none_leaves_a_layer_as_it_is() -> None:
-    assert recomputed(llama_layer(), NONE) == llama_layer()
-    assert len(backward_of(NONE).operators) == 18
 
 
 def test_full_keeps_nothing_but_the_input_and_stops_before_what_nobody_needs() -> None:
@@ -61,11 +56,6 @@ def test_selective_runs_again_where_it_is_needed_and_gathers_beside_the_input_gr
     place = order.index("mlp.norm.again")
     assert order[place : place + 5] == ["mlp.norm.again", "mlp.gather.again", "mlp.up.I", "mlp.gather", "mlp.up.W"]
     assert order.index("attention.again") > order.index("attn.scatter")
-
-
-def test_efforts_of_what_runs_again_are_those_of_forward() -> None:
-    forward, backward = recomputed(llama_layer(), FULL), backward_of(FULL)
-    assert all(backward[f"{name}.again"].relative_cost == forward[name].relative_cost for name in again(forward))
 
 
 def test_indices_and_counts_are_kept() -> None:
