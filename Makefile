@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow test-oldest package golden fuzz lint format docs bench gpu-check gpu-check-dry clean
+.PHONY: help install demo test test-slow test-oldest package golden fuzz lint format docs site bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ format: $(STAMP)  ## mend style
 
 docs: $(STAMP)  ## write what the pages take from the code: options, model classes
 	$(BIN)/python docs/generate.py
+
+site: $(STAMP)  ## build the pages and the API reference in runs/site/index.html; a broken link is an error
+	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
 	$(BIN)/python -m benchmarks.one_process

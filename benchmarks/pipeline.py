@@ -9,9 +9,10 @@ All times of a layout come from one run, in turn; medians, the slowest rank coun
 gradient sums of a window, without the optimizer. Predicted times come from operators measured in the same run. Memory
 is that of activations and of the states of AdamW in fp32 on the fullest rank, beyond that of 1F1B's first rank.
 
-    sudo python -m benchmarks.pipeline --processes 4 --pp 2 4 --microbatches 4 8 16
-    sudo python -m benchmarks.pipeline --processes 2 --pp 2 --rate 300 --microbatches 8
-    sudo python -m benchmarks.pipeline --processes 4 --pp 2 --tp 2 --rate 300 --across tp --microbatches 8
+    sudo env "PATH=$PATH" python -m benchmarks.pipeline --processes 4 --pp 2 4 --microbatches 4 8 16
+    sudo env "PATH=$PATH" python -m benchmarks.pipeline --processes 2 --pp 2 --rate 300 --microbatches 8
+    sudo env "PATH=$PATH" python -m benchmarks.pipeline --processes 4 --pp 2 --tp 2 --rate 300 --across tp \\
+        --microbatches 8
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Cuts a model over ranks that a slow link joins. The operators are measured on th
 times, as `plan="auto"` does. Then windows under every plan are timed in turn, after computation alone and communication
 alone; medians, the slowest rank counts. The bound is the larger of the two alone (of communication, the busiest link).
 A step is forward, backward and gradient reduction of a window, without the optimizer. The link is emulated in the
-process (docs/emulated_link.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
+process (docs/results.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
 with `--rates`, joins two network namespaces, over which stock software runs, too (needs root). The studies:
 
     tp         a Llama with tp_size=2 under every plan; with `--rates` beside Transformers' tensor parallelism and DDP
@@ -15,10 +15,12 @@ with `--rates`, joins two network namespaces, over which stock software runs, to
 
     python -m benchmarks.plans tp --links even 150mbit --microbatches 16
     python -m benchmarks.plans tp --links even --microbatches 8 --dp_size 2
-    sudo python -m benchmarks.plans tp --rates 300 500 1000 --microbatches 16
-    sudo python -m benchmarks.plans dp --rates 1000 --microbatches 4 8 --hidden 512
-    sudo python -m benchmarks.plans cp --rates 200 --sequence 2048 --batch 1 --hidden 512 --tp_size 2 --local_rate 1500
-    sudo python -m benchmarks.plans ep --rates 300 --sequence 512 --batch 1 --hidden 512 --layers 3 --microbatches 8
+    sudo env "PATH=$PATH" python -m benchmarks.plans tp --rates 300 500 1000 --microbatches 16
+    sudo env "PATH=$PATH" python -m benchmarks.plans dp --rates 1000 --microbatches 4 8 --hidden 512
+    sudo env "PATH=$PATH" python -m benchmarks.plans cp --rates 200 --sequence 2048 --batch 1 --hidden 512 \\
+        --tp_size 2 --local_rate 1500
+    sudo env "PATH=$PATH" python -m benchmarks.plans ep --rates 300 --sequence 512 --batch 1 --hidden 512 \\
+        --layers 3 --microbatches 8
 """
 
 from __future__ import annotations

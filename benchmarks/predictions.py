@@ -1,6 +1,6 @@
 """Predicted against measured, layout by layout: `python -m benchmarks.predictions`.
 
-Two processes (or as many as `--ranks` says) measure for every speed of an emulated link (docs/emulated_link.md) what
+Two processes (or as many as `--ranks` says) measure for every speed of an emulated link (docs/results.md) what
 they carry over it, and before and after each layout their device and how long ranks wait for each other, as `hf-helix
 cluster` does: a machine that others share is not as fast in every minute. From these numbers alone every window is
 predicted, as `hf-helix simulate` does: each layout, with and without recomputation, under each plan. The plans are made

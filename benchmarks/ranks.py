@@ -77,7 +77,7 @@ class Ranks:
             arguments: of the ranks, besides those of this command.
         """
         if (self.hosts or self.quotas) and os.geteuid() != 0:
-            sys.exit(f"hosts and quotas need root: sudo python -m {program()}")
+            sys.exit(f"hosts and quotas need root: sudo env PATH=$PATH python -m {program()}")
         for number in ENDINGS:
             signal.signal(number, _end)
         with contextlib.ExitStack() as stack:

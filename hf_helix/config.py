@@ -127,7 +127,7 @@ class HelixConfig:
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
-            latency, or "even": communication takes as long as computation; see docs/emulated_link.md.
+            latency, or "even": communication takes as long as computation; see docs/results.md.
 
     Raises:
         TypeError: a value of the wrong type.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
+import hf_helix
 from hf_helix.cli.main import build_parser
 from hf_helix.config import PLANS, HelixConfig
 
@@ -32,11 +35,14 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 
+def anchor_of(title: str) -> str:
+    """The name under which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
-    """The names under which GitHub links to headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    words = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
-    return {title.strip().replace(" ", "-") for title in words}
+    return {anchor_of(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
 def check_target(page: Path, anchor: str) -> None:
@@ -83,6 +89,22 @@ def commands(page: Path) -> Iterator[list[str]]:
             except ValueError:
                 continue  # prose with an apostrophe
             yield [word for word in split if "=" not in word or word.startswith("-")]
+
+
+def test_every_technique_is_described_in_one_form() -> None:
+    """Those of the table of layouts.md, each in the section or on the page to which its row leads."""
+    page = ROOT / "docs" / "layouts.md"
+    rows = re.findall(r"^\| .* \|$", page.read_text().partition("\n## ")[0], re.MULTILINE)
+    targets = [link for row in rows for link in re.findall(r"\]\(([^)]+)\) \|$", row)]
+    assert len(targets) >= 8
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        text = (page.parent / name if name else page).read_text()
+        _, *parts = re.split(r"^##? (.*)$", text, flags=re.MULTILINE)
+        sections = dict(zip(map(anchor_of, parts[::2]), parts[1::2], strict=True))
+        described = sections[anchor or anchor_of(parts[0])]
+        form = ["When to use", "When not", "Expected change", "Known limits", "Evidence"]
+        assert re.findall(r"^\| \*\*(.*?)\*\* \|", described, re.MULTILINE) == form, target
 
 
 def test_there_are_commands() -> None:
@@ -135,6 +157,17 @@ def test_what_is_generated_is_up_to_date() -> None:
     made = generator()
     for page in {page for page, _ in made.BLOCKS.values()}:
         assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
+
+
+def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
+    """Broken links, names without a docstring's parameters and pages outside of the navigation are errors of mkdocs."""
+    run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    named = set(re.findall(r'<h3 id="hf_helix\.(\w+)"', (tmp_path / "api" / "index.html").read_text()))
+    assert set(hf_helix.__all__) - {"__version__"} <= named
+    commands = (tmp_path / "commands" / "index.html").read_text()
+    assert all(f'id="hf-helix-{name}"' in commands for name in ("check", "doctor", "simulate", "show"))
 
 
 def test_the_first_page_is_short() -> None:

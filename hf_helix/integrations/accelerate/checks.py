@@ -36,7 +36,10 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
         problems.append(f"distributed_type={kind}: use MULTI_GPU: hf_helix cuts the model itself")
     if accelerator.state.dynamo_plugin.backend.value != "NO":
-        problems.append("dynamo_backend: use dynamo_backend='no': operators are issued one by one")
+        problems.append(
+            "dynamo_backend: use dynamo_backend='no': operators are issued one by one; HelixConfig(compile=True) "
+            "compiles them"
+        )
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         problems.append(
             "sync_each_batch=True: use sync_each_batch=False: gradients are summed over the ranks once for a window"

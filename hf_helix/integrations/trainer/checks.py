@@ -41,9 +41,14 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
     ("fsdp", bool, "fsdp=None: hf_helix cuts the model itself"),
     (
-        "torch_compile",
+        "torch_compile_backend",
+        lambda name: name not in (None, "inductor"),
+        "torch_compile_backend=None: what runs between collectives and matrix products is compiled by inductor",
+    ),
+    (
+        "torch_compile_mode",
         bool,
-        "torch_compile=False, operators are issued one by one; HelixConfig(compile=True)",
+        "torch_compile_mode=None: what is compiled is small; CUDA graphs are an option of HelixConfig, cuda_graphs",
     ),
     (
         "activation_offloading",

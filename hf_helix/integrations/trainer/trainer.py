@@ -12,6 +12,7 @@ The other parts of the mixin: `training_step` (windows out of the stock loop's s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -150,6 +151,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         for notice in check_environment(config.pp_size):
             logger.warning(notice)
         check_arguments(arguments, config)
+        if arguments.torch_compile:
+            config = dataclasses.replace(config, compile=True)
         return HelixPlugin(config) if plugin is None or plugin.config != config else plugin
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
@@ -319,8 +322,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @overrides("Trainer", "ranks that share a batch would get different data")
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Adds the layout to Accelerate's arguments. The training arguments belong to the user and stay unchanged."""
-        return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]
+        """Adds the layout to Accelerate's arguments, and leaves what is compiled to the layout. The training arguments
+        belong to the user and stay unchanged."""
+        stock = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        stock.pop("dynamo_plugin", None)
+        return {**stock, "parallelism_config": self._plugin, "dynamo_backend": "no"}
 
     @overrides("Trainer", "a second trainer of the process would get the layout of the first")
     def create_accelerator_and_postprocess(self) -> None:

@@ -317,7 +317,8 @@ class Builder:
         """Adds a residual addition.
 
         Args:
-            left, right: the summands, of the same shape.
+            left: a summand.
+            right: the other summand, of the same shape.
         """
         return self.declare(name, Add(), (left, right), relative_cost=LIGHT / 2)[0]
 

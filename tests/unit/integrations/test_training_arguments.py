@@ -60,6 +60,16 @@ def test_the_defaults_are_accepted(tmp_path: Path) -> None:
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True), HelixConfig())
 
 
+def test_torch_compile_compiles_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `HelixConfig(compile=True)`: Accelerate would compile the model as a whole."""
+    for name in ("BACKEND", "MODE"):
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")  # set anew by the arguments, restored after the test
+    args = arguments(str(tmp_path), torch_compile=True)
+    trainer = HelixTrainer(model=llama(num_hidden_layers=1), args=args, helix_config=HelixConfig())
+    assert trainer.helix_config == HelixConfig(compile=True)
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "NO"
+
+
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value}" for name, value in REFUSED])
 def test_refused_values(name: str, value: Any, tmp_path: Path) -> None:
     """Set by hand, since some cannot be given on CPU. The error names a value, and that one is accepted."""

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy
+from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, embedding
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
@@ -107,7 +107,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor) and value.dtype == torch.float32:
+            if isinstance(value, Tensor) and value.dtype == torch.float32 and all(value is not each for each in args):
                 self.elements = max(self.elements, value.numel())
         return result
 
@@ -142,3 +142,21 @@ def test_huge_logits(size: int, place: str) -> None:
     assert distance(result, expected) <= 1e-6
     # An fp32 logit of 1e4 is exact to 1e-3 only, and so is its softmax.
     assert distance(gradient, expected_gradient) <= (1e-6 if place == "everywhere" else 1e-3)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_with_a_gradient_takes_rows(dtype: torch.dtype, padding: int | None) -> None:
+    """The bits of `nn.Embedding` over micro-batches with and without repeated ids; nothing is as large as the table."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(400, 5, generator=generator).to(dtype)
+    given, stock = table.clone().requires_grad_(), table.clone().requires_grad_()
+    for highest in (400, 20, 400, 1):
+        ids = torch.randint(highest, (20, 4), generator=generator)
+        gradient = torch.randn(20, 4, 5, generator=generator).to(dtype)
+        functional.embedding(ids, stock, padding_idx=padding).backward(gradient)
+        is_first = given.grad is None
+        with Largest() as largest:
+            embedding(ids, given, padding).backward(gradient)
+        assert torch.equal(given.grad, stock.grad)
+        assert is_first or largest.elements <= ids.numel() * 5
