@@ -86,7 +86,8 @@ class RivalStep:
         return ", ".join([f"{case.microbatches} x {case.batch}", *recompute, *(name for name in named if named[name])])
 
 
-class _Unit(NamedTuple):
+@dataclass(frozen=True)
+class _Unit:
     """A layer, fetched and reduced as one unit: seconds of passes and communication, bytes of weights and gradients."""
 
     forward: float
@@ -184,7 +185,7 @@ def simulate_rival(
         between = ring_of(cluster, (cluster.nodes, shards))
         sent = [Transfer("dp", "all_reduce", 2 * between.sent(unit.gradients // shards)) for unit in in_order]
         in_order = [
-            unit._replace(reduce=unit.reduce + transfer_seconds(each, between, cluster))
+            replace(unit, reduce=unit.reduce + transfer_seconds(each, between, cluster))
             for unit, each in zip(in_order, sent, strict=True)
         ]
     last = _micro_batch(in_order, slow, True, waits)

@@ -37,7 +37,6 @@ class Case:
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
         floor: of differences of gradients, in parts of the norm of all, for gradients that are almost zero.
-        without: what named plans must not use, see `benchmarks.paper.ablate`.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Case:
     schedules: Sequence[str] = ("folded_1f1b",)
     options: Mapping[str, Any] = field(default_factory=dict)
     floor: float = 0.0
-    without: Sequence[str] = ()
     slow: bool = False
 
     @property
@@ -217,6 +215,8 @@ add("phimoe balanced", BALANCED_PHIMOE, "dp2+ep2:left pp2:packed cp2:dense")
 add("phimoe balanced", BALANCED_PHIMOE, "tp2+dp2+ep2:right pp2+dp2+ep2:right cp2+dp2+ep2:right dp4+ep2:right")
 add("phimoe", {"family": "phimoe"}, "tp2:right")
 add("mixtral balanced", {"family": "mixtral", **BALANCED}, "dp2+ep2:left")
+DENSE_BETWEEN = {"family": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [1], **BALANCED}
+add("qwen3_moe balanced, dense between", DENSE_BETWEEN, "dp2+ep2:left")
 for all_to in ((3, 2), (1,)):  # so that some ranks get no token
     model = {"family": "mixtral", "all_to": all_to, "num_experts_per_tok": len(all_to), **BALANCED}
     add(f"mixtral all to {all_to}", model, "dp2+ep2:dense", slow=all_to != (1,))

@@ -21,7 +21,6 @@ from support.parity import compare_window, unsplit
 from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
 from support.tuning_jobs import hasty
 
-from benchmarks.paper.ablate import ablated
 from hf_helix import HelixTrainer
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.timing.profile import rough_profile
@@ -57,7 +56,7 @@ def run(
     print(f"{case.name}: the random order has seed {seed}")  # shown where the test fails
     given = {"helix": {"plan": "sequential", **case.helix}, "model": dict(case.model), "training": dict(training or {})}
     batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
-    shape = {"schedules": case.schedules, "orders": orders, "seed": seed, "without": case.without}
+    shape = {"schedules": case.schedules, "orders": orders, "seed": seed}
     ranks = cluster_of(case.ranks).run(
         "invariant.harness:windows", folder=str(folder), given=given, batches=batches, **shape
     )
@@ -95,7 +94,6 @@ def windows(
     schedules: Sequence[str],
     orders: Sequence[str],
     seed: int,
-    without: Sequence[str],
 ) -> list[dict[str, Any]]:
     """A window for each schedule and order.
 
@@ -104,7 +102,6 @@ def windows(
         batches: what `window_of` takes.
         orders: names of plans; `OWN`; `RANDOM`. A number behind a rule of blocks cuts collectives into so many tiles.
         seed: of the random order.
-        without: what named plans must not use, see `ablate`.
 
     Returns:
         For each schedule what the first order gives, see `_window`; for each other order what differs from it.
@@ -114,7 +111,6 @@ def windows(
     for schedule in schedules:
         with hasty():
             runners = [_runner_of(trainer, order, schedule, seed) for order in orders]
-            runners = [ablated(runner, without) if without else runner for runner in runners]
         first, *others = (_window(trainer, runner, batches, runner is runners[0]) for runner in runners)
         differing = {order: _differing(other, first) for order, other in zip(orders[1:], others, strict=True)}
         del first["parts"]

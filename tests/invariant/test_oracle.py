@@ -21,13 +21,12 @@ from support.pipeline_jobs import (
     whole_gradients,
     window_of,
 )
-from support.schedules import every_size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from hf_helix.planning.schedule.actions import Action, Slot, format_schedule
-from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule, folded_1f1b, one_f_one_b
+from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.runtime.trace import Trace
 
@@ -60,22 +59,6 @@ def test_ranks_run_as_torch_runs_them(size: int, schedule: str, tied: bool, clus
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             assert np.linalg.norm(ours[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), f"{name}, M={count}"
-
-
-@every_size
-def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int) -> None:
-    """Unit k takes F of k down beside B of k-P on the other chunk, then both up: paper, section 4.1."""
-    over_units = one_f_one_b(num_ranks, num_microbatches + num_ranks)
-    for rank, slots in enumerate(folded_1f1b(num_ranks, num_microbatches)):
-        expected = []
-        for unit in (action for slot in over_units[rank] for action in slot.actions):
-            ahead, behind = rank, 2 * num_ranks - 1 - rank
-            if unit.computation_type == "B":
-                ahead, behind = behind, ahead
-            forward = Action(ahead, "F", unit.microbatch) if unit.microbatch < num_microbatches else None
-            backward = Action(behind, "B", unit.microbatch - num_ranks) if unit.microbatch >= num_ranks else None
-            expected += [Slot(forward, backward)] if forward or backward else []
-        assert slots == expected
 
 
 # -- in the processes of a cluster ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from support.paths import ROOT
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.common import llama as benchmark_llama
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.load import load_parameters
 from hf_helix.runtime.divided import plain_parameters
@@ -156,7 +157,6 @@ def draw(folder: str, helix: dict[str, Any], family: str, changes: dict[str, Any
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 SLOW = pytest.mark.slow
-BENCHMARK = ROOT / "benchmarks" / "loading.py"
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 SPREAD = {"shard_parameters": True}
@@ -489,15 +489,18 @@ def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_a_rank_takes_its_share_and_one_tensor(axis: str, tmp_path: Path) -> None:
     """Of fresh processes, by the kernel's own peak: pages of mapped files count."""
-    sizes = ["--layers", "8", "--hidden", "768", "--vocabulary", "16000", "--shards", "60MB"]
-    command = [sys.executable, str(BENCHMARK), f"--{axis}", "4", *sizes, "--json", str(tmp_path / "found.json")]
-    subprocess.run(command, check=True, timeout=290, cwd=tmp_path)
-    result = json.loads((tmp_path / "found.json").read_text())
-    stored, largest, other = result["stored"], result["largest"], 40e6
+    sizes = ["--layers", "8", "--hidden", "768", "--vocabulary", "16000", "--shards", "60MB", f"--{axis}", "4"]
+    command = [sys.executable, "-m", "benchmarks.checkpoint", "load", *sizes, "--json", str(tmp_path / "found.json")]
+    subprocess.run(command, check=True, timeout=290, cwd=ROOT)
+    rows = {row["name"]: row for row in json.loads((tmp_path / "found.json").read_text())["results"]}
+    costs = {way: [cost for (cost,) in row["ranks"]] for way, row in rows.items()}
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(benchmark_llama(768, 8, 16000, max_position_embeddings=64))
+    tensors, other = [parameter.nbytes for parameter in made.parameters()], 40e6
     for way in ("folder", "random"):
-        assert sum(rank["held"] for rank in result[way]) <= 1.01 * stored
-        for rank in result[way]:
-            assert rank["anonymous"] <= rank["resident"] + other
-            assert rank["resident"] <= rank["held"] + largest + other
-    assert all(rank["resident"] <= 2 * largest + other for rank in result["save"])
-    assert all(rank["resident"] >= stored for rank in result["whole"]), "what it is measured against"
+        assert sum(rows[way]["sizes"]) <= 1.01 * sum(tensors)
+        for cost, held in zip(costs[way], rows[way]["sizes"], strict=True):
+            assert cost["anonymous"] <= cost["resident"] + other
+            assert cost["resident"] <= held + max(tensors) + other
+    assert all(cost["resident"] <= 2 * max(tensors) + other for cost in costs["save"])
+    assert all(cost["resident"] >= sum(tensors) for cost in costs["whole"]), "what it is measured against"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -212,20 +211,6 @@ def other_options_of_rank(seeds: tuple[int, ...]) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The stock loops, each run once: what was found, and where the model is."""
-
-    @cache
-    def run(
-        count: int, accumulate: int, dp_size: int, kind: str = "AdamW", **options: Any
-    ) -> tuple[dict[str, Any], Path]:
-        folder = tmp_path_factory.mktemp("stock")
-        return follow(str(folder), None, count, accumulate, dp_size, kind=kind, **options), folder
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("helix", "count", "accumulate", "ranks"),
     [
@@ -247,7 +232,7 @@ def test_as_the_stock_loop(
     helix: dict[str, Any], count: int, accumulate: int, ranks: int, cluster_of: Any, tmp_path: Path, stock: Any
 ) -> None:
     dp_size = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1) * helix.get("cp_size", 1))
-    wanted, folder = stock(count, accumulate, dp_size)
+    wanted, folder = stock(follow, count=count, accumulate=accumulate, dp_size=dp_size)
     options = {"folder": str(tmp_path), "helix": helix, "count": count, "accumulate": accumulate}
     every = cluster_of(ranks).run(follow, **options)
     for result in every:
@@ -289,7 +274,7 @@ def test_other_loops(name: str, helix: dict[str, Any], cluster_of: Any, tmp_path
     options = {"count": 12, **OTHER_LOOPS[name]}
     dp_size = 1 if helix.keys() & {"tp_size", "pp_size"} else 2
     options["accumulate"] = 4 // dp_size // options.get("windows_of_step", 1)
-    wanted, _ = stock(dp_size=dp_size, **options)
+    wanted, _ = stock(follow, dp_size=dp_size, **options)
     if name == FOLDER:
         llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
         options["weights"] = str(tmp_path / "start")

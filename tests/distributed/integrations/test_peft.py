@@ -56,19 +56,6 @@ def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tup
     }
 
 
-def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[str, Any]) -> list[float]:
-    """Load saved adapters, train a little more on other data, save; the losses."""
-    common: dict[str, Any] = {
-        "model": PeftModel.from_pretrained(tiny(**model), source, is_trainable=True),
-        "args": arguments(folder, max_steps=3, gradient_accumulation_steps=2),
-        "train_dataset": sequences(20, seed=7),
-    }
-    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
-    trainer.train()
-    trainer.save_model(folder)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
     """Load saved adapters into a cut model."""
     HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix)).helix.load_weights(
@@ -347,18 +334,6 @@ def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(
         ours = load_file(tmp_path / "ours" / file.relative_to(tmp_path / "theirs"))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-
-
-def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
-    """`PeftModel.from_pretrained(..., is_trainable=True)` goes in; the stock Trainer goes on in the same way."""
-    base = {"num_hidden_layers": 4}
-    source = tmp_path / "source"
-    tiny(**base, lora={}).save_pretrained(str(source))
-    expected = go_on(str(tmp_path / "theirs"), None, str(source), base)
-    job = {"folder": str(tmp_path / "ours"), "source": str(source), "model": base}
-    for losses in cluster_of(2).run(go_on, helix={"pp_size": 2, **GREEDY}, **job):
-        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
-    compare_adapters(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -39,33 +39,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Any:
-    """What the stock trainer finds with these options, and its folder; each is run once."""
-    known: dict[str, tuple[dict[str, Any], Path]] = {}
-
-    def run(**options: Any) -> tuple[dict[str, Any], Path]:
-        if repr(options) not in known:
-            folder = tmp_path_factory.mktemp("stock")
-            known[repr(options)] = sft_jobs.train(str(folder), tokenizer, None, **options), folder
-        return known[repr(options)]
-
-    return run
-
-
 @pytest.fixture
 def as_stock(cluster_of: Any, tmp_path: Path, tokenizer: str, stock: Any) -> Any:
     """`as_stock(helix, **options)` trains on two ranks as the stock trainer does; what both find, and the folders."""
 
     def compare(helix: dict[str, Any], near: float = 1e-5, **options: Any) -> tuple[Any, Any, Path, Path]:
-        wanted, folder = stock(**options)
+        wanted, folder = stock(sft_jobs.train, tokenizer=tokenizer, **options)
         mine = tmp_path / "helix"
         ranks = cluster_of(2).run(JOBS + "train", folder=str(mine), tokenizer=tokenizer, helix=helix, **options)
         for result in ranks:
             np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=near)
             np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=10 * near)
             assert result["eval"] == pytest.approx(wanted["eval"], abs=near)
-        return ranks[0], wanted, mine, folder
+        return ranks[0], wanted, mine, Path(folder)
 
     return compare
 

@@ -18,6 +18,7 @@ from hf_helix import HelixConfig, HelixTrainer
 
 STEPS, SAVED = 6, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
     "shard_optimizer": {"shard_optimizer": True},
@@ -59,18 +60,6 @@ def follow(
     return losses
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    known: dict[str, list[float]] = {}
-
-    def of(optim: str) -> list[float]:
-        if optim not in known:
-            known.update(follow(str(tmp_path_factory.mktemp("stock")), [optim]))
-        return known[optim]
-
-    return of
-
-
 def check(optims: Sequence[str], layout: str, other: str, cluster: Any, folder: Path, stock: Any, rel: float) -> None:
     """Trains in a layout, resumes there with the same bits, and resumes in another layout within `rel`."""
     job = {"folder": str(folder), "optims": optims}
@@ -78,7 +67,7 @@ def check(optims: Sequence[str], layout: str, other: str, cluster: Any, folder: 
     again = cluster.run(follow, **job, helix=LAYOUTS[layout], resume=True)
     moved = cluster.run(follow, **job, helix=LAYOUTS[other], resume=True)
     for optim in optims:
-        expected = stock(optim)
+        expected = stock(follow, optims=(optim,))[0][optim]
         assert expected[-1] < 0.97 * expected[0], "it learns, so states matter"
         for ranks, tolerance in ((whole, rel), (moved, 2 * rel)):
             for losses in ranks:
@@ -106,7 +95,9 @@ def test_blocks_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "other"), [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "shard_parameters")])
+@pytest.mark.parametrize(
+    ("layout", "other"), [("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "shard_parameters")]
+)
 @pytest.mark.parametrize(("optim", "rel"), [("adamw_torch_8bit", 5e-3), ("adamw_torch_4bit", 1e-2)])
 def test_blocks_of_torchao(
     optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any

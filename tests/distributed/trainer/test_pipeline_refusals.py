@@ -68,16 +68,6 @@ def with_file(folder: Path, text: str) -> dict[str, Any]:
     return {**PIPE, "schedule": str(path)}
 
 
-def test_an_invalid_action_file_is_printed_whole(cluster_of: Any, tmp_path: Path) -> None:
-    """Whatever is wrong with it: test_schedule.py."""
-    text = GOOD.replace("0F1", "0F?1", 1)
-    helix = with_file(tmp_path, text)
-    message = same_error(cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))
-    assert message.startswith(f"schedule file {helix['schedule']}: ")
-    assert "not an action" in message
-    assert message[message.index("rank 0:") :].replace(">>> ", "").split() == text.split()
-
-
 def test_action_files_that_do_not_fit(cluster_of: Any, tmp_path: Path) -> None:
     helix = with_file(tmp_path, format_schedule(build_schedule("folded_1f1b", 3, 4)))
     message = same_error(cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))

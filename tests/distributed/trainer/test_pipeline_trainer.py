@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from support import pipeline_trainer_jobs as jobs
-from support.comparisons import compare_weights
-from support.models import arguments, sequences
-from transformers import AutoModelForCausalLM, Trainer
-
-from hf_helix import HelixConfig, HelixTrainer
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
 
-def train_on(folder: str, helix: dict[str, Any] | None, source: str, steps: int = 5) -> list[float]:
-    """Load a checkpoint, train a little more on other data, save; the losses."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    common: dict[str, Any] = {
-        "model": model,
-        "args": arguments(folder, max_steps=steps, gradient_accumulation_steps=3),
-        "train_dataset": sequences(40, seed=7),
-    }
-    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
-    trainer.train()
-    trainer.save_model(folder)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-JOB = "support.pipeline_trainer_jobs:"
 GREEDY = {"plan": "greedy"}
 SLOW = pytest.mark.slow
 
@@ -88,25 +65,3 @@ def test_pipelines_equal_the_stock_trainer(case: str, tp: int, dp: int, like_sto
 
 
 # Checkpoints
-
-
-def test_training_goes_on_from_a_checkpoint(cluster_of: Any, tmp_path: Path) -> None:
-    """Of a pipeline with tensor parallelism, on a pipeline without and on the stock Trainer."""
-    source, ours, theirs = (str(tmp_path / name) for name in ("source", "ours", "theirs"))
-    job = {
-        "helix": {"pp_size": 2, "tp_size": 2, **GREEDY},
-        "training": {"gradient_accumulation_steps": 2, "max_steps": 3},
-    }
-    cluster_of(4).run(f"{JOB}train", folder=source, **job)
-    expected = train_on(theirs, None, source)
-    for losses in cluster_of(2).run(train_on, folder=ours, helix={"pp_size": 2, **GREEDY}, source=source):
-        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
-    compare_weights(ours, theirs)
-
-
-def test_two_calls_of_train(cluster_of: Any, tmp_path: Path) -> None:
-    options = {"training": {"max_steps": 3, "gradient_accumulation_steps": 2}}
-    expected = jobs.train_twice(str(tmp_path), None, **options)
-    helix = {"pp_size": 2, **GREEDY}
-    for losses in cluster_of(2).run(f"{JOB}train_twice", folder=str(tmp_path), helix=helix, **options):
-        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)

@@ -104,9 +104,12 @@ def test_batches_without_labels(tmp_path: Path) -> None:
 
 
 def test_measurements_that_cannot_be(tmp_path: Path) -> None:
-    trainer = jobs.make_trainer(str(tmp_path), {})
+    trainer = jobs.make_trainer(str(tmp_path), {}, training={"max_steps": 1})
     with pytest.raises(ValueError, match="after train"):
         trainer.measure_overlap()
+    trainer.train()
+    with pytest.raises(ValueError, match="repeats=0"):
+        trainer.measure_overlap(repeats=0)
 
 
 def test_one_process_and_two_ranks(tmp_path: Path) -> None:
@@ -304,10 +307,3 @@ def test_no_training_arguments_at_all(tmp_path: Path, monkeypatch: pytest.Monkey
         HelixTrainer(llama(), None, helix_config=HelixConfig()),
     ):
         assert trainer.args.output_dir == "tmp_trainer"
-
-
-def test_repeats_of_a_measurement(cluster_of: Any, tmp_path: Path) -> None:
-    trainer = jobs.make_trainer(str(tmp_path), {}, training={"max_steps": 1})
-    trainer.train()
-    with pytest.raises(ValueError, match="repeats=0"):
-        trainer.measure_overlap(repeats=0)

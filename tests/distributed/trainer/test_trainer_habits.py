@@ -842,6 +842,7 @@ RANK_0 = {
 SEARCHES = {name for name in HABITS if name.startswith("a_search")}
 QUICK = {
     "stopped_inside_a_window",
+    "trained_twice",
     "loaders_of_ones_own",
     "a_stream_evaluated",
     "logits_left_out",

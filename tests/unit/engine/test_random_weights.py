@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from support.models import tiny
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
@@ -12,21 +12,13 @@ from hf_helix.engine.synthetic import Workload
 
 def test_weights_are_drawn_without_seeding_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script draws on its GPU afterwards is what it would have drawn without us."""
+    config = tiny("llama", num_hidden_layers=1).config
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     before = torch.get_rng_state()
     torch.manual_seed(0)
     assert seeded == [0]  # that is the way in which torch seeds GPUs
     torch.set_rng_state(before)
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=32,
-    )
     Workload(config, HelixConfig(), torch.device("cpu"))
     assert seeded == [0]
     assert torch.equal(torch.get_rng_state(), before)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from support.models import tiny
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
@@ -111,15 +111,7 @@ def measured(gpu: SlowHost, layers: int = 2, tp: int = 2, dp: int = 1, **options
     if options:
         sums = Axis(SilentTransport(dp, 0), Kind.GRADIENTS)
         mesh = replace(mesh, replica_axes=ReplicaAxes(sums, sums), expert_replica_axes=ReplicaAxes(sums, sums))
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=32,
-    )
+    config = tiny("llama", num_hidden_layers=layers).config
     work = Workload(config, HelixConfig(tp_size=tp, **options), mesh.device, mesh)
     work.runner.executor.streams = gpu
     return operators.measure_profile(work.runner, work.window(2, 1, 8))

@@ -6,18 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.units import run_unit
 from support.versions import since
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.graph.balance import Balance, add_part, balance_of, balance_side_inputs, part_of, routers_of
-from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.context import ParallelContext
-from hf_helix.models.graph.experts import expert_side_inputs
-from hf_helix.operators.moe.dispatch import COUNTED
+from hf_helix.models.graph.balance import Balance, balance_of, routers_of
 
 LAYERS, LENGTH, BATCH, EXPERTS, CHOICES = 3, 5, 2, 6, 2
 
@@ -83,40 +75,3 @@ def test_a_loss_without_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     words = r"MixtralForCausalLM of Transformers \S+ adds .* records no router_logits.*output_router_logits = False"
     with pytest.raises(ValueError, match=words):
         balance_of(model)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dense_between", [False, True])
-def test_operators_add_what_transformers_adds(padded: bool, dense_between: bool) -> None:
-    """The loss, and the gradients of what the routers say."""
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, 3:] = 1 - padded
-    logits = [torch.randn(LENGTH, BATCH, EXPERTS) for _ in range(LAYERS)]
-    leaves = [each.transpose(0, 1).flatten(0, 1).requires_grad_() for each in logits]
-    expected = 0.3 * load_balancing_loss_func(tuple(leaves), EXPERTS, CHOICES, mask)
-    assert isinstance(expected, Tensor)
-    expected.backward()
-
-    balance = Balance(EXPERTS, CHOICES, LAYERS, coefficient=0.3)
-    b = Builder("all", "all", ParallelContext())
-    loss, sums = b.input("tokens"), balance.start(b)
-
-    def part(logits: Tensor, counted: Tensor) -> Tensor:
-        return part_of(logits.flatten(0, -2), counted.flatten(), CHOICES)
-
-    for number in range(LAYERS):
-        says = b.segment(f"part.{number}", part, b.input(f"logits.{number}"), side=(COUNTED,))
-        sums = b.add(f"sums.{number}", sums, says)
-    if dense_between:
-        sums = add_part(b, sums, None)
-    unit = b.build(balance.add_loss(b, loss, sums))
-
-    batch = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
-    side = expert_side_inputs(batch, SequenceCut(1, 1)) | balance_side_inputs(batch, 1.0)
-    inputs = {"tokens": torch.zeros(()), **{f"logits.{number}": value for number, value in enumerate(logits)}}
-    outputs, gradients = run_unit(unit, inputs, side, {"loss.balanced": torch.ones(())})
-    torch.testing.assert_close(outputs["loss.balanced"], expected.detach())
-    for number, leaf in enumerate(leaves):
-        assert leaf.grad is not None
-        result = gradients[f"logits.{number}"].transpose(0, 1).flatten(0, 1)
-        torch.testing.assert_close(result, leaf.grad)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.linears.linear import Linear
 
 FEATURES = 7
@@ -87,57 +87,3 @@ def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: 
         assert_close(list(found_outputs[k]), outputs_)
         assert_close(of_inputs[k], (of_input,))
     assert_close(take_gradients(linears), expected_gradients)
-
-
-def test_weight_gradient_may_run_before_the_input_gradient() -> None:
-    linears = make((4, 2), bias=True)
-    _, expected = by_autograd(linears, values()[0], directions(linears))
-    expected_gradients = take_gradients(linears)
-    operator, call = Linear(linears), new_call()
-    operator.forward(call, values()[0])
-    operator.weight_gradient(call, *directions(linears), values()[0])
-    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
-    assert_close(take_gradients(linears), expected_gradients)
-
-
-def test_frozen_weights_get_no_gradient() -> None:
-    linears = make((4, 2), bias=True)
-    linears[0].weight.requires_grad_(False)
-    linears[1].bias.requires_grad_(False)
-    _, expected = by_autograd(linears, values()[0], directions(linears))
-    expected_gradients = take_gradients(linears)
-    operator, call = Linear(linears), new_call()
-    operator.forward(call, values()[0])
-    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
-    operator.weight_gradient(call, *directions(linears), values()[0])
-    result = take_gradients(linears)
-    assert [gradient is None for gradient in result] == [True, False, False, True]
-    assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
-    assert_close(result[1:3], expected_gradients[1:3])
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16])
-def test_in_bf16_as_under_autocast(of_weights: torch.dtype, transposed: bool) -> None:
-    """Products in bf16; gradients in the type of the weights, over two micro-batches."""
-    linears = [linear.to(of_weights) for linear in (make_transposed((4,)) if transposed else make((4,), bias=True))]
-    inputs = [value.to(of_weights) for value in values(2)]
-    gradients = [[direction.bfloat16() for direction in directions(linears, k)] for k in range(2)]
-    with torch.autocast("cpu", torch.bfloat16):
-        leaves = [value.clone().requires_grad_() for value in inputs]
-        expected = [linears[0](leaf) for leaf in leaves]
-    for output, gradient in zip(expected, gradients, strict=True):
-        output.backward(gradient[0])
-    expected_gradients = take_gradients(linears)
-    operator = Linear(linears, transposed=transposed)
-    for value, output, gradient, leaf in zip(inputs, expected, gradients, leaves, strict=True):
-        call = Call({}, 0, True, Precision("cpu", torch.bfloat16))
-        (result,) = operator.forward(call, value)
-        assert result.dtype is torch.bfloat16
-        torch.testing.assert_close(result, output.detach())
-        (of_input,) = operator.input_gradient(call, *gradient)
-        torch.testing.assert_close(of_input.to(of_weights), leaf.grad, rtol=0.01, atol=0.01)
-        operator.weight_gradient(call, *gradient, value)
-    found_gradients = take_gradients(linears)
-    assert {gradient.dtype for gradient in found_gradients if gradient is not None} == {of_weights}
-    torch.testing.assert_close(found_gradients, expected_gradients, rtol=0.02, atol=0.02)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.peft import unwrap_peft
-from hf_helix.operators.base import Call, Precision
+from hf_helix.operators.base import Call
 from hf_helix.operators.linears.linear import SMALL, Linear
-from hf_helix.planning.graph.operator import Part
 
 FEATURES = 7
 SHAPE = (5, 3, FEATURES)
@@ -110,39 +109,6 @@ def test_equals_pefts_layers_over_two_micro_batches(kind: str) -> None:
     assert operator.trained == (1.0 if kind == "base trained" else SMALL)
 
 
-def test_only_some_linears_of_an_operator_have_adapters() -> None:
-    layers = [layer(4), nn.Linear(FEATURES, 2, dtype=torch.float64).requires_grad_(False)]
-    gradients = [*directions(layers[:1]), torch.ones(*SHAPE[:2], 2, dtype=torch.float64)]
-    expected, of_input = by_autograd(layers, values()[0], gradients)
-    of_weights = take_gradients(layers)
-    operator, call = operator_of(layers), a_call()
-    assert_close(list(operator.forward(call, values()[0])), expected)
-    assert_close(operator.input_gradient(call, *gradients), (of_input,))
-    operator.weight_gradient(call, *gradients, values()[0])
-    assert_close(take_gradients(layers), of_weights)
-
-
-def test_what_is_switched_off_adds_nothing() -> None:
-    made, call = layer(4), a_call(training=False)
-    operator = operator_of([made])
-    (with_two,) = operator.forward(call, values()[0])
-    made.set_adapter("off")
-    (with_other,) = operator.forward(call, values()[0])
-    assert_close(with_other, made(values()[0]).detach())
-    assert not torch.equal(with_two, with_other)
-    made.enable_adapters(False)
-    assert_close(operator.forward(call, values()[0]), (made.base_layer(values()[0]).detach(),))
-    # Where nothing is trained the backward is the input gradient.
-    made = layer(4)
-    made.set_adapter(["one", "two"], inference_mode=True)
-    operator, call = operator_of([made]), a_call()
-    assert operator.trained == 0
-    operator.forward(call, values()[0])
-    _, of_input = by_autograd([made], values()[0], directions([made]))
-    assert_close(operator.method_of(Part.B)(call, *directions([made])), (of_input,))
-    assert take_gradients([made]) == {}
-
-
 def test_dropout_is_the_same_in_all_parts_of_a_call() -> None:
     """Gradients are those of the function that forward was: by finite differences of the input and the weights."""
     layers = [layer(4, lora_dropout=0.4), layer(2, lora_dropout=0.4)]
@@ -173,27 +139,3 @@ def test_dropout_is_the_same_in_all_parts_of_a_call() -> None:
     for each in layers:
         each.eval()
     assert forward(value, 7) == forward(value, 8)
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-def test_in_bf16_with_adapters_in_fp32(autocast: bool) -> None:
-    """As PEFT has it: a model in bf16, adapters in fp32, products by autocast if there is any."""
-    made = layer(4).float()
-    made.base_layer.bfloat16()
-    value, gradient = values()[0].bfloat16(), directions([made])[0].bfloat16()
-    leaf = value.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        expected = made(leaf)
-    expected.backward(gradient)
-    of_weights = take_gradients([made])
-    operator = operator_of([made])
-    call = Call({}, 0, True, Precision("cpu", torch.bfloat16 if autocast else None))
-    (result,) = operator.forward(call, value)
-    assert result.dtype is torch.bfloat16
-    torch.testing.assert_close(result, expected.detach(), rtol=0.02, atol=0.05)
-    (of_input,) = operator.input_gradient(call, gradient)
-    torch.testing.assert_close(of_input, leaf.grad, rtol=0.02, atol=0.05)
-    operator.weight_gradient(call, gradient, value)
-    found_gradients = take_gradients([made])
-    assert {gradient.dtype for gradient in found_gradients.values()} == {torch.float32}
-    torch.testing.assert_close(found_gradients, of_weights, rtol=0.03, atol=0.1)

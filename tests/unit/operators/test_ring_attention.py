@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_helix.models.batch_inputs import SequenceCut, documents_of
+from hf_helix.models.batch_inputs import documents_of
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact, FirstOf, TorchCpu
 from hf_helix.operators.attention.ring_attention import (
@@ -246,20 +246,6 @@ def test_what_a_window_hides_is_not_computed() -> None:
     (after,) = block.forward(Call({}, 0, True), q, torch.stack((k, v)), before)
     assert kernel.calls == 0
     assert torch.equal(after, before)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_a_cut_sequence_comes_together_again(length: int, tp_size: int, size: int) -> None:
-    value = torch.arange(length).repeat(2, 1)
-    cuts = [SequenceCut(tp_size, size, rank) for rank in range(size)]
-    parts = [cut.take(value, 1, -1).t() for cut in cuts]
-    assert len({part.shape for part in parts}) == 1
-    assert parts[0].shape[0] % tp_size == 0
-    together = cuts[0].join(torch.cat(parts)).t()
-    assert torch.equal(together[:, :length], value)
-    assert bool((together[:, length:] == -1).all())
 
 
 def test_every_rank_has_as_much_of_the_triangle() -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.segment import Dropout, Segment
-from hf_helix.planning.graph.operator import Part
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 
@@ -113,49 +112,6 @@ def test_evaluation_keeps_nothing() -> None:
     given = StorageWeakRef(x.untyped_storage())
     del x
     assert given.expired()
-
-
-def drops(seed: int, draws: bool = True, training: bool = True) -> tuple[Tensor, Tensor]:
-    """Output and input gradient of dropout on ones."""
-    segment, call = Segment(lambda x: functional.dropout(x, 0.5), draws=lambda: draws), new_call(seed)
-    (output,) = segment.forward(call, torch.ones(1000))
-    return output, segment.backward(call, torch.ones(1000))[0]
-
-
-def test_random_numbers_follow_the_seed_of_the_call() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    first, other = drops(7)[0], drops(8)[0]
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(1)
-    again, gradient = drops(7)
-    assert torch.equal(first, again)
-    assert torch.equal(gradient, again)  # the same mask in backward
-    assert not torch.equal(first, other)
-    # The counterpart: what `draws` protects would really move otherwise.
-    before = torch.get_rng_state()
-    drops(7, draws=False)
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_run_again_a_segment_is_as_if_it_had_kept_everything() -> None:
-    """Forward without keeping anything; then once more, which draws the same numbers and leaves what backward needs."""
-    x, gradient = torch.randn(5, 7), torch.randn(5, 7)
-    weight = nn.Parameter(torch.randn(7))
-    segment = Segment(lambda x: functional.dropout(x, 0.5) * weight, [weight], draws=lambda: True)
-    usual, call = new_call(7), new_call(7, training=False)
-    (expected,) = segment.forward(usual, x)
-    (of_input,) = segment.backward(usual, gradient)
-    of_weight, weight.grad = weight.grad, None
-    with explicit_gradients():
-        (first,) = segment.forward(call, x)
-    assert call.saved is None
-    call.training = True
-    (again,) = segment.method_of(Part.R)(call, x)
-    assert torch.equal(first, expected)
-    assert torch.equal(again, expected)
-    assert torch.equal(segment.backward(call, gradient)[0], of_input)
-    assert torch.equal(weight.grad, of_weight)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["mask kept", "drawn again"])

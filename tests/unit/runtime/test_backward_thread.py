@@ -15,11 +15,6 @@ from torch import Tensor
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.operators import segment
-from hf_helix.operators.communication.transport import Axis
-from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.distributed.pipe import Pipe
-
-SIZES = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
 
 
 def test_backward_runs_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +30,7 @@ def test_backward_runs_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) ->
         stock(edges, gradients, inputs)
 
     monkeypatch.setattr(segment, "run_backward", noting)
-    single = Axis.single()
-    mesh = Mesh(SIZES, torch.device("cpu"), None, single, single, single, Pipe([0]), None, None, None, None)
-    work = Workload(tiny("llama", num_hidden_layers=1).config, HelixConfig(), mesh.device, mesh)
+    work = Workload(tiny("llama", num_hidden_layers=1).config, HelixConfig(), torch.device("cpu"))
     work.runner.train_window(work.window(2, 1, 8))
     assert len(ran) > 4
     assert set(ran) == {(threading.get_ident(), False)}

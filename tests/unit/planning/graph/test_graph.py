@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank
 
-from hf_helix.planning.graph.backward import GraphPair, derive_backward
+from hf_helix.planning.graph.backward import derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part, digest
 
 # fmt: off
@@ -14,8 +14,6 @@ BACKWARD = [
     "attn.add", "attn.scatter", "attn.out.I", "attn.out.W", "attention", "attn.qkv.I", "attn.gather", "attn.qkv.W",
     "attn.norm",
 ]
-# fmt: on
-COLLECTIVES = {"attn.gather", "attn.scatter", "mlp.gather", "mlp.scatter"}
 
 
 def names(graph: Graph) -> list[str]:
@@ -29,53 +27,10 @@ def test_a_layer_of_14_operators_has_a_backward_of_18():
     assert len(BACKWARD) == 18
 
 
-def test_without_the_collectives_it_is_10_and_14():
-    forward = llama_layer_on_one_rank()
-    assert len(forward.operators) == 10
-    backward = names(derive_backward(forward))
-    assert sorted(backward) == sorted(name for name in BACKWARD if name not in COLLECTIVES)
-    assert len(backward) == 14
-    for name in ("attn.qkv", "attn.out", "mlp.up", "mlp.down"):  # no collective follows: W directly after its I
-        assert backward.index(f"{name}.W") == backward.index(f"{name}.I") + 1
 
 
-def test_the_backward_of_communication_is_communication_the_other_way():
-    backward = derive_backward(llama_layer())
-    gather = backward["attn.gather"]
-    assert (gather.kind, gather.part, gather.forward_name) == (Kind.INTRA_NODE, Part.B, "attn.gather")
-    assert (gather.reads, gather.writes) == (("d.attn.gather",), ("d.attn.norm",))
-    assert {op.name for op in backward.operators if op.kind.communicates} == COLLECTIVES
 
 
-def test_the_backward_of_a_local_operator_reads_every_output_and_writes_every_input():
-    attention = derive_backward(llama_layer())["attention"]
-    assert (attention.kind, attention.part) == (Kind.COMPUTE, Part.B)
-    assert attention.reads == ("d.attention",)
-    assert attention.writes == ("d.attn.qkv.q", "d.attn.qkv.k", "d.attn.qkv.v")
-
-
-def test_a_split_linear_has_an_input_gradient_and_a_weight_gradient_of_the_same_output():
-    backward = derive_backward(llama_layer())
-    dgrad, wgrad = backward["mlp.up.I"], backward["mlp.up.W"]
-    assert (dgrad.part, wgrad.part) == (Part.I, Part.W)
-    assert dgrad.forward_name == wgrad.forward_name == "mlp.up"
-    assert dgrad.reads == ("d.mlp.up.gate", "d.mlp.up.up")
-    assert wgrad.reads == (*dgrad.reads, "mlp.gather")  # what forward read
-    assert dgrad.writes == ("d.mlp.gather",)
-    assert wgrad.writes == ()
-
-
-@pytest.mark.parametrize("name", ["attn.qkv", "attn.out", "mlp.up", "mlp.down"])
-def test_weight_gradients_follow_their_input_gradients(name: str):
-    order = names(derive_backward(llama_layer()))
-    assert order.index(f"{name}.I") < order.index(f"{name}.W")
-
-
-@pytest.mark.parametrize(("name", "gather"), [("attn.qkv", "attn.gather"), ("mlp.up", "mlp.gather")])
-def test_the_weight_gradient_waits_for_the_collective_after_its_input_gradient(name: str, gather: str):
-    order = names(derive_backward(llama_layer()))
-    place = order.index(f"{name}.I")
-    assert order[place : place + 3] == [f"{name}.I", gather, f"{name}.W"]
 
 
 def test_a_collective_that_only_happens_to_be_next_does_not_take_the_weight_gradient():
@@ -255,11 +210,6 @@ def test_the_description_tells_properties_apart():
     ]
     others += [{"recomputed": True}, {"saved_for_backward": ("f",)}]
     assert len({text(), *(text(**changes) for changes in others)}) == 8
-
-
-def test_a_pair_is_a_graph_and_the_backward_derived_from_it():
-    pair = GraphPair.of(llama_layer())
-    assert pair == GraphPair(llama_layer(), derive_backward(llama_layer()))
 
 
 def test_what_repeats_lets_as_many_values_out_as_in():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from support.arrays import arrays_of
+from support.graphs import LLAMA, compute, layer_with_efforts, pair
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
@@ -24,42 +25,8 @@ from hf_helix.planning.window.layout import Layout, named_operators
 L, X = Kind.INTRA_NODE, Kind.INTER_NODE
 
 
-def operator(name: str, reads: str, kind: Kind = Kind.COMPUTE, *, split: bool = False, effort: float = 1.0) -> Operator:
-    return Operator(
-        name=name, kind=kind, reads=tuple(reads.split()), writes=(name,), splits_dgrad_wgrad=split, relative_cost=effort
-    )
-
-
-def unit(name: str, *operators: Operator, inputs: tuple[str, ...] = ("x",)) -> GraphPair:
-    return GraphPair.of(Graph(name, operators, inputs, operators[-1].writes))
-
-
-def llama(transfer: float = 6.0) -> dict[str, GraphPair]:
-    """An embedding, a layer of 14 operators forward and 18 backward, and a head."""
-    layer = unit(
-        "layer",
-        operator("attn.norm", "x", effort=0.3),
-        operator("attn.gather", "attn.norm", L, effort=transfer),
-        operator("qkv", "attn.gather", split=True, effort=5),
-        operator("attention", "qkv", effort=4),
-        operator("out", "attention", split=True, effort=3),
-        operator("attn.scatter", "out", L, effort=transfer),
-        operator("attn.add", "x attn.scatter", effort=0.2),
-        operator("mlp.norm", "attn.add", effort=0.3),
-        operator("mlp.gather", "mlp.norm", L, effort=transfer),
-        operator("up", "mlp.gather", split=True, effort=12),
-        operator("act", "up"),
-        operator("down", "act", split=True, effort=6),
-        operator("mlp.scatter", "down", L, effort=transfer),
-        operator("mlp.add", "attn.add mlp.scatter", effort=0.2),
-    )
-    lookup, scatter = operator("lookup", ""), operator("scatter", "lookup", L, effort=transfer)
-    gather, logits = operator("gather", "x", L, effort=transfer), operator("logits", "gather", split=True, effort=20)
-    return {
-        "embedding": unit("embedding", lookup, scatter, inputs=()),
-        "layer": layer,
-        "head": unit("head", gather, logits),
-    }
+def llama(transfer: float = 5.0) -> dict[str, GraphPair]:
+    return {**LLAMA, "layer": GraphPair.of(layer_with_efforts(transfer))}
 
 
 def profile_of(units: dict[str, GraphPair], dice: random.Random | None = None) -> Profile:
@@ -183,9 +150,10 @@ def small_unit(name: str, dice: random.Random, size: int) -> GraphPair:
         reads = before
         if kind is Kind.COMPUTE and not split and number == size - 1 and not operators[0].kind.communicates:
             reads = f"x {before}"
-        operators.append(operator(f"op{number}", reads, kind, split=split, effort=effort))
+        options = {"splits_dgrad_wgrad": split, "relative_cost": effort}
+        operators.append(replace(compute(f"op{number}", reads, **options), kind=kind))
         before = f"op{number}"
-    return unit(name, *operators)
+    return pair(name, *operators)
 
 
 @pytest.mark.parametrize("slowed", [False, True])
@@ -241,27 +209,6 @@ def test_a_strand_alone_runs_as_it_does_under_sequential():
     layer, profile = llama()["layer"], profile_of(llama())
     assert dhelix(layer.forward, None, profile) == (*entries(layer.forward, None), BARRIER)
     assert dhelix(None, layer.backward, profile) == (*entries(None, layer.backward), BARRIER)
-
-
-def test_a_weight_gradient_moves_beside_a_collective_when_that_pays():
-    """In canonical order B.down.W comes before B.norm; nothing else is long enough to hide B.gather."""
-    forward = unit("f", operator("norm", "x", effort=0.5))
-    gather, norm = operator("gather", "x", L, effort=4), operator("norm", "gather", effort=0.1)
-    backward = unit("b", gather, norm, operator("down", "norm", split=True, effort=4))
-    profile = profile_of({"f": forward, "b": backward})
-    order = dhelix(forward.forward, backward.backward, profile)
-    assert order.index("B.down.I") < order.index("B.norm") < order.index("B.gather") < order.index("B.down.W")
-    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.7e-3)
-
-
-def test_a_self_overlapping_weight_gradient_stays_with_its_collective():
-    """Nothing of the forward strand is worth hiding, so the reduce-scatter hides behind its own weight gradient."""
-    backward = unit("b", operator("gather", "x", L, effort=3), operator("up", "gather", split=True, effort=4))
-    forward = unit("f", operator("norm", "x", effort=0.1))
-    profile = profile_of({"f": forward, "b": backward})
-    order = dhelix(forward.forward, backward.backward, profile)
-    assert any({"B.gather", "B.up.W"} <= set(group) for group in groups_of(order))
-    assert seconds(order, forward.forward, backward.backward, profile) == pytest.approx(8.1e-3)
 
 
 @pytest.mark.parametrize("slowed", [False, True])

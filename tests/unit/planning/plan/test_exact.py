@@ -156,14 +156,3 @@ def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: in
     best = optimum(profile, schedule, most_layers)
     tolerance = 1.013 if (size, num_layers, seed) == (5, 2, 0) else 1.0  # 96 ms where 95 are possible
     assert best <= searched(profile, schedule) <= best * tolerance
-
-
-@pytest.mark.parametrize(
-    ("size", "num_layers", "num_microbatches", "seed"),
-    [pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 1, 3, 0), (5, 1, 3, 3), (5, 2, 1, 2), (5, 2, 1, 5))],
-)
-def test_where_it_does_not_it_is_close(size: int, num_layers: int, num_microbatches: int, seed: int):
-    """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %."""
-    profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
-    best = optimum(profile, schedule, most_layers)
-    assert best <= searched(profile, schedule) <= 1.013 * best

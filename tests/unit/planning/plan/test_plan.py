@@ -49,13 +49,6 @@ LAYER = SMALL_LAYER
 PROFILE = profile_of(layout_of(UNITS, 3))
 
 
-def graphs_of(block: Block, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
-    return (
-        pairs[block.forward].forward if block.forward else None,
-        pairs[block.backward].backward if block.backward else None,
-    )
-
-
 # Rules
 
 
@@ -67,17 +60,6 @@ def test_every_rule_can_be_asked_for_by_name():
 def test_every_block_is_listed_once():
     blocks = all_blocks(["a", "b"])
     assert sorted(map(str, blocks)) == ["B.a", "B.b", "F.a", "F.a | B.a", "F.a | B.b", "F.b", "F.b | B.a", "F.b | B.b"]
-
-
-@pytest.mark.parametrize("rule", ORDER_BLOCK)
-@pytest.mark.parametrize("block", all_blocks(UNITS), ids=str)
-def test_every_rule_orders_every_block(rule: str, block: Block):
-    forward, backward = graphs_of(block, UNITS)
-    order = ORDER_BLOCK[rule](forward, backward, PROFILE)
-    validate_order(order, forward, backward)
-    assert sorted(set(order) - {BARRIER}) == sorted(entries(forward, backward))
-    assert len(order) - order.count(BARRIER) == len(entries(forward, backward))
-    assert order == ORDER_BLOCK[rule](forward, backward, PROFILE), "a rule gives the same order every time"
 
 
 def letters(rule: str, forward: Graph | None, backward: Graph | None) -> str:

@@ -82,13 +82,6 @@ def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
     assert result.fused == [0] * num_ranks
 
 
-def test_transfers_count_between_ranks_only():
-    """One micro-batch goes through four stages and back; two hops each way, none at the turn."""
-    result = simulated("folded_1f1b", 2, 1, **UNIT, transfer=10.0)
-    assert result.seconds == 4 * 1 + 4 * 2 + 4 * 10
-    assert simulated("folded_1f1b", 1, 1, **UNIT, transfer=10.0).seconds == 6
-
-
 def test_activations_are_weighed_by_the_forward_of_their_stage():
     costs = Costs((3.0, 1.0), (0.0, 0.0), (0.0, 0.0))
     schedule = parse_schedule("0F0 1F0 1I0 0I0 0W0 1W0", 1)
@@ -244,13 +237,6 @@ def test_room_is_made_use_of(hasty: None):
     costs = even(6, **UNIT, gain=1.2)
     few, some, usual = (chosen(3, 9, costs, max_live=max_live).seconds for max_live in (2, 4, 7))
     assert few > 1.1 * some > 1.1 * 1.1 * usual
-
-
-def test_one_rank_has_no_bubble(hasty: None):
-    for count in (1, 2, 5):
-        result = chosen(1, count, even(2, **UNIT, gain=1.4))
-        assert result.idle == pytest.approx([0.0])
-        assert result.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["folded_1f1b"].seconds
 
 
 @pytest.mark.parametrize("max_live", [1, 0, -1])

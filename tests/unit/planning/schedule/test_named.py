@@ -8,7 +8,7 @@ import pytest
 from support.schedules import SIZES, every_name, every_size, live_activations, slots_by_part, start_times, text
 
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule, dualpipe_v, folded_1f1b, one_f_one_b
-from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
+from hf_helix.planning.schedule.placement import stage_ranks
 
 # Every named schedule
 
@@ -85,10 +85,6 @@ def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int):
         assert [{str(action) for action in slot.actions} for slot in slots] == [units[time] for time in sorted(units)]
 
 
-def test_one_rank_folded_on_itself():
-    assert text(folded_1f1b(1, 2)) == [["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "(1F1;0B0)OVERLAP_F_B", "1B1", "0B1"]]
-
-
 # Torch's own
 
 
@@ -119,23 +115,9 @@ def test_1f1b_is_that_of_torch(num_ranks: int, num_microbatches: int):
 
 
 @every_size
-def test_1f1b_is_one_strand_that_holds_p_to_1_activations(num_ranks: int, num_microbatches: int):
-    schedule = one_f_one_b(num_ranks, num_microbatches)
-    assert not any(slot.fused for slots in schedule for slot in slots)
-    expected = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
-    assert [live_activations(slots) for slots in schedule] == expected
-
-
-@every_size
 def test_few_microbatches_run_as_in_a_longer_dualpipe_v(num_ranks: int, num_microbatches: int):
     schedule = dualpipe_v(num_ranks, num_microbatches)
     full = max(num_microbatches, 2 * num_ranks)
     longer = [[a for slot in slots for a in slot.actions] for slots in dualpipe_v(num_ranks, full)]
     kept = [[a for a in actions if a.microbatch < num_microbatches] for actions in longer]
     assert [[a for slot in slots for a in slot.actions] for slots in schedule] == kept
-
-
-def test_stages_of_a_rank_are_those_of_its_actions():
-    for rank, slots in enumerate(dualpipe_v(3, 7)):
-        stages = {action.stage for slot in slots for action in slot.actions}
-        assert tuple(sorted(stages)) == stages_of_rank(rank, stage_ranks(FOLD, 3))

@@ -52,18 +52,6 @@ def test_every_stage_is_on_one_rank(placement: str, num_ranks: int):
     assert len(ranks) == num_ranks * (2 if placement == FOLD else 1)
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 6))
-def test_rank_0_holds_embedding_and_head_of_the_fold(num_ranks: int):
-    assert stages_of_rank(0, stage_ranks(FOLD, num_ranks)) == (0, 2 * num_ranks - 1)
-
-
-@pytest.mark.parametrize("num_ranks", range(2, 6))
-def test_neighbouring_stages_are_on_neighbouring_ranks(num_ranks: int):
-    ranks = stage_ranks(FOLD, num_ranks)
-    steps = [abs(ranks[stage + 1] - ranks[stage]) for stage in range(2 * num_ranks - 1)]
-    assert steps == [1] * (num_ranks - 1) + [0] + [1] * (num_ranks - 1)
-
-
 # Layers
 
 
@@ -84,16 +72,6 @@ def test_one_rank_is_split_in_the_middle_whatever_things_cost(num_layers: int):
     for costs in ({}, {"head_cost": 0.2}, {"head_cost": 100.0}):
         assert split_layers(num_layers, (0, 0), **costs) == [range(half), range(half, num_layers)]
         assert split_layers(num_layers, (0,), **costs) == [range(num_layers)]
-
-
-def test_the_paper_example_of_32_layers_on_4_ranks():
-    ranks = stage_ranks(FOLD, 4)
-    assert held(split_layers(32, ranks), ranks) == [
-        ([0, 1, 2, 3], [28, 29, 30, 31]),
-        ([4, 5, 6, 7], [24, 25, 26, 27]),
-        ([8, 9, 10, 11], [20, 21, 22, 23]),
-        ([12, 13, 14, 15], [16, 17, 18, 19]),
-    ]
 
 
 def test_a_head_as_heavy_as_layers_takes_their_place():
@@ -166,11 +144,6 @@ def test_layers_per_stage_that_do_not_fit_are_refused_with_some_that_do(counts: 
     works = str(error.value).rpartition("layers_per_stage=")[2]
     assert f"layers_per_stage={counts}" in str(error.value)
     assert sizes(split_layers(10, (0, 1, 1, 0), layers_per_stage=[int(n) for n in works.strip("[]").split(",")]))
-
-
-def test_layers_per_stage_of_the_linear_placement():
-    with pytest.raises(ValueError, match="has 4 counts that add up to 5; it needs 2"):
-        split_layers(5, stage_ranks(LINEAR, 2), layers_per_stage=[1, 1, 2, 1])
 
 
 def test_one_layer_has_no_layers_per_stage_of_two():

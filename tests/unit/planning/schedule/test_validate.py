@@ -35,16 +35,6 @@ def test_a_swapped_order_cannot_run():
     assert "rank 0 waits for 0F0 before 1F0\nrank 0: >>> 1F0 0F0 " in refused(schedule, 2)
 
 
-def test_every_swap_on_a_chain_is_found():
-    """With one micro-batch a rank's four actions have only one order."""
-    for rank in range(2):
-        for place in range(3):
-            schedule = folded_1f1b(2, 1)
-            slots = schedule[rank]
-            slots[place], slots[place + 1] = slots[place + 1], slots[place]
-            refused(schedule, 1)
-
-
 def test_ranks_that_wait_for_each_other_are_both_marked():
     assert refused(parsed("0F0 0B0 3F0 3B0", "1F0 2F0 2B0 1B0"), 1).splitlines() == [
         "the schedule cannot run past '>>>': rank 0 waits for 1B0 or 1I0 before 0B0",

@@ -40,17 +40,6 @@ def spans(timeline: Timeline) -> list[tuple[float, float]]:
 # By hand
 
 
-def test_one_strand_runs_one_after_the_other():
-    timeline = simulate(work((COMPUTE, 1, []), (LOCAL, 4, [0]), (COMPUTE, 2, [1])))
-    assert spans(timeline) == [(0, 1), (1, 5), (5, 7)]
-    assert timeline.seconds == 7
-
-
-def test_a_second_strand_computes_while_the_first_communicates():
-    timeline = simulate(work((COMPUTE, 1, []), (LOCAL, 4, [0]), (COMPUTE, 3, []), (COMPUTE, 2, [1])))
-    assert spans(timeline) == [(0, 1), (1, 5), (1, 4), (5, 7)]
-
-
 def test_communication_waits_for_everything_issued_before_it_on_the_compute_stream():
     """Even where it reads nothing of it: an event after the last computation is what it waits for."""
     late = work((COMPUTE, 1, []), (COMPUTE, 3, []), (LOCAL, 4, [0]), (COMPUTE, 2, [2]))
@@ -74,11 +63,6 @@ def test_nothing_is_issued_before_the_host_knows_the_sizes():
     assert spans(simulate(known, order=[0, 1, 3, 2])) == [(0, 1), (1, 5), (5, 7), (1, 4)]
 
 
-def test_three_streams_run_beside_each_other():
-    rows = [(COMPUTE, 1, []), (LOCAL, 5, [0]), (CROSS, 3, [0]), (COMPUTE, 2, []), (COMPUTE, 1, [1, 2])]
-    assert spans(simulate(work(*rows))) == [(0, 1), (1, 6), (1, 4), (1, 3), (6, 7)]
-
-
 def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
     operators = compute("norm", "x", "n m"), collective("gather", "n"), compute("act", "m")
     layer = pair("layer", *operators, outputs="gather act")
@@ -95,27 +79,6 @@ def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
 def factors(table: dict[tuple[int, int], float]) -> Slowdown:
     """By places of instructions."""
     return lambda a, b: table.get((int(a[1]), int(b[1])), 1.0)
-
-
-def test_operators_beside_each_other_go_on_at_their_slowed_rates_until_one_ends():
-    """A computation of 6 s slowed 1.5 times beside a transfer of 2 s slowed 2.0 times: the transfer ends after 4 s,
-    in which 4 / 1.5 s of the computation are done; the rest runs alone."""
-    timeline = simulate(work((COMPUTE, 6, []), (LOCAL, 2, [])), factors({(0, 1): 1.5, (1, 0): 2.0}), order=[1, 0])
-    assert spans(timeline) == [(0, round(4 + 6 - 4 / 1.5, 9)), (0, 4)]
-
-
-def test_a_transfer_is_slowed_by_each_computation_beside_it_in_turn():
-    """A transfer of 4 s: 2 s beside the first computation (factor 2: 1 s done), 3 s alone."""
-    timeline = simulate(work((LOCAL, 4, []), (COMPUTE, 2, [])), factors({(0, 1): 2.0}))
-    assert spans(timeline) == [(0, 5), (0, 2)]
-    timeline = simulate(work((LOCAL, 4, []), (COMPUTE, 2, []), (COMPUTE, 2, [])), factors({(0, 1): 2.0, (0, 2): 4.0}))
-    assert spans(timeline) == [(0, 6.5), (0, 2), (2, 4)]  # 1 s and 0.5 s done in 4 s, 2.5 s alone
-
-
-def test_slowdowns_of_three_at_once_multiply():
-    table = {(0, 1): 1.5, (0, 2): 2.0}
-    timeline = simulate(work((COMPUTE, 2, []), (LOCAL, 9, []), (CROSS, 9, [])), factors(table), order=[1, 2, 0])
-    assert spans(timeline) == [(0, 6), (0, 9), (0, 9)]
 
 
 def test_loads_are_sums_by_stream():
@@ -168,22 +131,6 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
         "B.up.W0": {"B.norm1", "F.up0", "F.norm0"},
         "B.norm0": {"B.up.I0", "F.norm0"},
     }
-
-
-def test_micro_batches_do_not_need_each_other():
-    layout = layout_of(LLAMA, 2)
-    program = window_instructions(schedule_of(3), layout)
-    needs = arrays_of(program, layout, random_times(layout, 0)).needs
-    for instruction, result in zip(program, needs, strict=True):
-        assert all(program[need].microbatch == instruction.microbatch for need in result)
-
-
-def test_times_that_lack_an_operator_are_an_error():
-    layout = layout_of(LLAMA, 2)
-    times = random_times(layout, 0)
-    del times["layer", "B.mlp.up.W"]
-    with pytest.raises(KeyError, match=r"B\.mlp\.up\.W"):
-        arrays_of(window_instructions(schedule_of(2), layout), layout, times)
 
 
 # Random ones
@@ -243,11 +190,3 @@ def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(wo
                         rate *= table[place, other]
                 done += (b - a) / rate
         assert done == pytest.approx(work.seconds[place], abs=1e-9)
-
-
-@given(works(), st.integers(0, 999))
-def test_slowdown_never_shortens_an_operator(work: WindowArrays, seed: int):
-    timeline = simulate(work, lambda a, b: 1.0 + random.Random(f"{seed}{a}{b}").random())
-    assert all(b - a >= s - 1e-9 for a, b, s in zip(timeline.starts, timeline.ends, work.seconds, strict=True))
-    alone = simulate(work)
-    assert timeline.seconds >= alone.seconds - 1e-9

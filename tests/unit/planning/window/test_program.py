@@ -66,26 +66,6 @@ def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatche
 
 
 @pytest.mark.parametrize("rule", UNTILED)
-@given(num_layers=st.integers(1, 7), num_microbatches=st.integers(2, 5))
-def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers: int, num_microbatches: int):
-    """Whatever adds to a parameter's gradient: W, and whole backwards (norms)."""
-    added: dict[tuple[int, str], list[int]] = {}
-    for instruction in operators_of(window(rule, num_layers, num_microbatches)):
-        if instruction.operator.part in (Part.W, Part.B):
-            added.setdefault((instruction.unit, instruction.operator.forward_name), []).append(instruction.microbatch)
-    assert all(order == list(range(num_microbatches)) for order in added.values())
-
-
-@pytest.mark.parametrize("rule", UNTILED)
-def test_nothing_is_left_alive_but_what_is_kept(rule: str):
-    alive: set[tuple[int, tuple[int, str]]] = set()
-    for instruction in window(rule, 4, 3):
-        alive.update((instruction.microbatch, key) for key in instruction.writes)
-        alive.difference_update((instruction.microbatch, key) for key in instruction.frees)
-    assert alive == {(k, (5, "loss")) for k in range(3)}
-
-
-@pytest.mark.parametrize("rule", UNTILED)
 def test_a_value_is_freed_by_the_last_that_touches_it(rule: str):
     program = window(rule, 3, 3)
     last = {}

@@ -121,18 +121,6 @@ def test_programs_of_flows(
         assert most_layers_alive(program, layout) <= room + 1e-3
 
 
-@given(**SHAPES, seed=SEEDS)
-def test_a_flow_is_predicted_as_its_programs_run(
-    name: str, num_ranks: int, num_microbatches: int, counts: list[int], seed: int
-):
-    """The order of issue of all ranks together, and each rank's own, say the same."""
-    layout, schedule = case(name, num_ranks, num_microbatches, counts)
-    flow, profile = random_flow(layout, seed), profile_of(layout, random_times(layout, seed + 7))
-    predicted = predict(priority_plan(flow, layout), profile, schedule, timeline=True)
-    timeline = predicted.timeline
-    assert timeline.seconds == pytest.approx(timeline_of(flow, profile, schedule).seconds)
-
-
 def test_ranks_wait_for_each_other_by_hand():
     """Two ranks of one layer each, 1F1B, one micro-batch; a millisecond each, three to a neighbour.
 

@@ -58,14 +58,6 @@ def test_is_as_exact_as_the_module_in_bf16(weight: torch.dtype) -> None:
         assert distance(ours, expected) <= 1.05 * distance(theirs, expected)
 
 
-@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("value", [torch.bfloat16, torch.float32])
-def test_has_the_type_of_the_module(value: torch.dtype, weight: torch.dtype) -> None:
-    module, given, _ = case(value, weight)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert rms_norm(given, module.weight, 1e-5).dtype == module(given).dtype
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_of_families_are_known(family: str) -> None:
     result = [module for module in tiny(family).modules() if type(module).__name__ in RMS_NORMS]
