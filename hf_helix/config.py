@@ -41,10 +41,11 @@ NEEDED = {
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
-        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters")
+        for name in ("cache", "compile", "shard_optimizer", "shard_parameters")
     },
+    "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
-    "layers_per_stage": "a list of whole numbers, such as [4, 4, 4, 4]",
+    "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
     "offload": "a string, such as offload='optimizer', or None",
     "memory_gb": "a number of gigabytes, such as 22, or None",
@@ -94,7 +95,9 @@ class HelixConfig:
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
-            `1f1b`); None to spread the work evenly, embedding, head and loss included.
+            `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. `hf-helix doctor`
+            writes the counts that it predicts to be the fastest. None for whole layers, the work spread as evenly as
+            they allow, embedding, head and loss included.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
@@ -128,7 +131,10 @@ class HelixConfig:
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs if their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
             meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
-            docs/cuda_graphs.md.
+            docs/cuda_graphs.md:
+            `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
+            `True`: likewise, but a capture that fails ends the run with an error;
+            `False`: never.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -151,10 +157,10 @@ class HelixConfig:
     schedule: str = AUTO
     profile: str | None = None
     compile: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = AUTO
     memory_gb: float | None = None
     cache: bool = True
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[float, ...] | None = None
     shard_optimizer: bool = False
     shard_parameters: bool = False
     offload: str | None = None
@@ -219,6 +225,8 @@ class HelixConfig:
                 f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
                 f"{nearest(str(self.offload), OFFLOADS)}, or None to keep everything on the device"
             )
+        if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
             raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")
@@ -232,7 +240,7 @@ class HelixConfig:
                 f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "
                 "model already; add shard_parameters=True or shard_optimizer=True, or use dp_replicate_size=1"
             )
-        if self.offload and self.cuda_graphs:
+        if self.offload and self.cuda_graphs is True:
             raise ValueError(
                 f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
                 "and a graph copies them where they lay; use cuda_graphs=False"
@@ -243,11 +251,6 @@ class HelixConfig:
             raise ValueError(
                 "shard_parameters=True with shard_optimizer=True: sharded parameters have sharded states already; use "
                 "shard_optimizer=False"
-            )
-        if self.cuda_graphs:
-            raise ValueError(
-                "shard_parameters=True with cuda_graphs=True: weights that are gathered lie elsewhere in every window, "
-                "and a graph reads them where they lay; use cuda_graphs=False"
             )
 
     def _check_files(self) -> None:

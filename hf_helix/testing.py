@@ -31,7 +31,6 @@ from hf_helix.engine.proof.prove import SIZES, Subject, default_layouts, describ
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
-from hf_helix.runtime.distributed.groups import share_process
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, mesh_of, world_size
 from hf_helix.runtime.failures.endings import remote_description
 
@@ -94,7 +93,6 @@ def prove_layouts(
     """
     configs = configs_for(subject, layouts)
     if world_size() > 1:
-        share_process((config.pp_size for config in configs), _device())
         for config in configs:
             say(_layout(config))
             yield _prove_here(subject, config)

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from hf_helix import HelixTrainer
-from hf_helix.report.scorecard import format_scorecard
+from hf_helix.tuning.verdict import format_scorecard
 
 
 @dataclass

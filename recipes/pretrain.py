@@ -44,8 +44,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_helix import HelixTrainer
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around, save_comparison, text_of
-from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.candidates import Comparison
+from hf_helix.tuning.verdict import format_scorecard
 
 MODELS = Path(__file__).parent / "models"
 

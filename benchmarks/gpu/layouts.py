@@ -64,7 +64,7 @@ class Case:
     @property
     def config(self) -> HelixConfig:
         """Its options."""
-        return HelixConfig(**self.options)
+        return HelixConfig(**{"cuda_graphs": False, **self.options})
 
     @property
     def reference(self) -> tuple[str, bool]:
@@ -97,6 +97,9 @@ CASES = (
     Case("cp2 graphs bf16", {"cp_size": 2, "plan": "greedy", "cuda_graphs": True}, bf16=True),
     Case("dp2 graphs", {"cuda_graphs": True}),
     Case("dp2 zero1 graphs bf16", {"shard_optimizer": True, "cuda_graphs": True}, bf16=True),
+    Case("pp2 graphs", {"pp_size": 2, "plan": "greedy", "cuda_graphs": True}),
+    Case("dp2 parameters graphs bf16", {"shard_parameters": True, "plan": "greedy", "cuda_graphs": True}, bf16=True),
+    Case("tp2 auto graphs", {"tp_size": 2, "cuda_graphs": True, **MEASURED}),
     Case("pp2 auto", {"pp_size": 2, "schedule": "auto", **MEASURED}),
 )
 

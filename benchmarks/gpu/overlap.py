@@ -23,16 +23,19 @@ from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
 from benchmarks.gpu.windows import silent_mesh
-from hf_helix.config import HelixConfig
+from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import forget_gradients, trace_window
 from hf_helix.operators.communication.transport import Transport
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
+from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.budget import Tier
 from hf_helix.tuning.candidates import baseline_runner, plan_runners, predict_window
+from hf_helix.tuning.tuner import tune
 
 ALONE = "computation alone"
 PLANS = ("dhelix", "search")
@@ -119,15 +122,17 @@ def _run_link(report: Report, case: Case, link: str) -> None:
         report.note(f"{what}, memory at most", f"{peaks} (sequential and a layer's activations more are allowed)")
         report.note(f"{what}, trace", case.trace(runners["search"], f"overlap-{case.length}-{link}.json"))
         with report.attempt(f"{what}, as a CUDA graph"):
-            _run_graphs(report, case, what, runners, communication, target)
+            replayed = _run_graphs(report, case, what, runners, communication, target)
+        with report.attempt(f"{what}, auto"):
+            _run_auto(report, case, what, profile, replayed)
 
 
 def _run_graphs(
     report: Report, case: Case, what: str, runners: Mapping[str, Runner], communication: float, target: float
-) -> None:
-    """The same windows replayed from CUDA graphs: what plans hide where the host costs nothing."""
+) -> dict[str, float]:
+    """The same windows replayed from CUDA graphs: what plans hide where the host costs nothing; seconds by plan."""
     if case.device.type != "cuda":
-        return
+        return {}
     with case.linked(LoneTransport(case.tp_size, 0)):
         computation = case.replayed(runners["sequential"])
     times = {rule: case.replayed(runner) for rule, runner in runners.items()}
@@ -137,6 +142,18 @@ def _run_graphs(
     best = max(PLANS, key=lambda rule: hidden[rule])
     figure = f"{hidden[best]:.1%} under {best} (at least {target:.0%})"
     report.check(f"{what}, hidden as a CUDA graph", hidden[best] >= target, figure)
+    return times
+
+
+def _run_auto(report: Report, case: Case, what: str, profile: Profile, replayed: Mapping[str, float]) -> None:
+    """The choice of `plan="auto"`, which times the same plans as replays, beside the fastest of them."""
+    graphs = WindowGraphs(lambda text: report.note(f"{what}, auto", text), option=AUTO)
+    tier = Tier("acceptance", ("sequential", *PLANS), timed=len(PLANS), repeats=2, search_share=case.searching)
+    chosen = tune(case.runner, case.window, tier, profile=profile, graphs=graphs)[1]
+    steps = ", ".join(f"{rule} {_ms(overlap.step)}" for rule, overlap in chosen.overlaps.items())
+    lost = replayed[chosen.chosen] / min(replayed.values()) - 1 if replayed else 0.0
+    figure = f"{chosen.chosen} of {steps}: {lost:.1%} slower than the fastest graph (at most 2 %)"
+    report.check(f"{what}, auto", lost <= 0.02, figure)
 
 
 class Case:
@@ -153,6 +170,7 @@ class Case:
         self.tp_size = sizes.tp_size
         self.device = work.mesh.device
         self._sizes = sizes
+        self.searching = sizes.searching
         self._axis = work.mesh.tp
         self._about = work.about
         self.runner = baseline_runner(work.runner, sizes.microbatches)
@@ -205,7 +223,7 @@ class Case:
 
     def runners(self, profile: Profile) -> dict[str, Runner]:
         """A runner for every plan."""
-        made = plan_runners(self.runner, PLANS, profile, len(self.window), searching=self._sizes.searching)
+        made = plan_runners(self.runner, PLANS, profile, len(self.window), searching=self.searching)
         return {"sequential": self.runner, **made}
 
     def times(self, runners: Mapping[str, Runner]) -> dict[str, tuple[float, float]]:

@@ -58,8 +58,7 @@ def run(report: Report, options: Options) -> None:
 def in_groups(dry: bool) -> list[list[int]]:
     """The numbers of cases that share processes: those without a pipeline, pipelines, and last those that measure.
 
-    Pipelines have processes of their own because hf_helix lets NCCL start kernels in the order of issue
-    (`NCCL_LAUNCH_ORDER_IMPLICIT`) except with a pipeline, and NCCL reads that once in a process.
+    Pipelines have processes of their own, so that a pipeline that hangs ends no other case.
     """
     numbers = range(len(CASES))
     pipelines = [number for number in numbers if CASES[number].options.get("pp_size", 1) > 1]

@@ -77,10 +77,10 @@ def engine_on(
         made: makes the model.
         count: micro-batches of a window.
         products: the type of matrix products under autocast.
-        options: of `HelixConfig`; the plan is `sequential` unless one is given.
+        options: of `HelixConfig`; the plan is `sequential` unless one is given, and graphs are asked for.
     """
     # The sizes of a mesh without other ranks are not those of the world, which the configuration is checked against.
-    config = HelixConfig(**{"plan": "sequential", "cache": False, **options})
+    config = HelixConfig(**{"plan": "sequential", "cache": False, "cuda_graphs": False, **options})
     model = made()
     engine = Engine(model, config, mesh, RunOptions(num_microbatches=count, autocast_dtype=autocast_dtype), INSTEAD)
     model.to(mesh.device)

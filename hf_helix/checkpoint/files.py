@@ -135,12 +135,8 @@ class CheckpointLayout:
 
     @classmethod
     def of(cls, model: Any, stage: Stage, mesh: Mesh, max_shard_size: int | str) -> CheckpointLayout:
-        """Returns the layout of the uncut model's `PreTrainedModel.save_pretrained`. Collective.
-
-        Args:
-            stage: the model's units on this rank.
-            max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
-        """
+        """Returns the layout of the uncut model's `PreTrainedModel.save_pretrained`, with files of at most a number of
+        bytes, or a text such as "5GB". Collective."""
         full = _meta_tensors(model, stage, mesh)
         weights = {id(model.get_parameter_or_buffer(name)): tensor for name, tensor in full.items()}
         count = sum(weights[id(parameter)].numel() for parameter in model.parameters())

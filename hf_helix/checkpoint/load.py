@@ -24,7 +24,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import UnshardedParameters, materialize
+from hf_helix.checkpoint.slices import UnshardedParameters, materialize
 from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED, Placement
@@ -77,11 +77,6 @@ class ModelTensor:
     def bounds(self) -> list[tuple[int, int]]:
         """The first and the last index, exclusive, of every block of this rank's slice."""
         return self.placement.bounds(self.axis.size, self.axis.rank)
-
-    def empty_slice(self, dtype: torch.dtype) -> Tensor:
-        """Returns memory for this rank's slice."""
-        assert self.shape is not None
-        return torch.empty(self.placement.shape(self.shape, self.axis.size, self.axis.rank), dtype=dtype)
 
     def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
         """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor."""
@@ -182,7 +177,10 @@ def _unequal(
         values = []
         for other, source in sources.items():
             with checkpoint.reader() as reader:
-                values.append(tensors[name].empty_slice(model.get_parameter_or_buffer(name).dtype))
+                held = tensors[name]
+                assert held.shape is not None
+                shape = held.placement.shape(held.shape, held.axis.size, held.axis.rank)
+                values.append(torch.empty(shape, dtype=model.get_parameter_or_buffer(name).dtype))
                 tensors[name].read(source, other, values[-1], model, reader)
         if not all(torch.equal(values[0], value) for value in values[1:]):
             problems.append(f"{' and '.join(sources)} differ, and are one in the model; use tie_word_embeddings=False")

@@ -22,7 +22,7 @@ from hf_helix import __version__
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.zero import LocalParameter
+from hf_helix.runtime.local_parameters import LocalParameter
 
 NAME = "helix_state.json"
 FORMAT = 1

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from hf_helix.checkpoint.load import ModelTensor, model_tensors
-from hf_helix.checkpoint.shard import UnshardedParameters
+from hf_helix.checkpoint.reader import open_safetensors
+from hf_helix.checkpoint.slices import UnshardedParameters
 from hf_helix.runtime.distributed.agreement import on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
@@ -43,7 +43,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     on_all_ranks(check)
     with UnshardedParameters(stage, written=True) as unsharded:
         for path, names in files.items():
-            with safe_open(path, "pt") as file:
+            with open_safetensors(path) as file:
                 for key, name in names.items():
                     weight = model.get_parameter(name)
                     unsharded.unshard(weight)
@@ -59,11 +59,8 @@ def adapter_file(folder: str | Path, adapter: str) -> Path:
 def _check(path: Path, names: dict[str, str], tensors: Mapping[str, ModelTensor]) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a folder to which the adapters of this model were saved")
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    except Exception as problem:
-        raise ValueError(f"{path} cannot be read ({problem}); give another folder") from problem
+    with open_safetensors(path) as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     strange = sorted(shapes.keys() ^ names.keys())
     if strange:
         where = "the model has no place for it" if strange[0] in shapes else "it is not there"

@@ -32,7 +32,7 @@ from hf_helix.checkpoint.files import (
 )
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.shard import UnshardedParameters, join_slices
+from hf_helix.checkpoint.slices import UnshardedParameters, join_slices
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0

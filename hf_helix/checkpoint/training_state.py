@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from hf_helix.checkpoint.quantized_states import CODES, format_of
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.zero import LocalParameter, Offset
+from hf_helix.runtime.local_parameters import LocalParameter, Offset
 
 GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group

@@ -136,6 +136,7 @@ class DoctorCommand(OnCluster):
                 expert_capacity_factor=self.expert_capacity_factor,
                 state_bytes=self.state_bytes,
                 offload=offload,
+                cuda_graphs=self.cuda_graphs,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=self.top,
@@ -182,11 +183,13 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
         "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
+        "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
         "recompute": case.recompute if case.recompute != "none" else None,
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,
         "shard_parameters": case.shard_parameters,
         "offload": case.offload,
+        "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
     }
     data = {
         "compute_environment": "LOCAL_MACHINE",

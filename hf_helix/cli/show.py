@@ -19,6 +19,7 @@ from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
 from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.schedule.actions import num_microbatches_of
 from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.planning.schedule.scheduler import simulate_layers
 from hf_helix.planning.schedule.slot_clock import Simulated
@@ -177,7 +178,8 @@ class ShowCommand(Command):
             print(text_comparison(dict(self._simulated(each) for each in (*PLACEMENT_OF, AUTO))))
             return
         label, simulated = self._simulated(name)
-        title = f"{label}: {self.pp} ranks, {simulated.num_microbatches} micro-batches, time {simulated.seconds:,.6g}"
+        count = num_microbatches_of(simulated.schedule)
+        title = f"{label}: {self.pp} ranks, {count} micro-batches, time {simulated.seconds:,.6g}"
         if self.html is None:
             print(title, text_pipeline(simulated, self.width), text_ranks(simulated), sep="\n\n")
         else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
+from hf_helix.config import AUTO, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -53,6 +53,7 @@ class OnCluster(Command):
     )
     target_modules: str = option("all-linear", "modules that get adapters, such as q_proj,v_proj")
     schedule: str = config_option("schedule")
+    cuda_graphs: str = config_option("cuda_graphs", default=AUTO, choices=(AUTO, "true", "false"))
     html: Path | None = option(None, "also write a page for a browser: a window, its memory, the layouts; one file")
 
     def scaled_cluster(self) -> Cluster:
@@ -190,8 +191,8 @@ class SimulateCommand(OnCluster):
             )
         sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
         HelixConfig(**sharding)  # refuses both at once
-        names = ("microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes")
-        case = {name: getattr(self, name) for name in (*names, "offload")} | sharding
+        names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
+        case = {name: getattr(self, name) for name in [*names, "cuda_graphs", "offload"]} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)

@@ -18,7 +18,7 @@ from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.fsdp import FSDP, simulate_fsdp
 from hf_helix.doctor.memory import STATES, bytes_text
 from hf_helix.doctor.processes import in_processes
-from hf_helix.doctor.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
+from hf_helix.doctor.step import Case, Step, even_counts, layout_of, memory_of_case, peaks_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity, possible_names
 from hf_helix.planning.schedule.memory import Peak
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
@@ -92,6 +92,7 @@ class Search:
     expert_capacity_factor: float | None = None
     state_bytes: float = STATES
     offload: str | None = None
+    cuda_graphs: str = AUTO
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -152,7 +153,7 @@ class Search:
             step = simulate_step(self.amounts(case), case, self.cluster, fidelity)
             needed, seemed = step.memory.total, found.memory.total
             if needed <= budget:
-                return step
+                return self._with_cut_layers(step)
             device = replace(self.cluster.device, memory=min(0.99, budget / needed) * seemed)
             other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
@@ -256,6 +257,15 @@ class Search:
         whole = simulate_step(self.amounts(case), case, self.cluster, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
+    def _with_cut_layers(self, step: Step) -> Step:
+        """Returns the step of a pipeline with layers cut between stages, if it fits and is faster; else the step."""
+        case, amounts = step.case, self.amounts(step.case)
+        counts = even_counts(amounts, case, self.cluster)
+        if counts is None:
+            return step
+        cut = simulate_step(amounts, replace(case, layers_per_stage=counts), self.cluster, step.fidelity)
+        return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
+
     def _gather_seconds(self, case: Case) -> float:
         """Returns the largest seconds of weight gathers of a rank in a window."""
         amounts, axes = self.amounts(replace(case, batch=BATCHES[0])), rings(self.cluster, case.sizes)
@@ -285,6 +295,7 @@ class Search:
             expert_capacity_factor=self.expert_capacity_factor,
             state_bytes=self.state_bytes,
             offload=self.offload,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def _fsdp(self) -> FSDP | None:

@@ -12,19 +12,21 @@ the buffers at the end of the collective. A value sent to another stage is freed
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
 from hf_helix.doctor.memory import GRADIENT
-from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.schedule.actions import Schedule
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.memory import Passes, Peak
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name
+from hf_helix.runtime.gradients.reduce import MAX_COPIES
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class _LiveMemory:
                 for adder in adders:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
         self._begun: set[object] = set()
+        self._reduced: deque[int] = deque()  # bytes of the buckets in flight
 
     def begin(self) -> None:
         """Begins a peak anew, with what is live."""
@@ -118,13 +121,12 @@ class _LiveMemory:
         held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
-        if op.kind is Kind.GRADIENTS:  # copied into one bucket
+        if op.kind is Kind.GRADIENTS:  # copied into one bucket, while few are in flight
             if self._amounts.spread:
-                whole = self._layout.reductions[instruction.reduction].bytes
-                self._see(whole, GRADIENTS)
-                if holds:  # the bucket, in addition to this rank's shard of the sum
-                    self._now[GRADIENTS] += whole // min(self._amounts.spread.values())
-                    self._see(0, GRADIENTS)
+                while len(self._reduced) > MAX_COPIES:
+                    self._now[GRADIENTS] -= self._reduced.popleft()
+                self._reduced.append(self._layout.reductions[instruction.reduction].bytes)
+                self._see(self._reduced[-1], GRADIENTS)
             return held
         if op.kind is Kind.PIPELINE:
             while self._sent:
@@ -134,7 +136,8 @@ class _LiveMemory:
                 self._see(0, ACTIVATIONS)
         else:
             name = entry_of(instruction, self._layout)
-            for key, made in self._adding.pop((unit, op.name), ()):  # gradients begin with their first addition
+            adding = self._adding.pop((unit, op.name), ()) if op.part in (Part.B, Part.W) else ()
+            for key, made in adding:  # gradients begin with their first addition
                 if key not in self._begun:
                     self._begun.add(key)
                     self._now[GRADIENTS] += GRADIENT * made.elements
@@ -221,9 +224,27 @@ def peaks_of_schedules(
     peaks = []
     for rank in range(layout.num_ranks):
         peak = max((passes.peak(each[rank]) for each in schedules), key=lambda each: each.total)
-        gradients = sum(GRADIENT * made.elements for made, _ in _sharded_gradients(amounts, layout, rank))
-        peaks.append(replace(peak, gradients=gradients))
+        is_single = all(len(_microbatches(each[rank])) == 1 for each in schedules)
+        peaks.append(replace(peak, gradients=_full_gradients(amounts, layout, rank, is_single)))
     return peaks
+
+
+def _microbatches(slots: Sequence[Slot]) -> set[int]:
+    return {action.microbatch for slot in slots for action in slot.actions}
+
+
+def _full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool) -> int:
+    """Returns the bytes of full gradients of a rank that shards them: all, but in a window of a single micro-batch only
+    those in flight, and in backward or in two copies."""
+    buckets: dict[object, int] = {}
+    for made, adders in _sharded_gradients(amounts, layout, rank):
+        key = min(unit for unit, _ in adders), made.flat
+        buckets[key] = buckets.pop(key, 0) + GRADIENT * made.elements
+    sizes = list(buckets.values())
+    if not is_single or not sizes:
+        return sum(sizes)
+    ends = range(len(sizes))
+    return max(sum(sizes[max(0, end - MAX_COPIES) : end + 1]) + max(sizes[end : end + 2]) for end in ends)
 
 
 # -- collectives in flight ---------------------------------------------------------------------------------------------
@@ -243,8 +264,6 @@ def held_until_waited(program: Sequence[Instruction]) -> Held:
             events.wait_for_all(place)
         elif op.kind in COLLECTIVE:
             events.issue(place, instruction)
-        elif instruction.reduction >= 0:
-            events.until[place] = len(program)  # gradient reductions are waited for at the end of the window
         elif op.kind is Kind.COMPUTE:
             for key in instruction.needs:
                 events.wait(instruction.microbatch, key, place)

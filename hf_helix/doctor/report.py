@@ -37,6 +37,7 @@ def case_text(case: Case) -> str:
     parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
+    parts += ["layers_per_stage"] if case.layers_per_stage else []
     capacity = case.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
@@ -61,6 +62,9 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     yield f"  optimizer     {step.optimizer:10.3f} s" + ("     on the hosts" if case.offload else "")
     computing = step.loads[Kind.COMPUTE]
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
+    if step.issuing:
+        how = "a replay of a CUDA graph" if step.replayed else "to issue its operators"
+        yield f"  host          {step.issuing:10.3f} s     of the host for the window: {how}"
     for kind, seconds in step.exposed.items():
         alone = step.loads[kind]
         hidden = max(0.0, 1 - seconds / alone)
@@ -169,8 +173,9 @@ def help_lines(ranking: Ranking, adapters: bool, several: bool) -> Iterator[str]
     if exposed > EXPOSED:
         ways = [*lora, *["a faster network (--network 100gbit)"] * several] or ["a machine with faster links"]
         yield f"The links hold it up: {exposed:.0%} of the best step is exposed. What helps: {', '.join(ways)}."
-    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE:
-        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: cuda_graphs=True."
+    elif (idle := 1 - best.bubble - best.loads[Kind.COMPUTE] / best.window) > IDLE and not best.replayed:
+        graphs = "cuda_graphs, of experts with --expert_capacity_factor"
+        yield f"The host holds it up: the device waits {idle:.0%} of the window for it. What helps: {graphs}."
 
 
 def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:

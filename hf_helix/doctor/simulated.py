@@ -30,6 +30,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.placement import FRONT, REAR
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -118,6 +119,7 @@ class Kinds:
     """The kinds of equal layers of a model; one layer represents each kind."""
 
     places: Sequence[int]  # the first layer of each kind
+    halved: Sequence[int]  # the second layer of each kind, for the amounts of a layer between two stages
     kinds: Sequence[int]  # for every layer, the index of its kind in `places`
     model: Model  # the model, without the names of its units
 
@@ -141,7 +143,12 @@ def kinds_of(model: Any) -> Kinds:
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
     flops = token_flops(base)
     about = Model(type(base).__name__, (), family.head_cost(base), tied, flops.linear, flops.attention_per_length)
-    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], about)
+    kinds = [distinct.index(key) for key in keys]
+    halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
+    named = {unit.name: unit for unit in whole.model.values() if unit.graphs.forward.repeats}
+    if len(halved) < len(distinct) or any(layer.halves() is None for layer in named.values()):
+        halved = []
+    return Kinds([keys.index(key) for key in distinct], halved, kinds, about)
 
 
 def amounts_of(
@@ -161,7 +168,8 @@ def amounts_of(
     kinds = kinds or kinds_of(model)
     make_buffers = family_of(base).empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
-    first, *layers, last = [unit.name for _, unit in sorted(declared.model.items())]
+    names = [unit.name for _, unit in sorted(declared.model.items())]
+    first, *layers, last = [name for name in names if not name.startswith((FRONT, REAR))]
     about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
@@ -196,11 +204,13 @@ def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
 def _declared(
     model: Any, config: HelixConfig, simulated: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
 ) -> Stage:
-    """Returns the embedding, the first layer of each kind and the head, uncut; arguments as of `amounts_of`."""
+    """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
+    `amounts_of`."""
     base = base_of(model)
+    places = sorted([*kinds.places, *kinds.halved])
     modes = modes_of(family_of(base).layers(base), None, config)
-    modes = [modes[place] for place in kinds.places]
-    return declare(model, config, simulated.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
+    modes = [modes[place] for place in places]
+    return declare(model, config, simulated.mesh, modes, None, places, kinds.halved, autocast_dtype).stage
 
 
 def _one_of_each(stage: Stage) -> Stage:

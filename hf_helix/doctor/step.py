@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
@@ -22,7 +23,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.schedule.placement import split_layers, stage_ranks
+from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, ranges_of, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
@@ -30,7 +31,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout, place_names
+from hf_helix.planning.window.layout import Layout, named_operators, place_names
 from hf_helix.planning.window.program import build_programs
 
 OPTIMIZER_BYTES = 32
@@ -62,6 +63,8 @@ class Case:
     expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
     state_bytes: float = STATES  # bytes of the optimizer's states for an element
     offload: str | None = None  # as in `HelixConfig`
+    layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
+    cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
 
     @property
     def tokens(self) -> int:
@@ -108,6 +111,8 @@ class Step:
     # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
     # type
     casts: float = 0.0
+    issuing: float = 0.0  # seconds of the host for the window; 0 if the host computes
+    replayed: bool = False  # whether the host issues the window as a CUDA graph
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
@@ -141,11 +146,38 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
             f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
             "different ranks; use schedule='auto'"
         )
-    names, chunks = place_names(model.units, ranks, split_layers(model.layers, ranks, head_cost=model.head_cost))
+    counts = case.layers_per_stage or count_layers(model.layers, ranks, head_cost=model.head_cost)
+    cut, ranges = ranges_of(counts)
+    halves = {1 + place: [f"{half}_{model.units[1 + place]}" for half in (FRONT, REAR)] for place in cut}
+    units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
+    names, chunks = place_names(units, ranks, ranges)
     graphs = dict(amounts.layout.graphs)
     if pp > 1:
         graphs |= transfer_graphs(len(graphs[names[0]].forward.outputs))
     return Layout(names, chunks, graphs, (), ranks)
+
+
+def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...] | None:
+    """Returns the layers of each stage that make the slowest rank of a pipeline as fast as can be, by the times of the
+    units and in halves where the layers can be cut; None where these are the counts of every run."""
+    if case.sizes.pp == 1:
+        return None
+    names, model = amounts.layout.units, amounts.model
+    seconds = dict.fromkeys(names, 0.0)
+    profile = estimate_profile(amounts, amounts.layout, case.sizes, cluster, case.dtype)
+    for name, op in named_operators(amounts.layout):
+        seconds[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
+    layer = sum(seconds[name] for name in model.units[1:-1]) / model.layers
+    front, rear = (sum(seconds[name] for name in names if name.startswith(half)) for half in (FRONT, REAR))
+    ranks = stage_ranks(Scheduler(case.schedule, case.sizes.pp).placement, case.sizes.pp)
+    counts = count_layers(
+        model.layers,
+        ranks,
+        embedding_cost=seconds[names[0]] / layer,
+        head_cost=seconds[names[-1]] / layer,
+        first_half=front / (front + rear) if front else None,
+    )
+    return None if counts == count_layers(model.layers, ranks, head_cost=model.head_cost) else tuple(counts)
 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
@@ -272,7 +304,9 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     loads = dict.fromkeys(Kind, 0.0)
     for op, seconds in operators:
         loads[op.kind] += 0.0 if op.receives else count * seconds
-    issuing = len(operators) * count * cluster.device.issue_seconds if cluster.device.host_runs_ahead else 0.0
+    device, replayed = cluster.device, is_replayed(case, layout, cluster)
+    issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
+    issuing = issuing if device.host_runs_ahead else 0.0
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
@@ -292,6 +326,8 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         count * sum(seconds for op, seconds in operators if op.ahead),
         window.waits,
         casts,
+        issuing,
+        replayed,
         clock.fidelity,
         window.drawing,
         (PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0,
@@ -311,6 +347,13 @@ def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], o
 def _cast_bytes(case: Case) -> int:
     """Returns the bytes of a weight's cast on the host."""
     return ELEMENT[case.dtype] if case.dtype != "fp32" else 0
+
+
+def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
+    """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
+    capacity) or takes gradients."""
+    reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
+    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not case.offload
 
 
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:

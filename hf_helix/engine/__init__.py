@@ -9,7 +9,7 @@ checks            refusals of models, declarations and batches, by name
 recompute         the recomputed layers
 evaluate          evaluation before and after the runner
 snapshot          the parts of a cut model that a script may not change
-zero              ZeRO: an optimizer that steps shards, and full weights in the model for a while
+optimizer_shards  ZeRO: an optimizer that steps shards, and full weights in the model for a while
 advice            the findings of the doctor, for the start of a run
 synthetic         a model with random weights and tokens, for measuring without training
 proof/            a cut model compared with the unsplit one, before anyone trains with it

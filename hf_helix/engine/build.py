@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
-from hf_helix.checkpoint.shard import cut_parameters
+from hf_helix.checkpoint.slices import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
@@ -30,15 +30,16 @@ from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
+from hf_helix.runtime.local_parameters import layout_with_gathers
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.stage import Stage, cut_layers, in_halves, place_units
 from hf_helix.runtime.streams import make_streams
-from hf_helix.runtime.zero import layout_with_gathers
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
 """Returns the first plan of a run and its scheduler, for a layout of units over ranks."""
@@ -121,7 +122,8 @@ def declare(
     mesh: Mesh,
     modes: Sequence[str],
     loss_tweaks: LossTweaks | None = None,
-    places: Collection[int] | None = None,
+    places: Sequence[int] | None = None,
+    halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
     """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
@@ -131,6 +133,7 @@ def declare(
         modes: the recompute mode of every declared layer.
         loss_tweaks: the changes of the loss by training arguments.
         places: the indices of the declared layers; None for all. Other layers are not checked either.
+        halved: those that are declared as halves; of all layers, the layers between stages are.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
     Raises:
@@ -141,7 +144,13 @@ def declare(
     loss_tweaks = loss_tweaks or LossTweaks()
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
-    units = recompute_units(family.units(base, sharing, loss_tweaks, places), modes)
+    units, counts = family.units(base, sharing, loss_tweaks, places), None
+    placement = Scheduler(config.schedule, config.pp_size).placement
+    if places is not None:
+        units, modes = in_halves(units, modes, [places.index(each) for each in halved])
+    elif config.layers_per_stage is not None:
+        units, modes, counts = cut_layers(units, modes, stage_ranks(placement, mesh.pipe.size), config.layers_per_stage)
+    units = recompute_units(units, modes)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
@@ -155,9 +164,9 @@ def declare(
         units,
         mesh.pipe,
         family.empty(base, mesh.tp.size, loss_tweaks.own),
-        Scheduler(config.schedule, config.pp_size).placement,
+        placement,
         family.head_cost(base),
-        config.layers_per_stage,
+        counts,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=layout), called)

@@ -24,6 +24,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
+from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import all_gather_object, meet
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
@@ -55,6 +56,7 @@ class Diagnostics:
     model: Any
     runner: Runner
     tuner: Tuner
+    graphs: WindowGraphs | None
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
         self.config = config
@@ -82,7 +84,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         with self._repeated_window("measure_overlap") as window:
-            self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
+            self.overlap = measure_overlap({"": self.runner}, window, repeats, graphs=self.graphs)[""]
         return self.overlap
 
     def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
@@ -93,7 +95,7 @@ class Diagnostics:
         """
         profile = self.tuning.profile if self.tuning is not None else None
         with self._repeated_window("compare_plans") as window:
-            comparison = compare(self.runner, window, rules, profile, repeats)
+            comparison = compare(self.runner, window, rules, profile, repeats, graphs=self.graphs)
         self.overlap = comparison.overlaps[comparison.chosen]
         return comparison
 
@@ -125,6 +127,8 @@ class Diagnostics:
         if not self.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()
+        if self.graphs is not None:
+            self.graphs.release()  # their memory is that of another window
         with watched(), plain_parameters():
             yield self.last_window
 

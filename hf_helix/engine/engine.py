@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_helix.checkpoint.load import load_parameters
 from hf_helix.checkpoint.peft import load_adapters
 from hf_helix.checkpoint.save import save_full, save_pretrained
-from hf_helix.checkpoint.shard import is_cut
+from hf_helix.checkpoint.slices import is_cut
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import RunOptions, build_runner
@@ -38,11 +38,11 @@ from hf_helix.engine.checks import (
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
+from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
-from hf_helix.engine.zero import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import (
     Instead,
@@ -61,7 +61,7 @@ from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
-from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet
+from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet, sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
@@ -128,8 +128,9 @@ class Engine(Diagnostics):
         self._snapshot = Snapshot(model, self._called)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
+        self._has_own_loss = options.loss_tweaks.own
         self.graphs = self._make_graphs()
-        self.seam = self._make_seam() if options.loss_tweaks.own else None
+        self.seam = self._make_seam() if self._has_own_loss else None
         self._refuse_direct_use(instead)
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
@@ -141,14 +142,15 @@ class Engine(Diagnostics):
         return plan, scheduler
 
     def _make_graphs(self) -> WindowGraphs | None:
-        if not self.config.cuda_graphs:
+        option = self.config.cuda_graphs
+        if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
-        reason = reason_against_all_graphs(
-            self.mesh, self.runner, self.config.expert_capacity_factor, is_peft(self.model)
-        )
-        if reason is not None:
-            say(f"cuda_graphs=True: windows run without CUDA graphs: {reason}")
-        return WindowGraphs(say) if reason is None else None
+        capacity = self.config.expert_capacity_factor
+        reason = reason_against_all_graphs(self.mesh, self.runner, capacity, self._has_own_loss, option)
+        if not sum_over_ranks([reason is not None])[0]:
+            return WindowGraphs(say, option=option, switches=self._snapshot.switches)
+        say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
+        return None
 
     def _make_seam(self) -> Seam:
         def check(batch: Mapping[str, Any]) -> None:
@@ -234,7 +236,7 @@ class Engine(Diagnostics):
         before = self.tuning
         self._settle_link(make_window)  # before any time is taken
         with set_aside(self.runner.stage.stepped):
-            self.runner = self.tuner.update(self.runner, make_window, count, steps_left)
+            self.runner = self.tuner.update(self.runner, make_window, count, steps_left, self.graphs)
         return self.tuning if self.tuning is not before else None
 
     @plain_parameters()
@@ -284,7 +286,8 @@ class Engine(Diagnostics):
         self._divided.note_gradients()
         if self.graphs is not None:
             self.graphs.keep_gradients()
-        with set_aside(self.runner.stage.stepped), self._counted(window, traces=self.graphs is None):
+        replays = self.graphs is not None and not self.graphs.has_given_up
+        with set_aside(self.runner.stage.stepped), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 return self.graphs.train_window(self.runner, window)
             return self.runner.train_window(window)
@@ -448,7 +451,7 @@ class Engine(Diagnostics):
         self.model.eval()
         whole = LossScale(*scale.of(batch))  # of the batch, whose rows may run as several micro-batches
         make_window = functools.partial(self._make_window, scale=whole, step=step)
-        return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits)
+        return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits, self.graphs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut
 from hf_helix.models.family import Family
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
@@ -28,6 +29,7 @@ def evaluate_batch(
     batch: Mapping[str, Any],
     make_window: Callable[[Sequence[Mapping[str, Any]]], list[MicroBatch]],
     keep_logits: bool = False,
+    graphs: WindowGraphs | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs a batch forward only. Collective, see `Engine.evaluate`.
 
@@ -38,6 +40,7 @@ def evaluate_batch(
         batch: tensors with a row for each sequence.
         make_window: makes micro-batches of batches.
         keep_logits: whether logits are returned, too.
+        graphs: CUDA graphs of windows, if any.
 
     Returns:
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
@@ -45,7 +48,10 @@ def evaluate_batch(
     batch = {**batch, LOSS_ALONE: not keep_logits}
     batches = split_rows(batch, runner) if family.loss_adds_up(base) else [batch]
     with torch.no_grad():
-        loss, logits = runner.evaluate(make_window(batches), keep_logits)
+        window = make_window(batches)
+        loss, logits = (
+            runner.evaluate(window, keep_logits) if graphs is None else graphs.evaluate(runner, window, keep_logits)
+        )
     if logits is None:
         return loss.detach(), None
     if runner.precision.autocast_dtype is not None:

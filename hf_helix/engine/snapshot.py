@@ -26,13 +26,21 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
-        runs = {id(module) for given in called for module in given.modules()}
+        running = {module: None for given in called for module in given.modules()}
+        runs = {id(module) for module in running}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
         self._structure = list(_tensors_and_modules(model, runs))
         self._forms = [(name, value, _form(value)) for name, value in model.named_parameters()]
         self._types = [(name, value, value.dtype) for name, value in model.named_parameters()]
         self._adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "merged_adapters")]
         self._numbers = list(self._copied_numbers(model))
+        switching = (m for m in model.modules() if isinstance(m, nn.Dropout) or _is_adapted(m))
+        self._switches = [
+            (values, key)
+            for values in map(vars, dict.fromkeys((*running, *switching)))
+            for key, value in values.items()
+            if key not in _OF_EVERY_MODULE and _is_plain(value)
+        ]
         self._sizes = list(self._count())
 
     def _copied_numbers(self, model: Any) -> Iterator[Entry]:
@@ -53,6 +61,11 @@ class Snapshot:
             len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
             for _, module in self._modules
         ]
+
+    def switches(self) -> list[object]:
+        """Returns the numbers, texts and lists of the submodules that operators read in every window: modes, factors,
+        probabilities of dropout, active adapters."""
+        return [values.get(key) for values, key in self._switches]
 
     def change_of_structure(self) -> str:
         """Returns a sentence about a replaced, removed or added module or tensor; empty without a change."""
@@ -99,6 +112,20 @@ class Snapshot:
                 f"{change} since the model was cut, which training would not follow; change it before HelixTrainer or "
                 "HelixPlugin.prepare is given the model, or save the model and go on with from_pretrained(folder)"
             )
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is PEFT's layer of adapters, or a wrapper of copies."""
+    return hasattr(module, "merged_adapters") or hasattr(module, "modules_to_save")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _joined(*names: str) -> str:

@@ -16,7 +16,6 @@ def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
 
     Args:
         data: tensors, or lists, tuples and mappings of tensors, with samples along the first dimension.
-        mesh: the layout of the ranks.
         state: Accelerate's gradient state, with the end of the data loader and the size of the last batch.
     """
     if isinstance(data, (tuple, list)):

@@ -17,7 +17,7 @@ from transformers import Adafactor, Trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.zero import steps_shards
+from hf_helix.engine.optimizer_shards import steps_shards
 from hf_helix.runtime.divided import plain_parameters
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")

@@ -105,10 +105,7 @@ class _OperatorTrace(Trace):
 
 def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMemory]:
     """Returns the memory of every operator of this rank in the order of one strand, by a micro-batch alone. Collective.
-
-    Args:
-        runner: a runner under `sequential`; it is left with gradients.
-        batch: the micro-batch.
+    The runner is under `sequential`, and is left with gradients.
     """
     window, sides = _prepared([batch])
     names: dict[str, Name] = {}
@@ -140,7 +137,6 @@ def memory_limit(
 
     Args:
         profile: the memory of operators; None before a measurement.
-        runner: the runner of the run, between two steps.
         has_stepped: whether the optimizer has its states; else two in fp32 are expected, as of AdamW.
         gigabytes: what a device may hold; None for all of a GPU, and for no limit on a CPU.
     """

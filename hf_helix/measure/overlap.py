@@ -26,6 +26,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.bounds import busiest_link
+from hf_helix.runtime.cuda_graphs import WindowGraphs, Work
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
@@ -101,6 +102,7 @@ def measure_overlap(
     window: Sequence[MicroBatch],
     repeats: int = 5,
     progress: Progress | None = None,
+    graphs: WindowGraphs | None = None,
 ) -> dict[str, Overlap]:
     """Returns the worth of overlap under the plan of every runner. Collective; there must be no gradients.
 
@@ -109,6 +111,8 @@ def measure_overlap(
         window: the micro-batches.
         repeats: the number of times that count, whose medians are taken.
         progress: called in every round.
+        graphs: the CUDA graphs of the run: windows and their computation are timed as replays, and traced operator by
+            operator. None to time them operator by operator.
 
     Raises:
         ValueError: fewer than one repeat.
@@ -122,20 +126,21 @@ def measure_overlap(
     for runner in runners.values():
         schedules.setdefault(runner.scheduler.name, runner)
 
-    def compute(runner: Runner) -> None:
+    def compute(runner: Runner, batches: Sequence[MicroBatch]) -> None:
         with _silenced(mesh.axes):
-            runner.train_window(window, complete=False)
+            runner.train_window(batches, complete=False)
 
     def reduce_gradients() -> None:
         reduce_all_gradients(first.stage.units, mesh, first.executor.streams)
 
-    works: list[Callable[[], Any]] = [
-        *(functools.partial(compute, runner) for runner in schedules.values()),
-        reduce_gradients,  # comes after a computation, so there are gradients to reduce
-        *_collectives_alone(mesh, recorded),
-        *(functools.partial(runner.train_window, window) for runner in runners.values()),
-    ]
-    times = time_in_turn(works, first, repeats, keep_gradients=(reduce_gradients,), progress=progress)
+    def windows(batches: Sequence[MicroBatch]) -> list[Work]:
+        alone = [functools.partial(compute, runner, batches) for runner in schedules.values()]
+        return [*alone, *(functools.partial(runner.train_window, batches) for runner in runners.values())]
+
+    with _replayed(first, window, windows, graphs) as timed:
+        alone, steps = timed[: len(schedules)], timed[len(schedules) :]
+        works = [*alone, reduce_gradients, *_collectives_alone(mesh, recorded), *steps]
+        times = time_in_turn(works, first, repeats, with_gradients=(reduce_gradients,), progress=progress)
     medians = map(statistics.median, times)
     computation = {name: next(medians) for name in schedules}
     reduction = next(medians)
@@ -186,37 +191,56 @@ def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callabl
     ]
 
 
-def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
+def time_steps(
+    runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int, graphs: WindowGraphs | None = None
+) -> dict[str, list[float]]:
     """Returns the seconds of every repeat of a window, by runner. Collective; there must be no gradients.
 
     Args:
         runners: by name, runners that differ in their plan or schedule only.
         window: the micro-batches.
         repeats: the number of times that count.
+        graphs: as of `measure_overlap`.
     """
     first = next(iter(runners.values()))
-    works = [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times = time_in_turn(works, first, repeats)
+
+    def windows(batches: Sequence[MicroBatch]) -> list[Work]:
+        return [functools.partial(runner.train_window, batches) for runner in runners.values()]
+
+    with _replayed(first, window, windows, graphs) as works:
+        times = time_in_turn(works, first, repeats)
     forget_gradients(first)
     return dict(zip(runners, times, strict=True))
 
 
+def _replayed(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    make: Callable[[Sequence[MicroBatch]], Sequence[Work]],
+    graphs: WindowGraphs | None,
+) -> contextlib.AbstractContextManager[Sequence[Work]]:
+    """Returns a context with works over a window, as replays where the run has graphs."""
+    return contextlib.nullcontext(make(window)) if graphs is None else graphs.replays(runner, window, make)
+
+
 def time_in_turn(
-    works: Sequence[Callable[[], Any]],
+    works: Sequence[Work],
     first: Runner,
     repeats: int,
-    keep_gradients: Sequence[object] = (),
+    with_gradients: Sequence[Work] = (),
     progress: Progress | None = None,
 ) -> list[list[float]]:
     """Returns the seconds of every work on the slowest rank, round by round, in turn, so that a disturbance slows all
-    works. Collective."""
+    works. Collective. Gradients are zeros before the works `with_gradients`, and absent before the others."""
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
         if progress is not None:
             progress(round_ / (repeats + 1))
         for work, of_work in zip(works, times, strict=True):
-            if work not in keep_gradients:
-                forget_gradients(first)
+            forget_gradients(first)
+            if work in with_gradients:
+                for parameter in (each for bucket in first.buckets for each in bucket.placements):
+                    parameter.grad = torch.zeros_like(parameter)
             of_work.append(_timed(work, first))
     return [[max(column) for column in zip(*all_gather_object(of_work[1:]), strict=True)] for of_work in times]
 

@@ -20,8 +20,6 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
     """Returns the progress callback of one part of a stage; None without a callback of the stage.
 
     Args:
-        progress: the callback of the stage.
-        stage: the name of the stage.
         part: the number of this part, from 0.
         num_parts: the number of parts, of equal length.
     """
@@ -29,39 +27,29 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
 
 
 @contextmanager
-def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
+def progress_bar(is_shown: bool = True) -> Iterator[StageProgress]:
     """Yields a callback that shows the progress of one or more stages; False on silent ranks, usually `rank() == 0`."""
     if not is_shown:
         yield lambda stage, share: None
     elif sys.stderr.isatty():
-        with _bar(prefix) as show:
-            yield show
+        from tqdm.auto import tqdm
+
+        # Stages differ in speed, so an estimate of the time left would mislead.
+        form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
+        with tqdm(total=100, leave=False, bar_format=form) as bar:
+
+            def move(stage: str, share: float) -> None:
+                bar.set_description(f"hf_helix: {stage}", refresh=False)
+                bar.n = round(100 * share)
+                bar.refresh()
+
+            yield move
     else:
-        yield _lines(prefix)
+        begun: set[str] = set()
 
+        def tell(stage: str, share: float) -> None:
+            if stage not in begun:
+                begun.add(stage)
+                print(f"hf_helix: {stage} ...", file=sys.stderr, flush=True)
 
-@contextmanager
-def _bar(prefix: str) -> Iterator[StageProgress]:
-    from tqdm.auto import tqdm
-
-    # Stages differ in speed, so an estimate of the time left would mislead.
-    form = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=100, leave=False, bar_format=form) as bar:
-
-        def show(stage: str, share: float) -> None:
-            bar.set_description(f"{prefix}: {stage}", refresh=False)
-            bar.n = round(100 * share)
-            bar.refresh()
-
-        yield show
-
-
-def _lines(prefix: str) -> StageProgress:
-    begun: set[str] = set()
-
-    def show(stage: str, share: float) -> None:
-        if stage not in begun:
-            begun.add(stage)
-            print(f"{prefix}: {stage} ...", file=sys.stderr, flush=True)
-
-    return show
+        yield tell

@@ -8,6 +8,7 @@ kernel launches. A single collective can look faster than its link, so several c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -45,7 +46,6 @@ def record(streams: Streams, issue: Work, issuing: float = 0.0) -> list[Span]:
     """Returns the spans of some work in the order of their starts.
 
     Args:
-        streams: the streams of the work.
         issue: issues the work.
         issuing: seconds of the host for the work, for which a GPU is held.
     """
@@ -61,8 +61,6 @@ def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: 
     """Returns the seconds of every repeat of a communication, all repeats issued in a row.
 
     Args:
-        streams: the streams of the communication.
-        kind: its stream.
         work: this rank's part of the communication.
         repeats: the number of repeats; the first warms up.
         lane: the lane of the stream.
@@ -148,11 +146,21 @@ class Stopwatch:
 
     def seconds(self, work: Work) -> float:
         """Returns the mean over repeats, of the slowest rank: a window is a sum over many operators. Collective."""
+        return self._of_slowest(work, self._mean)
+
+    def host_seconds(self, work: Work) -> float:
+        """Returns the same for the host's part of a work, which a GPU runs faster than the host issues. Collective.
+
+        The GPU is not held: events of the device would lack the time of the hold.
+        """
+        return self._of_slowest(work, self._host_mean)
+
+    def _of_slowest(self, work: Work, mean: Callable[[Work, int], float]) -> float:
         work()
-        once = max(all_gather_object(self._mean(work, 1)))
+        once = max(all_gather_object(mean(work, 1)))
         repeats = min(MOST, max(FEWEST, int(self._budget / max(once, 1e-9))))
         all_gather_object(None)  # so that all ranks start together
-        return max(all_gather_object(self._mean(work, repeats)))
+        return max(all_gather_object(mean(work, repeats)))
 
     def _mean(self, work: Work, repeats: int) -> float:
         def run() -> None:
@@ -161,3 +169,10 @@ class Stopwatch:
 
         (span,) = record(self._streams, lambda: self._streams.compute(run, "work"), repeats * ISSUING_SLOWEST)
         return span.seconds / repeats
+
+    def _host_mean(self, work: Work, repeats: int) -> float:
+        self._streams.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return (time.perf_counter() - start) / repeats

@@ -252,7 +252,6 @@ class DerivedFamily(Family):
         """Traces a full model with opaque layers, up to its logits or to the output of its decoder."""
         self._kind(0, 1, 0)  # sets `calls.is_tuple`
         opaque_calls, skeleton, decoder = OpaqueCalls(inlined), skeleton_of(model).train(), self.calls.decoder
-        vars(skeleton).pop("forward", None)  # refused elsewhere, or code above the decoder, such as TRL's fused head
         skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
         vars(skeleton).pop("forward", None)  # refused elsewhere, or code above the decoder, such as TRL's fused head
         layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)

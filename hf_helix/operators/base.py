@@ -127,10 +127,6 @@ class TensorOperator(ABC):
         """The parameters that are read only in the type of matrix products, from `Precision.weights`."""
         return ()
 
-    def draws(self) -> bool:
-        """Returns whether forward draws random numbers at present; the mode of a module may decide."""
-        return False
-
     @abstractmethod
     def method_of(self, part: Part) -> Method:
         """Returns the method that runs a part on the compute stream; the same in every window.

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_helix.operators.base import Call, Computation, Tensors, autocast_device
 from hf_helix.operators.explicit import Explicit
+from hf_helix.operators.random_numbers import generator, seeded
 from hf_helix.planning.graph.operator import Part
 
 COMPILER = "inductor"
@@ -97,9 +98,6 @@ class Segment(Computation):
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
         return self._parameters if self._backward_reads or part in (Part.F, Part.R) else ()
 
-    def draws(self) -> bool:
-        return self._draws is not None and self._draws()
-
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         explicit = self.explicit
         if explicit is not None and explicit.applies(*inputs):
@@ -149,8 +147,7 @@ class Segment(Computation):
         if self._draws is None or not self._draws():
             return self.function(*inputs, **side)
         device = next(value.device for value in (*inputs, *self._parameters) if isinstance(value, Tensor))
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-            torch.manual_seed(call.seed)
+        with seeded(device, call.seed):
             return self.function(*inputs, **side)
 
 
@@ -198,9 +195,6 @@ class Dropout(Computation):
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module
 
-    def draws(self) -> bool:
-        return self.module.training
-
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (value,) = inputs
         if not self.module.training:
@@ -220,9 +214,8 @@ class Dropout(Computation):
 
     def _mask(self, call: Call, value: Tensor) -> Tensor:
         """True for elements that stay. Depends only on the shape, not on strides."""
-        generator = torch.Generator(value.device).manual_seed(call.seed)
         kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
-        return kept.bernoulli_(1 - self.module.p, generator=generator)
+        return kept.bernoulli_(1 - self.module.p, generator=generator(value.device, call.seed))
 
     def _drop(self, value: Tensor, mask: Tensor) -> Tensor:
         return (value * mask).mul_(1 / (1 - self.module.p) if self.module.p < 1 else 0.0)

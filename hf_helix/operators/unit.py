@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.segment import Add, SumOfGradients
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.recompute import NONE, recomputed
+from hf_helix.planning.schedule.placement import FRONT, REAR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +70,41 @@ class Unit:
             return self
         forward = recomputed(self.graphs.forward, mode)
         return replace(self, graphs=GraphPair.of(replace(forward, name=f"{forward.name}{suffix}")))
+
+    @classmethod
+    def of(cls, graph: Graph, operators: Mapping[str, TensorOperator], **fields: Any) -> Unit:
+        """Returns the unit of a forward graph, with the sums of gradients that its backward graph has."""
+        graphs = GraphPair.of(graph)
+        made = {op.forward_name for op in graphs.backward.operators} - operators.keys()
+        return cls(graphs=graphs, operators={**operators, **{name: SumOfGradients() for name in made}}, **fields)
+
+    def halves(self) -> tuple[Unit, Unit] | None:
+        """Returns a layer as two units, cut at the residual stream in its middle, usually between attention and MLP;
+        None where no sum of the residual stream is all that later operators read."""
+        graph = self.graphs.forward
+        for end, operator in enumerate(graph.operators[:-1], 1):
+            read = {value for op in graph.operators[end:] for value in op.depends_on}
+            known = {value for op in graph.operators[:end] for value in op.writes}
+            is_residual = isinstance(self.operators[operator.name], Add) and len(graph.inputs) == 1
+            if is_residual and not self.meters and read & {*known, *graph.inputs} == set(operator.writes):
+                front = self._part(FRONT, graph.operators[:end], graph.inputs, operator.writes)
+                rear = self._part(REAR, graph.operators[end:], operator.writes, graph.outputs)
+                placed = [*front.placements, *rear.placements]  # none twice, none without a reader
+                return (front, rear) if len(placed) == len(self.placements) == len({*placed}) else None
+        return None
+
+    def _part(
+        self, name: str, operators: Sequence[Operator], inputs: tuple[str, ...], outputs: tuple[str, ...]
+    ) -> Unit:
+        """Returns some operators of the unit as a unit; order alone does not tie them to other operators."""
+        names = [op.name for op in operators]
+        within = [
+            replace(op, ordered_after=tuple(each for each in op.ordered_after if each in names)) for op in operators
+        ]
+        graph = self.graphs.forward
+        shown = tuple(value for op in within for value in op.writes if value in graph.shown)
+        part = Graph(f"{name}_{graph.name}", tuple(within), inputs, outputs, graph.repeats, shown=shown)
+        own = {each: self.operators[each] for each in names}
+        read = {parameter for operator in own.values() for parameter in operator.parameters}
+        placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}
+        return Unit.of(part, own, label=f"{self.label}.{name}", placements=placements, called=self.called)

@@ -54,10 +54,8 @@ def anneal(
     """Returns the state of the walk with the smallest merit.
 
     Args:
-        start: the first state.
         propose: makes a changed state; None where the change does not apply; either counts as a step.
         steps: the number of changes to try.
-        rng: the source of all random numbers.
         temperature: at the first step, given the value of the best state so far; from there it falls linearly to 0.
         accept: `metropolis` or `threshold`.
         merit: the measure of the best state.

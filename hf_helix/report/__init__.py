@@ -7,7 +7,6 @@ heatmap       overlap efficiencies of pairs, and the time of a micro-batch by ki
 page          the same in one HTML file, for a browser
 operators     the operators of a rank and the cuts of its parameters, as text
 comparison    the gain of a plan over others, here and on other links
-scorecard     the communication that a plan hides
 live          the figures of the logs
 flops         floating-point operations of a model, peaks of devices
 perfetto      traces for ui.perfetto.dev

@@ -16,6 +16,7 @@ from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
+from hf_helix.tuning.verdict import format_plans, in_ms
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of the speed of the measured link
 
@@ -23,22 +24,11 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of t
 def format_comparison(comparison: Comparison) -> str:
     """Returns a table of the plans, the plan in use last, with the bound that no plan can beat."""
     kept = comparison.overlaps[comparison.chosen]
-    where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
     lines = [
-        f"measured: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
-        f"  {'plan':<12} {'window':>11} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
+        format_plans(comparison.overlaps, comparison.chosen, {}),
+        f"  computation alone takes {in_ms(kept.computation)}, communication alone {in_ms(kept.communication)}: no "
+        f"plan can beat {in_ms(kept.bound)}",
     ]
-    base = comparison.overlaps.get(BASELINE)
-    for rule, overlap in sorted(comparison.overlaps.items(), key=lambda item: item[0] == comparison.chosen):
-        gain = f"{base.step / overlap.step:.2f}x" if base is not None else ""
-        lines.append(
-            f"  {rule:<12} {overlap.step * 1e3:8,.1f} ms {gain:>7} {overlap.hidden_fraction:8.0%} "
-            f"{overlap.overlapped_fraction:11.0%} {overlap.bound / overlap.step:13.2f}"
-        )
-    lines.append(
-        f"  computation alone takes {kept.computation * 1e3:,.1f} ms, communication alone "
-        f"{kept.communication * 1e3:,.1f} ms: no plan can beat {kept.bound * 1e3:,.1f} ms"
-    )
     return "\n".join([*lines, *_without_link(comparison)])
 
 
@@ -49,7 +39,7 @@ def _without_link(comparison: Comparison) -> list[str]:
     one, two = comparison.bare[BASELINE], comparison.bare[comparison.chosen]
     gain = one / two
     verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
-    times = f"{BASELINE} {one * 1e3:,.1f} ms, {comparison.chosen} {two * 1e3:,.1f} ms ({gain:.2f}x, {verdict})"
+    times = f"{BASELINE} {in_ms(one)}, {comparison.chosen} {in_ms(two)} ({gain:.2f}x, {verdict})"
     why = "transfers between processes of one machine run on the cores that compute"
     return [f"  without the emulated link, measured: {times}: {why}"]
 

@@ -8,7 +8,6 @@ Must hold: matplotlib is imported inside functions only; no display, no global s
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SUFFIXES = (".svg", ".png", ".pdf")
+METADATA: dict[str, dict[str, Any]] = {
+    ".svg": {"Creator": "hf_helix", "Date": None},
+    ".png": {"Software": "hf_helix"},
+    ".pdf": {"Creator": "hf_helix", "CreationDate": None},
+}
+"""By the suffix of a file; without a date, equal data make equal files."""
+
 INK, FAINT, EMPTY = "#2b2f36", "#7b828c", "#f1f2f4"
 
 # A hue for each strand, pale for communication. The colours differ in lightness, too, for colour blindness and for
@@ -48,20 +53,15 @@ STYLE = {
 
 @contextlib.contextmanager
 def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figure]:
-    """Yields a figure, which is saved at the end of the context.
-
-    Args:
-        path: the file, .svg, .png or .pdf.
-        width: inches.
-        height: inches.
+    """Yields a figure of a width and a height in inches, which is saved at the end of the context.
 
     Raises:
-        ValueError: a suffix that is not in `SUFFIXES`.
+        ValueError: a suffix that is not in `METADATA`.
         ImportError: matplotlib is missing.
     """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"cannot draw {str(path)!r}: its name must end with one of {', '.join(SUFFIXES)}")
+    suffix = Path(path).suffix.lower()
+    if suffix not in METADATA:
+        raise ValueError(f"cannot draw {str(path)!r}: its name must end with one of {', '.join(METADATA)}")
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -71,39 +71,12 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figur
     with matplotlib.rc_context(style):
         figure = Figure((width, height))
         yield figure
-        metadata = {"Software": "hf_helix"} if path.suffix.lower() == ".png" else {"Creator": "hf_helix"}
-        if path.suffix.lower() != ".png":
-            metadata["Date" if path.suffix.lower() == ".svg" else "CreationDate"] = None  # type: ignore[assignment]
-        figure.savefig(path, dpi=200, facecolor="white", metadata=metadata)
+        figure.savefig(path, dpi=200, facecolor="white", metadata=METADATA[suffix])
 
 
-@functools.lru_cache(maxsize=4096)
-def text_width(text: str, size: float) -> float:
-    """Returns the width of a text in points."""
-    from matplotlib.textpath import TextPath
-
-    return float(TextPath((0, 0), text, size=size).get_extents().width)
-
-
-def draw_legend(figure: Figure, colours: Mapping[str, str], left: float, **style: Any) -> None:
-    """Draws a legend at the bottom.
-
-    Args:
-        figure: the figure.
-        colours: the colours by label.
-        left: the left margin in inches.
-        style: other options of `Figure.legend`.
-    """
+def draw_legend(figure: Figure, colours: Mapping[str, str]) -> None:
+    """Draws a legend of colours by label at the bottom of a figure with a constrained layout."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(
-        handles=patches,
-        loc="lower left",
-        bbox_to_anchor=(left / figure.get_size_inches()[0], 0),
-        ncols=len(patches),
-        frameon=False,
-        handlelength=1.2,
-        handletextpad=0.5,
-        **{"borderaxespad": 0.2, **style},
-    )
+    figure.legend(handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, handlelength=1.2)

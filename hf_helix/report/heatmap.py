@@ -7,6 +7,7 @@ Must hold: cells without a measurement stay empty; cells of too short operators 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hf_helix.planning.graph.operator import Operator, Part
@@ -88,24 +89,18 @@ def kind_of(op: Operator) -> str:
     return "attention" if "attention" in op.forward_name.split(".") else "other computation"
 
 
-def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tuple[float, float]]:
-    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone, for `num_layers`
-    repeating units; None for the units of the profile's layout."""
-    units, graphs = profile.layout.units, profile.layout.graphs
-    layers = sum(graphs[unit].forward.repeats for unit in units)
-    by_kind: dict[str, list[float]] = {}
+def breakdown(profile: Profile) -> dict[str, tuple[float, float]]:
+    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone."""
+    counts, by_kind = Counter(profile.layout.units), dict[str, list[float]]()
     for (unit, entry), op in named_operators(profile.layout):
-        count = float(list(units).count(unit))
-        if num_layers is not None and graphs[unit].forward.repeats:
-            count *= num_layers / layers
         seconds = by_kind.setdefault(kind_of(op), [0.0, 0.0])
-        seconds[op.part is not Part.F] += count * profile.times[unit, entry]
+        seconds[op.part is not Part.F] += counts[unit] * profile.times[unit, entry]
     return {kind: (by_kind[kind][0], by_kind[kind][1]) for kind in KINDS if kind in by_kind}
 
 
-def text_breakdown(profile: Profile, num_layers: int | None = None) -> str:
+def text_breakdown(profile: Profile) -> str:
     """Returns the time of a micro-batch by kind, as a table."""
-    by_kind = breakdown(profile, num_layers)
+    by_kind = breakdown(profile)
     totals = [sum(column) for column in zip(*by_kind.values(), strict=True)]
     total = sum(totals)
     lines = [f"{'':<20}{'forward':>20}{'backward':>20}{'both':>20}"]

@@ -55,16 +55,14 @@ class WindowMemory:
 
 
 def write_page(path: str | Path, title: str, parts: Sequence[Part]) -> None:
-    """Saves a page.
+    """Saves a page of sections, an .html file.
 
     Args:
-        path: the file, .html.
-        title: the title.
-        parts: the sections.
+        path: of the file.
+        title, parts: its title and its sections.
 
     Raises:
         ValueError: another suffix.
-        OSError: the file cannot be written.
     """
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"cannot write a page to {str(path)!r}: its name must end with .html, such as page.html")
@@ -126,15 +124,8 @@ def plan_parts(
     measured: str = "",
     memory: Callable[[Prediction], WindowMemory | None] | None = None,
 ) -> list[Part]:
-    """Returns the sections on a window under a plan: its times, timeline, pipeline and operators.
-
-    Args:
-        plan: the plan.
-        profile: the times of the operators.
-        schedule: of the window.
-        measured: what a run measured, as text.
-        memory: gives the memory of the predicted window; None for no such figure.
-    """
+    """Returns the sections on a window under a plan: its times, timeline, pipeline and operators, below what a run
+    measured, as text; `memory` gives the memory of the predicted window."""
     predicted = predict(plan, profile, schedule, timeline=True)
     one_strand = predict(baseline_plan(profile.layout, model=plan.model, mesh=plan.mesh), profile, schedule).seconds
     bars, count = bars_of_timeline(predicted.timeline, predicted.instructions), num_microbatches_of(schedule)
@@ -161,14 +152,8 @@ def schedule_parts(profile: Profile, schedule: Schedule) -> list[Part]:
 
 
 def pipeline_part(simulated: Simulated, title: str, unit: str = "", scale: float = 1.0) -> Part:
-    """Returns the slots of a schedule, rank by rank, and the memory of each rank in parts of a stage.
-
-    Args:
-        simulated: the schedule.
-        title: of the figure.
-        unit: of the axis.
-        scale: units of the axis in a second of `simulated`.
-    """
+    """Returns the slots of a schedule, rank by rank, and the memory of each rank in parts of a stage; a second of
+    `simulated` has `scale` units of the axis."""
     names = [f"rank {rank}, {bubble:.1%} idle" for rank, bubble in enumerate(simulated.bubbles)]
     figure = _figure(title, names, unit)
     boxes = []

@@ -21,29 +21,26 @@ from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.plan.search import chains
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.report.figures import FAINT, INK, draw_legend, figure_file
+from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, draw_legend, figure_file
 from hf_helix.report.timeline import (
-    ROW,
     Bar,
     bars_of_timeline,
     busy_fraction,
     colours_of,
-    draw_rows,
     extent,
     letters,
     streams_of,
     text_axis,
     text_legend,
-    tick_step,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LAYERS = 2
 HEADING = "Two decoder layers, without overlap and with"
-WIDTH, LEFT, RIGHT, HEAD, FOOT, TITLE, AXIS = 10.0, 1.28, 0.3, 0.5, 0.42, 0.36, 0.3  # inches
+WIDTH, NET_WIDTH, ROW = 10.0, 8.4, 0.56  # of a picture, of its bars, and the height of a row, in inches
+SIZE, LETTER = 6.5, 3.5  # of names in bars, and about the width of their letters, in points
 NAMES = {
     Kind.COMPUTE.value: "computation",
     Kind.INTRA_NODE.value: "communication",
@@ -68,19 +65,11 @@ class Strip:
         return busy_fraction(self.bars, Kind.COMPUTE.value, 0.0, self.seconds)
 
 
-def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
-    """Returns a strip for each plan: `layers` layers of the most frequent kind in a row.
-
-    Args:
-        profile: the times of the operators.
-        plans: the plans.
-        layers: the number of layers.
-
-    Raises:
-        ValueError: there is no layer.
-    """
+def strips_of_plans(profile: Profile, plans: Sequence[Plan]) -> list[Strip]:
+    """Returns a strip for each plan: `LAYERS` layers of the most frequent kind in a row. Raises ValueError without a
+    layer."""
     layout = profile.layout
-    views = chains(layout, layers)
+    views = chains(layout, LAYERS)
     if not views:
         raise ValueError("there is nothing to draw: the profile holds no decoder layer")
     chain, schedule = max(views, key=lambda view: list(layout.units).count(view[0].units[0]))
@@ -130,63 +119,63 @@ def draw_strips(strips: Sequence[Strip], path: str | Path, note: str = "", title
     """Saves the picture: a block for every strip, the gain in the time that the strip leaves free.
 
     Args:
-        strips: the strips.
         path: its suffix names the format: .svg, .png or .pdf.
         note: a note at its upper right, see `note_of`.
-        title: the title.
 
     Raises:
         ValueError: another suffix.
         ImportError: matplotlib is missing.
     """
     streams = _streams(strips)
-    block = TITLE + len(streams) * ROW
-    height = HEAD + len(strips) * block + AXIS + FOOT
     end = max(strip.seconds for strip in strips)
-    with figure_file(path, WIDTH, height) as figure:
-        figure.text(0.12 / WIDTH, 1 - 0.24 / height, title, fontsize=12.5, fontweight="bold", va="center")
-        figure.text(1 - RIGHT / WIDTH, 1 - 0.24 / height, note, fontsize=8.5, color=FAINT, ha="right", va="center")
-        for place, strip in enumerate(strips):
-            top = HEAD + place * block + TITLE
-            box = (LEFT / WIDTH, 1 - (top + len(streams) * ROW) / height)
-            axes = figure.add_axes((*box, 1 - (LEFT + RIGHT) / WIDTH, len(streams) * ROW / height))
-            _draw_strip(axes, strip, streams, end, f"strip{place}", last=place == len(strips) - 1)
-            _draw_title(figure, strip, 1 - (top - 0.15) / height)
-            if strip is not strips[0]:
-                _draw_gain(axes, strip, strips[0], end)
-        bars = [bar for strip in strips for bar in strip.bars]
-        draw_legend(figure, colours_of(bars), 0.1, fontsize=8.5, columnspacing=1.5, borderaxespad=0.3)
+    with figure_file(path, WIDTH, 0.8 + len(strips) * (0.45 + ROW * len(streams))) as figure:
+        figure.set_layout_engine("constrained", hspace=0.08)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+        figure.text(0.99, 0.985, note, fontsize=8.5, color=FAINT, ha="right", va="top")
+        blocks = figure.subplots(len(strips), sharex=True, squeeze=False)[:, 0]
+        for place, (axes, strip) in enumerate(zip(blocks, strips, strict=True)):
+            words, _, rule = strip.title.partition(" (")
+            plan = f"plan {rule.rstrip(')')}:  {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it"
+            axes.set_title(words[:1].upper() + words[1:], loc="left", fontsize=10.5, fontweight="bold")
+            axes.set_title(plan, loc="right", fontsize=9.5, color=FAINT)
+            _draw_rows(axes, strip, streams, end, f"strip{place}")
+            if strips[0].seconds - strip.seconds > 0.04 * end:
+                _draw_gain(axes, strip, strips[0])
+        draw_legend(figure, colours_of([bar for strip in strips for bar in strip.bars]))
 
 
-def _draw_strip(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float, name: str, last: bool) -> None:
-    draw_rows(axes, strip.bars, streams, (0.0, end), strip.seconds, WIDTH - LEFT - RIGHT, name)
+def _draw_rows(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float, name: str) -> None:
+    """A row of bars for every stream, on an axis of milliseconds; `name` begins the ids of bars in an SVG file."""
+    points = NET_WIDTH * 72 / end  # per second
+    for row, stream in enumerate(streams):
+        axes.barh(row, strip.seconds * 1e3, 0.84, color=EMPTY, linewidth=0)
+        for bar in (bar for bar in strip.bars if bar.stream == stream):
+            edge = min(0.8, 0.12 * bar.seconds * points)  # a fixed one would hide what is short
+            style: dict[str, Any] = {"color": COLOURS[bar.letter], "edgecolor": "white", "linewidth": edge}
+            axes.barh(row, bar.seconds * 1e3, 0.84, bar.start * 1e3, **style)[0].set_gid(f"{name}:{bar.label}")
+            text, rotation = _name_that_fits(bar, bar.seconds * points)
+            style = {"color": "white" if bar.letter in "FB" else INK, "fontsize": SIZE, "rotation": rotation}
+            axes.text((bar.start + bar.end) / 2 * 1e3, row, text, ha="center", va="center", **style)
     axes.set_yticks(range(len(streams)), list(streams.values()), fontsize=9.5)
-    step = tick_step(end * 1e3, 10)
-    axes.set_xticks([tick * step for tick in range(int(end * 1e3 / step) + 1)])
-    axes.tick_params(axis="x", length=3 if last else 0, width=0.6, pad=2, labelsize=8.5, labelbottom=last)
-    axes.spines["bottom"].set_visible(last)
+    axes.set_xlim(0, end * 1e3)
+    axes.set_ylim(len(streams) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter("{x:,.10g} ms")
+    axes.spines[["left", "right", "top"]].set_visible(False)
 
 
-def _draw_title(figure: Figure, strip: Strip, height: float) -> None:
-    words, _, rule = strip.title.partition(" (")
-    text = figure.text(LEFT / WIDTH, height, words[:1].upper() + words[1:], fontsize=10.5, fontweight="bold")
-    note = f"plan {rule.rstrip(')')}:  {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it"
-    place = text.get_window_extent().x1 / (WIDTH * figure.dpi) + 0.012
-    figure.text(place, height, note, fontsize=9.5, color=FAINT)
+def _name_that_fits(bar: Bar, points: float) -> tuple[str, float]:
+    """The longest form of a bar's name that fits into its width in points, and its rotation in degrees."""
+    words = bar.operator.split(".")
+    forms = [".".join(words[i:]) for i in range(len(words)) if words[i] not in ("I", "W")]
+    rooms = {0.0: points - 3, 90.0: 0.84 * ROW * 72 - 2 if points >= SIZE + 1 else 0.0}
+    fitting = ((text, turn) for turn, room in rooms.items() for text in forms if LETTER * len(text) <= room)
+    return next(fitting, ("", 0.0))
 
 
-def _draw_gain(axes: Axes, strip: Strip, first: Strip, end: float) -> None:
+def _draw_gain(axes: Axes, strip: Strip, first: Strip) -> None:
     """The gain, in the saved time of the shorter strip."""
-    saved = first.seconds - strip.seconds
-    if saved <= 0.04 * end:
-        return
-    middle, rows = (strip.seconds + first.seconds) / 2 * 1e3, axes.get_ylim()[0] + 0.5
-    arrow: dict[str, Any] = {"arrowstyle": "<->", "color": INK, "linewidth": 1.0, "shrinkA": 2, "shrinkB": 0}
-    line = rows / 2 - 0.5 + 0.12
-    axes.annotate("", (strip.seconds * 1e3, line), (first.seconds * 1e3, line), arrowprops=arrow)
-    roomy = saved > 0.14 * end
-    gain = f"{first.seconds / strip.seconds:.2f}x"
-    big: dict[str, Any] = {"ha": "center", "fontsize": 17 if roomy else 10.5, "fontweight": "bold", "color": INK}
-    axes.text(middle, line - 0.14, gain, va="bottom", **big)
-    if roomy:
-        axes.text(middle, line + 0.16, "as fast", ha="center", va="top", fontsize=10, color=INK)
+    line, style = sum(axes.get_ylim()) / 2, {"arrowstyle": "<->", "color": INK, "linewidth": 1.0}
+    axes.annotate("", (strip.seconds * 1e3, line), (first.seconds * 1e3, line), arrowprops=style)
+    gain, middle = f"{first.seconds / strip.seconds:.2f}x as fast", (strip.seconds + first.seconds) / 2 * 1e3
+    axes.text(middle, line - 0.1, gain, ha="center", va="bottom", fontsize=12, fontweight="bold")

@@ -2,7 +2,7 @@
 
 In:   a predicted window.
 Out:  `Bar`s: an operator with its rank, stream, strand and micro-batch, its start and end; rows of letters for
-      terminals; rows of bars in figures.
+      terminals.
 Must hold: everything is to scale; idle time stays visible; bars need no torch.
 """
 
@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.window import STREAMS
-from hf_helix.report.figures import COLOURS, EMPTY, INK, text_width
+from hf_helix.report.figures import COLOURS, EMPTY
 from hf_helix.runtime.trace import Span, Trace, merge
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _LABEL = re.compile(r"^([FB])(\d+)\.([^.]+(?:\.\d+)?)\.(.+)$")
 
@@ -134,14 +130,7 @@ def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
 
 
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:
-    """Returns the share of the time from `start` to `end` in which a stream is busy.
-
-    Args:
-        bars: bars of any streams.
-        stream: the name of the stream.
-        start: seconds.
-        end: seconds.
-    """
+    """Returns the share of the seconds from `start` to `end` in which a stream is busy."""
     busy = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
     return sum(b - a for a, b in busy) / (end - start)
 
@@ -192,10 +181,6 @@ def summary_of(bars: Sequence[Bar]) -> str:
 
 
 # -- drawn -------------------------------------------------------------------------------------------------------------
-
-
-ROW = 0.56  # inches
-SIZE = 6.5  # of names in bars
 
 
 def tick_step(span: float, max_steps: int) -> float:
@@ -256,56 +241,3 @@ def text_legend(bars: Sequence[Bar], indent: int, width: int) -> list[str]:
 def colours_of(bars: Sequence[Bar]) -> dict[str, str]:
     """Returns the colours of a legend of bars, by label."""
     return {**{meaning: COLOURS[letter] for letter, meaning in legend(bars).items()}, "idle": EMPTY}
-
-
-def draw_rows(
-    axes: Axes,
-    bars: Sequence[Bar],
-    rows: Mapping[str, str],
-    span: tuple[float, float],
-    until: float,
-    inches: float,
-    name: str,
-) -> None:
-    """Draws a row of bars for every stream, on an axis of milliseconds.
-
-    The axis spans `span` seconds over `inches`; idle time is shown `until` a second. `rows` are the labels by stream,
-    `name` is the prefix of the ids of bars in an SVG file.
-    """
-    start, end = span
-    points = inches * 72 / (end - start)  # per second
-    for place, row in enumerate(rows):
-        axes.barh(place, (until - start) * 1e3, 0.84, start * 1e3, color=EMPTY, linewidth=0)
-        for bar in bars:
-            if bar.stream == row:
-                _draw_bar(axes, bar, place, bar.seconds * points, f"{name}:{bar.label}")
-    axes.set_xlim(start * 1e3, end * 1e3)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter("{x:,.10g} ms")
-    axes.spines[["left", "right", "top"]].set_visible(False)
-
-
-def _draw_bar(axes: Axes, bar: Bar, place: int, points: float, name: str) -> None:
-    """A rectangle `points` wide, its name in it where there is room: along it, over the micro-batch, else upright."""
-    edge = min(0.8, 0.12 * points)  # a fixed one would hide what is short
-    style: dict[str, Any] = {"color": COLOURS[bar.letter], "edgecolor": "white", "linewidth": edge}
-    patch = axes.barh(place, bar.seconds * 1e3, 0.84, bar.start * 1e3, **style)
-    patch[0].set_gid(name)
-    middle = (bar.start + bar.end) / 2 * 1e3
-    text, upright = _name_that_fits(bar, points)
-    style = {"color": "white" if bar.letter in "FB" else INK, "ha": "center", "va": "center"}
-    if upright:
-        axes.text(middle, place, text, fontsize=SIZE, rotation=90, **style)
-    elif text:
-        axes.text(middle, place + 0.07, text, fontsize=SIZE, **style)
-        axes.text(middle, place - 0.24, f"{bar.strand}{bar.microbatch}", fontsize=SIZE - 1.5, alpha=0.75, **style)
-
-
-def _name_that_fits(bar: Bar, points: float) -> tuple[str, bool]:
-    """The longest form of a bar's name that fits, and whether it must stand upright; empty where no form fits."""
-    words = bar.operator.split(".")
-    forms = [".".join(words[i:]) for i in range(len(words)) if words[i] not in ("I", "W")]
-    rooms = {False: points - 3, True: 0.84 * ROW * 72 - 2 if points >= SIZE + 1 else 0.0}
-    fitting = ((text, upright) for upright, room in rooms.items() for text in forms if text_width(text, SIZE) <= room)
-    return next(fitting, ("", False))

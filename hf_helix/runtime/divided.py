@@ -33,9 +33,9 @@ from hf_helix.operators.torch_functions import is_tagged_elementwise
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.placed import Placed
 from hf_helix.runtime.stage import Stage
-from hf_helix.runtime.zero import LocalParameter, local_parameters
 
 
 class Division:

@@ -23,6 +23,10 @@ pipeline's receive keeps the device busy until another rank has sent, so two ran
 loads all kernels at start, for seconds and up to a GB of device memory; so only pipelines set it."""
 
 
+CTAS = "NCCL_MAX_CTAS"
+"""The most thread blocks of a kernel of NCCL, for all groups."""
+
+
 def cuda_has_started() -> bool:
     """Returns whether this process has a CUDA context already, so that variables come too late."""
     torch = sys.modules.get("torch")
@@ -46,6 +50,8 @@ def check_environment(pp_size: int) -> list[str]:
     if not cuda_has_started():
         return []
     notes = []
+    if ctas := os.environ.get(CTAS):
+        notes.append(f"{CTAS}={ctas} limits the kernels of every NCCL group, in place of hf_helix's limits by group")
     connections = os.environ.get(CONNECTIONS)
     if connections is None or connections == "1":
         state = "was not set when CUDA started" if connections is None else "is 1, which takes half of the overlap"

@@ -176,7 +176,7 @@ class Executor:
     def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
         self.units = units
         self.streams = streams
-        self._seed = seed
+        self.seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
         self._gathered: dict[Zero1FlatParameter, Event] = {}  # gathers that nothing has waited for yet
@@ -216,6 +216,8 @@ class Executor:
                 strands = {} if strands is None else strands
                 return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, strands)
         finally:
+            self._sent.clear()  # of a program that has failed
+            self._gathered.clear()
             for flat in flats:
                 flat.reshard()
 
@@ -291,7 +293,7 @@ class Executor:
             sources: the values before the first operator.
             training: whether dropout draws.
         """
-        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, {**sources(batch)})
+        return Strand(batch.key, batch.prepare(), training, self.seed, self._precision, {**sources(batch)})
 
     def peek(self, strand: Strand, key: Key) -> Tensor:
         """Returns a value that no program frees, once the compute stream may read it."""

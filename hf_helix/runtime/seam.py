@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments
@@ -59,7 +60,8 @@ class CalledDecoder:
         self.num_fused = 0
         layout, head = runner.layout, runner.stage.head
         graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
-        *self.hidden, self.output = [(unit, graph.outputs[0]) for unit, graph in graphs.items()]
+        whole = [unit for unit in graphs if not layout.units[unit].startswith(FRONT)]
+        *self.hidden, self.output = [(unit, graphs[unit].outputs[0]) for unit in whole]
         self.routers: list[Key] = [(unit, value) for unit, graph in graphs.items() for value in graph.shown]
         self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
         self._forward_only: dict[tuple[int, tuple[Key, ...]], Program] = {}

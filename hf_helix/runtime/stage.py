@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -19,7 +20,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostShard
 from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
-from hf_helix.planning.schedule.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.schedule.placement import FOLD, count_layers, ranges_of, split_layers, stage_ranks
 from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import adders_of
@@ -159,6 +160,45 @@ def place_units(
     stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
     _check_single(stage_of_rank)
     return stage_of_rank
+
+
+def cut_layers(
+    units: Sequence[Unit],
+    modes: Sequence[str],
+    ranks: Sequence[int],
+    layers_per_stage: Sequence[float],
+) -> tuple[list[Unit], list[str], list[int]]:
+    """Returns the units of a model with every layer that two stages share as two units, the modes of all layers and
+    halves, and how many of these each virtual stage has.
+
+    Args:
+        units: of the whole model: the embedding, the layers, the head.
+        modes: the recompute mode of every layer.
+        ranks: the rank of each virtual stage.
+        layers_per_stage: see `count_layers`.
+
+    Raises:
+        ValueError: too few layers, wrong `layers_per_stage`, or halves of layers that cannot be cut.
+    """
+    counts = count_layers(len(units) - 2, ranks, layers_per_stage=layers_per_stage)
+    cut, ranges = ranges_of(counts)
+    return *in_halves(units, modes, cut), list(map(len, ranges))
+
+
+def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int]) -> tuple[list[Unit], list[str]]:
+    """Returns units, and a mode for each layer, with some layers as two units; arguments as of `cut_layers`."""
+    embedding, *layers, head = units
+    parts: list[Sequence[Unit]] = [(layer,) for layer in layers]
+    for place in cut:
+        halves = layers[place].halves()
+        if halves is None:
+            raise ValueError(
+                f"layers_per_stage cuts {layers[place].label} in the middle, and this layer has no place between "
+                "attention and MLP where the residual stream is all that crosses; use whole numbers"
+            )
+        parts[place] = halves
+    modes = [mode for mode, made in zip(modes, parts, strict=True) for _ in made]
+    return [embedding, *chain.from_iterable(parts), head], modes
 
 
 def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:

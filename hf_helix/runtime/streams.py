@@ -63,10 +63,12 @@ class Streams(ABC):
     Attributes:
         trace: the record of a trace while tracing; else None.
         slots_ahead: how early to issue receives from other ranks, see `build_programs`.
+        holds_memory: whether an event keeps the memory of its transfer until a wait for the event, not until its end.
     """
 
     trace: Trace | None = None
     slots_ahead: int
+    holds_memory = False
 
     @abstractmethod
     def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
@@ -254,6 +256,7 @@ class CudaStreams(Streams):
     # A waiting receive of NCCL takes SMs from computation, and keeps the device busy: the host hangs if it waits for
     # the device (to load a kernel, to free memory) before it has issued the sends for the other rank.
     slots_ahead = 0
+    holds_memory = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -300,7 +303,8 @@ class CudaStreams(Streams):
         stream.wait_event(computed)
 
     def is_over(self, event: Any) -> bool:
-        return bool(event.done.query())
+        # A captured event has no end to ask for: its memory stays until the compute stream has waited.
+        return not self._cuda.is_current_stream_capturing() and bool(event.done.query())
 
     def wait(self, event: Any) -> None:
         (self._compute or self._cuda.current_stream(self._device)).wait_event(event.done)

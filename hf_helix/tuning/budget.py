@@ -61,6 +61,7 @@ def tuning_cost(
     schedules: int = 1,
     profiled: bool = True,
     on_gpu: bool = False,
+    captured: bool = False,
 ) -> float:
     """Returns an estimate of the seconds of a tuning.
 
@@ -68,11 +69,14 @@ def tuning_cost(
         window_seconds: the seconds of the timed window.
         profiled: whether operators are measured; False with a given profile.
         on_gpu: whether the device is held until the host has issued the measured operators.
+        captured: whether windows are timed as CUDA graphs, each issued twice before.
     """
     compared = min(tier.timed, len(tier.rules) * schedules - 1) + 1
     # In every round each plan runs once, and computation alone and communication alone take about as long. Then every
     # plan is traced once, and candidates with close times are timed again.
     windows = (tier.repeats + 1) * (compared + 1 + schedules) + compared + (2 * tier.repeats + 1) * compared
+    if captured:
+        windows += 2 * (2 * compared + schedules)
     seconds = windows * window_seconds
     if profiled:
         operators = PAIR_OPERATORS * TRAIN * _num_pairs(layout)
@@ -95,7 +99,11 @@ def _num_pairs(layout: Layout) -> int:
 class StepTimer:
     """A count of the steps of a run, with the seconds of a step after 2, 4, 8, ... of them.
 
-    The time of the first step does not count, since it includes compilation and allocation.
+    The first step does not count: it includes compilation and allocation.
+
+    Args:
+        uncounted: how many first steps do not count; with CUDA graphs 2, since the second is captured. The seconds are
+            then new after 4, 8, ... steps.
 
     Attributes:
         steps_done: the number of steps before the current step.
@@ -103,12 +111,13 @@ class StepTimer:
         seconds_paused: seconds within `paused`, which belong to no step.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, uncounted: int = 1) -> None:
         self.steps_done = -1
         self.step_time = 0.0
         self.seconds_paused = 0.0
         self._clock = clock
-        self._next = 2
+        self._uncounted = uncounted
+        self._next = 2 * uncounted
         self._since = (0, 0.0)
 
     def begin_step(self, synchronize: Callable[[], object]) -> bool:
@@ -116,7 +125,7 @@ class StepTimer:
         `synchronize` waits for the device before the clock is read."""
         self.steps_done += 1
         is_new = self.steps_done == self._next
-        if is_new or self.steps_done == 1:
+        if is_new or self.steps_done == self._uncounted:
             synchronize()
             now, (steps, before) = self._clock(), self._since
             if is_new:

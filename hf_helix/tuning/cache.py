@@ -136,7 +136,6 @@ def fingerprint(
 
     Args:
         model: a Transformers model, before it is cut.
-        mesh: the mesh of ranks.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """

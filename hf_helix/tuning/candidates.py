@@ -23,6 +23,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -127,15 +128,16 @@ def compare(
     profile: Profile | None = None,
     repeats: int = 5,
     progress: Progress | None = None,
+    graphs: WindowGraphs | None = None,
 ) -> Comparison:
     """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
-    link, too. Operators are measured where no profile is given. Collective."""
+    link, too. Operators are measured where no profile is given. `graphs` as of `measure_overlap`. Collective."""
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
     chosen = runner.plan.rule
     others = [rule for rule in dict.fromkeys(rules) if rule != chosen]
     runners = {**plan_runners(runner, others, profile, len(window)), chosen: runner}
-    overlaps = measure_overlap(runners, window, repeats, progress)
+    overlaps = measure_overlap(runners, window, repeats, progress, graphs)
     without: dict[str, float] = {}
     if runner.mesh.link is not None:
         with bare(runner.mesh.link):

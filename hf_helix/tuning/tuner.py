@@ -39,6 +39,7 @@ from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.planning.window.layout import Layout
+from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.microbatch import MicroBatch
@@ -68,6 +69,7 @@ def tune(
     schedules: Callable[[Profile], Sequence[Scheduler]] | None = None,
     num_microbatches: int | None = None,
     progress: StageProgress | None = None,
+    graphs: WindowGraphs | None = None,
 ) -> tuple[Runner, TuningResult]:
     """Returns the runner of the fastest plan, and the measurement. Collective; there must be no gradients.
 
@@ -76,6 +78,7 @@ def tune(
         profile: the operator times; None to measure them.
         schedules: returns the schedules to choose from, given the profile; None for the runner's own.
         num_microbatches: the number of micro-batches of the windows to plan for; None for that of `window`.
+        graphs: the CUDA graphs of the run, which time candidates as replays; see `measure_overlap`.
     """
     if profile is None:
         base = baseline_runner(runner, len(window))
@@ -91,8 +94,8 @@ def tune(
     baseline = _label(BASELINE, schedulers[0], schedulers)
     shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: tier.timed + 1]
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
-    overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"))
-    overlaps = _time_close_again(overlaps, timed, window, tier.repeats)
+    overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"), graphs)
+    overlaps = _time_close_again(overlaps, timed, window, tier.repeats, graphs)
     chosen = min(overlaps, key=lambda name: overlaps[name].step)
     result = TuningResult(
         chosen,
@@ -109,14 +112,19 @@ def tune(
 
 
 def _time_close_again(
-    overlaps: Mapping[str, Overlap], runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int
+    overlaps: Mapping[str, Overlap],
+    runners: Mapping[str, Runner],
+    window: Sequence[MicroBatch],
+    repeats: int,
+    graphs: WindowGraphs | None,
 ) -> dict[str, Overlap]:
     """The measurements; candidates whose steps are too close to call are timed again, longer."""
     best = min(overlap.step for overlap in overlaps.values())
     close = {name: runners[name] for name, overlap in overlaps.items() if overlap.step <= CLOSE * best}
     if len(close) == 1:
         return dict(overlaps)
-    steps = {name: statistics.median(times) for name, times in time_steps(close, window, 2 * repeats).items()}
+    again = time_steps(close, window, 2 * repeats, graphs)
+    steps = {name: statistics.median(times) for name, times in again.items()}
     return {name: replace(overlap, step=steps.get(name, overlap.step)) for name, overlap in overlaps.items()}
 
 
@@ -173,6 +181,7 @@ class Tuner:
         self._model = model
         self._mesh = config.option_sizes
         self._timed: _TimedWindow | None = None
+        self._graphs: WindowGraphs | None = None
         self._steps = StepTimer()
         self._has_begun = False
         self._has_declined = False
@@ -212,6 +221,7 @@ class Tuner:
         make_window: Callable[[], Sequence[MicroBatch]],
         num_microbatches: int,
         steps_left: int | None,
+        graphs: WindowGraphs | None = None,
     ) -> Runner:
         """Returns the runner of the next step. Collective, before the step.
 
@@ -220,10 +230,14 @@ class Tuner:
             make_window: makes the micro-batches of the next step.
             num_microbatches: their number, the same on all ranks.
             steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
+            graphs: the CUDA graphs of the run, if any.
         """
         is_first = not self._has_begun
+        self._graphs = None if graphs is None or graphs.has_given_up else graphs
         self._say_nothing_interleaves(num_microbatches)
         if is_first:
+            if self._graphs is not None:
+                self._steps = StepTimer(uncounted=2)
             runner = self._within_memory(runner)
         if self.is_settled:
             return runner
@@ -274,6 +288,7 @@ class Tuner:
             "profile": file_digest(self.config.profile),
             "schedule": self.config.schedule,
             "compile": str(self.config.compile),
+            "cuda_graphs": str(self._graphs is not None),
         }
         return _TimedWindow(timed, len(window), about, cache_key)
 
@@ -287,6 +302,7 @@ class Tuner:
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
             profiled=self.config.profile is None,
             on_gpu=runner.mesh.device.type == "cuda",
+            captured=self._graphs is not None,
         )
 
     def _given_profile(self, layout: Layout) -> Profile | None:
@@ -297,6 +313,8 @@ class Tuner:
 
     def _measure(self, runner: Runner, tier: Tier, timed: _TimedWindow, run_seconds: float | None = None) -> Runner:
         """The runner of the fastest plan; says beforehand how long tuning takes, of the seconds left. Collective."""
+        if self._graphs is not None:
+            self._graphs.release()  # a window operator by operator needs as much memory as they hold
         with self._steps.paused():
             (seconds,) = time_steps({"": runner}, timed.microbatches, 1)[""]
             of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
@@ -315,6 +333,7 @@ class Tuner:
                     ),
                     num_microbatches=timed.num_microbatches,
                     progress=progress,
+                    graphs=self._graphs,
                 )
         self.result = self._in_words(dataclasses.replace(result, measured=cache.today()), runner, timed)
         if rank() == 0 and self.config.cache:

@@ -1,14 +1,15 @@
 """The result of a tuning: the chosen plan, its measurement, and the reasons in words.
 
 In:   windows that were timed under several plans, and predictions for them.
-Out:  a `TuningResult`, the same on every rank; a sentence for the log; a paragraph with all figures.
-Must hold: nothing here measures; where overlap gains nothing, the sentence says so, with the reason.
+Out:  a `TuningResult`, the same on every rank; a sentence for the log; tables of plans, and the scorecard of one.
+Must hold: nothing here measures; where overlap gains nothing, the sentence says so, with the reason. Overlapped and
+hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hf_helix.config import AUTO
@@ -45,11 +46,6 @@ class TuningResult:
         sent = 2 * self.gradient_bytes * (self.ranks - 1) / self.ranks
         return sent * chosen.communication / chosen.bytes_moved if chosen.bytes_moved else 0.0
 
-    @property
-    def baseline(self) -> str | None:
-        """The candidate without overlap, on the first schedule where there was a choice; None if it was not timed."""
-        return next((name for name in self.overlaps if _rule(name) == BASELINE), None)
-
 
 # -- in words -------------------------------------------------------------------------------------------------------
 
@@ -59,7 +55,7 @@ SMALL = 1.05  # smaller gains are explained
 
 def format_verdict(result: TuningResult, contention: str = "") -> str:
     """Returns the choice and its gain, in a sentence; without a gain, the reason. See `contention_of`."""
-    chosen, baseline = result.overlaps[result.chosen], result.baseline
+    chosen, baseline = result.overlaps[result.chosen], baseline_of(result.overlaps)
     plan = f"plan {_named(result.chosen)}"
     where = f" on an emulated link of {chosen.link}" if chosen.link else ""
     if baseline is None:
@@ -81,6 +77,11 @@ def contention_of(mesh: Mesh) -> str:
     if mesh.device.type != "cpu" or 2 * ranks <= cores:
         return ""
     return f"{ranks} ranks compute and communicate on the same {cores} cores"
+
+
+def baseline_of(candidates: Iterable[str]) -> str | None:
+    """Returns the candidate without overlap, on the first schedule where there was a choice; None if not timed."""
+    return next((name for name in candidates if _rule(name) == BASELINE), None)
 
 
 def _rule(label: str) -> str:
@@ -112,64 +113,43 @@ def _reason(overlap: Overlap, contention: str) -> str:
     return "computation beside communication loses as much time as it hides"
 
 
-def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
-    """Returns the choice and its reasons, in a paragraph; `share_of_step` of a step's micro-batches were timed."""
-    chosen, baseline = result.overlaps[result.chosen], result.baseline
-    predicted = {rule: f" (predicted {in_ms(seconds)})" for rule, seconds in result.predicted.items()}
-    times = (f"{rule} {in_ms(each.step)}{predicted.get(rule, '')}" for rule, each in result.overlaps.items())
-    waits = alone = ""
-    if chosen.bubble_fraction:
-        waits = f" (of which a rank of the pipeline waits {chosen.bubble_fraction:.0%} for others)"
-    if chosen.communication:
-        alone = f", its communication alone {in_ms(chosen.communication)}"
-        if chosen.bound <= chosen.step:  # noise may make the step shorter than its bound
-            alone += f", and no plan can beat {in_ms(chosen.bound)}"
-    gain = ""
-    if baseline is not None and result.chosen != baseline:
-        gain = f", {result.overlaps[baseline].step / chosen.step:.2f} times as fast as {baseline}"
-    when = f" (measured {result.measured})" if result.measured else ""
-    when += f" on an emulated link of {chosen.link}" if chosen.link else ""
-    sentences = [
-        f"Plan {result.chosen} is kept{gain}{when}.",
-        f"A window takes: {', '.join(times)}; its computation alone {in_ms(chosen.computation)}{waits}{alone}.",
-        _hidden(chosen),
-        *_why_small(result),
-        *_alternative(result, share_of_step),
+def format_plans(overlaps: Mapping[str, Overlap], chosen: str, predicted: Mapping[str, float], day: str = "") -> str:
+    """Returns a table of timed plans, the plan in use last, with the bound that no plan can beat.
+
+    Args:
+        overlaps: by candidate, windows that were timed in turn.
+        chosen: the candidate in use.
+        predicted: seconds by candidate; empty for no such column.
+        day: of the measurement.
+    """
+    kept, base = overlaps[chosen], overlaps.get(baseline_of(overlaps) or "")
+    where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
+    when = f" on {day}" if day else ""
+    width, column = max(12, *map(len, overlaps)), f" {'predicted':>11}" if predicted else ""
+    lines = [
+        f"measured{when}: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
+        f"  {'plan':<{width}} {'window':>11}{column} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
     ]
-    return " ".join(sentences)
+    for name, each in sorted(overlaps.items(), key=lambda item: item[0] == chosen):
+        gain = f"{base.step / each.step:.2f}x" if base is not None else ""
+        column = f" {in_ms(predicted[name]) if name in predicted else '':>11}" if predicted else ""
+        lines.append(
+            f"  {name:<{width}} {in_ms(each.step):>11}{column} {gain:>7} {each.hidden_fraction:8.0%} "
+            f"{each.overlapped_fraction:11.0%} {each.bound / each.step:13.2f}"
+        )
+    return "\n".join(lines)
 
 
-def _hidden(overlap: Overlap) -> str:
-    if not overlap.communication:
-        return "There are no collectives to hide."
-    if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
-        return f"Communication is sums of gradients only: {_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
-    by_kind = ", ".join(f"{kind} {share:.0%}" for kind, share in overlap.overlapped_by_kind.items())
-    return (
-        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation"
-        f"{f' ({by_kind})' if len(overlap.overlapped_by_kind) > 1 else ''}, "
-        f"{_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
-    )
+def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
+    """Returns the timed plans and the scorecard of the chosen one; `share_of_step` of a step's micro-batches were
+    timed."""
+    plans = format_plans(result.overlaps, result.chosen, result.predicted, result.measured)
+    card = format_scorecard(result.overlaps[result.chosen], result.chosen)
+    return "\n".join([plans, card, *hint(result, share_of_step)])
 
 
-def _why_small(result: TuningResult) -> list[str]:
-    """The reason of little or no gain; empty with a gain."""
-    chosen, baseline = result.overlaps[result.chosen], result.baseline
-    if baseline is None or not chosen.communication or result.overlaps[baseline].step >= SMALL * chosen.step:
-        return []
-    start = f"The gain over {baseline} is small"
-    if _rule(result.chosen) == BASELINE:
-        start = "No plan that overlaps is faster here"
-    share = chosen.communication / (chosen.computation + chosen.communication)
-    if share < 0.1:
-        return [f"{start}: communication is only {share:.0%} of the work."]
-    if chosen.exposed > chosen.communication or chosen.overlapped_fraction - max(0.0, chosen.hidden_fraction) > 0.3:
-        return [f"{start}: communication runs beside computation, but takes the cores or the memory that it needs."]
-    return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
-
-
-def _alternative(result: TuningResult, share_of_step: float) -> list[str]:
-    """A hint to data parallelism, where it would be faster."""
+def hint(result: TuningResult, share_of_step: float) -> list[str]:
+    """Returns a sentence on data parallelism where it would be faster."""
     chosen = result.overlaps[result.chosen]
     step = chosen.step / share_of_step
     other = chosen.computation / share_of_step + result.gradient_seconds
@@ -181,10 +161,66 @@ def _alternative(result: TuningResult, share_of_step: float) -> list[str]:
     ]
 
 
-def _saved(overlap: Overlap) -> str:
+# -- the scorecard ---------------------------------------------------------------------------------------------------
+
+
+def format_scorecard(overlap: Overlap, rule: str) -> str:
+    """Returns a short report of a window, and of the rule of its plan."""
+    lines = [
+        f"plan {rule}: {overlap.tokens_per_second:,.0f} tokens/s, {in_ms(overlap.step)} a window of "
+        f"{overlap.tokens:,} tokens (optimizer not counted)",
+        *([f"  on an emulated link of {overlap.link}"] if overlap.link else []),
+        f"  computation alone    {in_ms(overlap.computation):>12}",
+    ]
+    if overlap.bubble_fraction:
+        lines.append(
+            f"  pipeline bubbles     {overlap.bubble_fraction:12.0%}   of it a rank waits for others (mean over ranks)"
+        )
+    if not overlap.communication:
+        alone = "no collectives to hide" if overlap.bubble_fraction else "one rank: there is no communication to hide"
+        return "\n".join([*lines, f"  {alone}"])
+    lines += [
+        f"  communication alone  {in_ms(overlap.communication):>12}",
+        *_sums(overlap),
+        *_bytes(overlap),
+        *_overlapped(overlap),
+        f"  hidden               {overlap.hidden_fraction:12.0%}   of its time was saved; "
+        f"{in_ms(overlap.exposed)} are exposed",
+        f"  one after the other  {in_ms(overlap.computation + overlap.communication):>12}",
+        f"  no plan can beat     {in_ms(overlap.bound):>12}",
+    ]
     if overlap.hidden_fraction < 0:
-        return f"none of its time is saved ({overlap.hidden_fraction:.0%}: it also slows computation down)"
-    return f"{overlap.hidden_fraction:.0%} of its time is saved"
+        lines.append("  communication slows computation down, as where both share the same cores")
+    return "\n".join(lines)
+
+
+def _sums(overlap: Overlap) -> list[str]:
+    """The line of the gradient reductions, where there are any."""
+    if not overlap.sums:
+        return []
+    note = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
+    return [f"                       {in_ms(overlap.sums):>12}   {note}"]
+
+
+def _bytes(overlap: Overlap) -> list[str]:
+    """The lines of the bytes that data-parallel ranks send, and save by sharding."""
+    texts = {
+        "bytes_summed": "sent by a rank in gradient sums, by formula",
+        "bytes_gathered": "sent by a rank in gathers of weights",
+        "bytes_spared": "of weights and AdamW's states fewer on a rank, since they are spread; by formula",
+    }
+    lines = ((getattr(overlap, name) / 1e6, words) for name, words in texts.items())
+    return [f"                       {megabytes:9,.1f} MB   {words}" for megabytes, words in lines if megabytes]
+
+
+def _overlapped(overlap: Overlap) -> list[str]:
+    """The line of the overlapped fraction, or a line about gradient reductions alone, which no plan orders."""
+    if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
+        return ["                                    (only the sums of gradients)"]
+    words, by_kind = "of communication ran beside computation", overlap.overlapped_by_kind
+    if len(by_kind) > 1:
+        words += f" ({', '.join(f'{kind} {share:.0%}' for kind, share in by_kind.items())})"
+    return [f"  overlapped           {overlap.overlapped_fraction:12.0%}   {words}"]
 
 
 def in_ms(seconds: float) -> str:

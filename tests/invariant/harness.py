@@ -163,7 +163,7 @@ def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Runner:
     if not tiles:
         return runner.with_plan(random_plan(seed, profile, **made_for))
     order_block = random_orders(seed) if rule == RANDOM else ORDER_BLOCK[rule]
-    return runner.with_plan(IntraBatchPlan.of_tiles(rule, order_block, profile, **made_for, tiles=int(tiles)))
+    return runner.with_plan(IntraBatchPlan.of(rule, order_block, profile, **made_for, tiles=int(tiles)))
 
 
 def _differing(result: Result, first: Result) -> list[str]:

@@ -43,6 +43,9 @@ def random_case(seed: int, most_ranks: int) -> Case:
     if draw.random() < 0.3 and (pp > 1 or schedule != "1f1b"):
         cuts = sorted(draw.sample(range(1, layers), stages - 1))
         counts = [after - before for before, after in zip([0, *cuts], [*cuts, layers], strict=True)]
+        for stage in range(stages - 1):  # ends in the middle of a layer; that of the fold's last rank is a whole number
+            if stage != pp - 1 and counts[stage + 1] > 1 and draw.random() < 0.5:
+                counts[stage : stage + 2] = counts[stage] + 0.5, counts[stage + 1] - 0.5
     return Case(
         f"random {seed}",
         random_model(draw, layers, sizes_of(layout)["tp"], may_tie=schedule != "1f1b" or pp == 1),

@@ -80,6 +80,7 @@ class FakeEvent:
         self.number = self._cuda.recorded
 
     def query(self) -> bool:
+        assert not self._cuda.captures, "the host asks for the end of what is only captured"
         return self._prompt
 
     def synchronize(self) -> None:
@@ -141,6 +142,7 @@ class FakeCuda:
         waits: where the host waits for the device, and how often.
         asynchronous: collectives that run on a stream of torch's own.
         operators: how many were seen.
+        captures: whether a graph is being captured.
         on_cpu_only: inside of what waits on a CPU only: `one_hot` looks at its input, a number is put into a tensor.
     """
 
@@ -151,7 +153,7 @@ class FakeCuda:
         self.waits: Counter[str] = Counter()
         self.asynchronous: Counter[str] = Counter()
         self.operators = self.recorded = 0
-        self.on_cpu_only = False
+        self.captures = self.on_cpu_only = False
         self.storages: dict[int, Memory] = {}
         self._prompt = prompt
 
@@ -170,7 +172,11 @@ class FakeCuda:
     def set_stream(self, stream: FakeStream) -> None:
         self.current = stream
 
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures
+
     def synchronize(self, device: torch.device) -> None:
+        assert not self.captures, "the host waits for what is only captured"
         for stream in self.streams:
             for other in self.streams:
                 stream.take_over(other.clock)

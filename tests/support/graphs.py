@@ -179,7 +179,8 @@ def timeline_of(priorities: Priorities, profile: Profile, schedule: Schedule) ->
 
 def list_scheduled(schedule: Schedule, layout: Layout, priorities: Priorities) -> list[list[Instruction]]:
     """The instructions of every rank in the order in which list scheduling issues them."""
-    return priority_plan(priorities, layout).programs(schedule, layout)
+    ordered = priority_plan(priorities, layout).issue(schedule, layout)
+    return [ordered.program(rank) for rank in range(len(schedule))]
 
 
 ORDER_BLOCK = {"sequential": sequential, "round_robin": round_robin, "dhelix": dhelix}

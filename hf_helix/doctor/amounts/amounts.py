@@ -25,10 +25,10 @@ from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
+from hf_helix.runtime.local_parameters import readers_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
-from hf_helix.runtime.zero import readers_of
 
 Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
 

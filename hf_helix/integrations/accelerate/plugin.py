@@ -217,11 +217,8 @@ def shared_layout() -> dict[str, Any]:
 
 
 def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
-    """Gives an Accelerator a layout of its own, so that trainers of several layouts can live in a process.
-
-    Args:
-        shared: the layout of the other Accelerators, see `shared_layout`.
-    """
+    """Gives an Accelerator a layout of its own, beside the `shared_layout` of others, so that trainers of several
+    layouts can live in a process."""
     own = plugin, plugin.build_device_mesh(accelerator.device)
     accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}
     AcceleratorState._shared_state.update(shared)

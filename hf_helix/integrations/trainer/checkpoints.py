@@ -37,7 +37,7 @@ from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
-from hf_helix.runtime.zero import LocalParameter, local_parameters
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 
 logger = get_logger(__name__)
 

@@ -35,14 +35,8 @@ _OUTPUTS = {
 
 
 def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
-    """Refuses predictions for which the stock Trainer would return more than logits.
-
-    Args:
-        ignore_keys: names of ignored outputs; None for the names in the configuration.
-
-    Raises:
-        ValueError: names the flag and the value to set.
-    """
+    """Refuses predictions for which the stock Trainer would return more than logits, by the names of ignored outputs;
+    None for those in the configuration. Raises ValueError with the flag and the value to set."""
     if ignore_keys is None:
         ignore_keys = getattr(config, "keys_to_ignore_at_inference", [_CACHE])
     for flag, names in _OUTPUTS.items():

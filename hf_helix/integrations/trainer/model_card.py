@@ -17,7 +17,6 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.report.page import WindowMemory, plan_parts, write_page
-from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
-from hf_helix.tuning.verdict import TuningResult, in_ms
+from hf_helix.tuning.verdict import TuningResult, format_plans, format_scorecard, hint
 
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
@@ -46,43 +43,6 @@ PAGE = "helix/page.html"
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
 # The stock card multiplies the batch of a process by all processes; processes that share a batch must count once.
 _TOTALS = re.compile(r"^(- total_(?:train|eval)_batch_size: )(\d+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """The facts of a run for its card.
-
-    Attributes:
-        config: the options.
-        sizes: ranks of every axis, `dp` included.
-        plan: the rule of the plan in use.
-        schedule: the name of the schedule in use.
-        tuning: the measurements of `plan="auto"`; None without measurements.
-        overlap: the measured overlap of the plan in use; None if not measured.
-        microbatches: the number of micro-batches in a window of a data-parallel rank, and of sequences in each.
-        mixed_precision: "no" or "bf16".
-        dtype: of the weights, as text.
-        device: of a rank, as text.
-        use_cpu: whether the device is the CPU.
-        link: the emulated link between the ranks, as text; empty without a link.
-    """
-
-    config: HelixConfig
-    sizes: Mapping[str, int]
-    plan: str
-    schedule: str
-    tuning: TuningResult | None
-    overlap: Overlap | None
-    microbatches: tuple[int, int]
-    mixed_precision: str
-    dtype: str
-    device: str
-    use_cpu: bool
-    link: str = ""
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(size for name, size in self.sizes.items() if name != "ep")
 
 
 def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any]) -> None:
@@ -98,68 +58,79 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     card.data["tags"] = _with_tag(card.data.get("tags"))  # PEFT writes its own tags over the others
     card.data["base_model"] = card.data.get("base_model", base_model)
     text = _corrected(card.text, trainer.helix_config.ranks_per_batch)
-    run = _run_of(trainer)
-    card.text = f"{text.rstrip()}\n\n{format_section(run)}{_write_page(trainer, run)}"
+    tuning = trainer.helix.tuning
+    overlap = trainer.helix.overlap or (tuning.overlaps[tuning.chosen] if tuning is not None else None)
+    card.text = f"{text.rstrip()}\n\n{_section(trainer, overlap)}{_write_page(trainer, overlap)}"
     card.save(path)
 
 
-def format_section(run: RunFacts) -> str:
+def _section(trainer: Any, overlap: Overlap | None) -> str:
     """Returns the section on the run, as Markdown."""
-    many, rows = run.microbatches
-    total = rows * run.sizes["dp"] * many
+    args, engine, config = trainer.args, trainer.helix, trainer.helix_config
+    sizes = {"ep": 1, **engine.mesh.sizes}
+    ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    many, rows = args.gradient_accumulation_steps, args.train_batch_size
+    mixed, cuda = trainer.accelerator.mixed_precision, args.device.type == "cuda"
+    device = torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})"
+    dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype]
     facts = {
-        "layout": " ".join(f"{name}={run.sizes[name]}" for name in AXES),
-        "ranks": f"{run.num_ranks} x {run.device}",
-        "batch": f"{total} sequences: {run.sizes['dp']} data-parallel x {many} micro-batches x {rows}",
-        "precision": run.dtype + ("" if run.mixed_precision == "no" else f", products in {run.mixed_precision}"),
-        "schedule": f"`{run.schedule}`",
-        "plan": f"`{run.plan}`, {_reason(run)}",
-        **({"network": f"an emulated link of {run.link}"} if run.link else {}),
-        "communication": _communication(run.overlap),
+        "layout": " ".join(f"{name}={sizes[name]}" for name in AXES),
+        "ranks": f"{ranks} x {device}",
+        "batch": f"{rows * sizes['dp'] * many} sequences: {sizes['dp']} data-parallel x {many} micro-batches x {rows}",
+        "precision": dtype + ("" if mixed == "no" else f", products in {mixed}"),
+        "schedule": f"`{engine.runner.scheduler.name}`",
+        "plan": f"`{engine.plan.rule}`, {_reason(config.plan, engine.plan.rule, engine.tuning)}",
+        **({"network": f"an emulated link of {engine.mesh.link}"} if engine.mesh.link else {}),
+        "communication": _communication(overlap),
         "versions": ", ".join([f"hf_helix {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]),
     }
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in facts.items())])
-    parts = ["## Trained with hf_helix", table, *_timed(run)]
-    if run.overlap is not None:
-        parts.append(f"```\n{format_scorecard(run.overlap, run.plan)}\n```")
+    measured = [format_scorecard(overlap, engine.plan.rule)] if overlap is not None else []
+    if engine.tuning is not None and len(engine.tuning.overlaps) > 1:
+        timed = min(1.0, TUNED_MICROBATCHES * sizes["pp"] / many)  # the share of a step
+        plans = format_plans(engine.tuning.overlaps, engine.tuning.chosen, engine.tuning.predicted)
+        measured = [plans, *measured, *hint(engine.tuning, timed)]
+    figures = ["```\n" + "\n".join(measured) + "\n```"] if measured else []
+    return "\n\n".join(["## Trained with hf_helix", table, *figures, format_launch(config, ranks, mixed, not cuda)])
+
+
+def format_launch(config: HelixConfig, ranks: int, mixed_precision: str, use_cpu: bool) -> str:
+    """Returns the command and the YAML of the same training, as Markdown."""
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     several = " --machine_rank RANK --main_process_ip HOST" if machines > 1 else ""
     where = "on every machine, with its RANK from 0 on and the address HOST of machine 0, " if machines > 1 else ""
-    launch = (
+    options = {
+        field.name: value
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default or field.name == "plan"
+    }
+    for name in ("plan", "schedule", "profile"):  # files, without their folder on this machine
+        if options.get(name):
+            options[name] = Path(options[name]).name
+    launch = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if ranks > 1 else "NO",
+        "use_cpu": use_cpu,
+        "num_machines": machines,
+        "machine_rank": 0,
+        "num_processes": ranks,
+        "mixed_precision": mixed_precision,
+        "parallelism_config": {"helix": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}},
+    }
+    return (
         f"To train so again, {where}with `accelerate launch --config_file FILE{several} YOUR_SCRIPT.py`, where FILE is:"
-    )
-    parts += [launch, f"```yaml\n{_launch_yaml(run, machines)}```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def _run_of(trainer: Any) -> RunFacts:
-    args, engine = trainer.args, trainer.helix
-    tuning = engine.tuning
-    cuda = args.device.type == "cuda"
-    tuned = tuning.overlaps[tuning.chosen] if tuning is not None else None
-    return RunFacts(
-        config=trainer.helix_config,
-        sizes={"ep": 1, **engine.mesh.sizes},
-        plan=engine.plan.rule,
-        schedule=engine.runner.scheduler.name,
-        tuning=tuning,
-        overlap=engine.overlap or tuned,
-        microbatches=(args.gradient_accumulation_steps, args.train_batch_size),
-        mixed_precision=trainer.accelerator.mixed_precision,
-        dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
-        device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
-        use_cpu=not cuda,
-        link=str(engine.mesh.link or ""),
+        f"\n\n```yaml\n{yaml.safe_dump(launch, sort_keys=False)}```\n"
     )
 
 
-def _write_page(trainer: Any, run: RunFacts) -> str:
+def _write_page(trainer: Any, overlap: Overlap | None) -> str:
     """Writes the page of the run where its operators were measured, and returns the link to it, as Markdown."""
-    page, profile = Path(trainer.args.output_dir, PAGE), run.tuning.profile if run.tuning is not None else None
+    engine, page = trainer.helix, Path(trainer.args.output_dir, PAGE)
+    profile = engine.tuning.profile if engine.tuning is not None else None
     if profile is None or not page.parent.is_dir():
         return ""
-    engine, many = trainer.helix, min(run.microbatches[0], 3 * run.sizes["pp"])
-    measured = format_scorecard(run.overlap, run.plan) if run.overlap is not None else ""
+    rule, many = engine.plan.rule, min(trainer.args.gradient_accumulation_steps, 3 * engine.mesh.pipe.size)
+    measured = format_scorecard(overlap, rule) if overlap is not None else ""
 
     def memory(predicted: Prediction) -> WindowMemory | None:
         try:
@@ -169,18 +140,17 @@ def _write_page(trainer: Any, run: RunFacts) -> str:
 
     try:
         parts = plan_parts(engine.plan, profile, engine.runner.scheduler(many), measured, memory)
-        write_page(page, f"{Path(trainer.args.output_dir).name}: plan {run.plan}", parts)
+        write_page(page, f"{Path(trainer.args.output_dir).name}: plan {rule}", parts)
     except ImportError:
         command = "hf-helix show plan.json --profile profile.json --html page.html"
         return f"\n`{command}`, in `{page.parent.name}`, draws a window.\n"
     return f"\n[A page of the run]({PAGE}): a window operator by operator, and its memory; for a browser.\n"
 
 
-def _reason(run: RunFacts) -> str:
-    """Returns the reason for the plan of the run."""
-    asked, tuning = run.config.plan, run.tuning
+def _reason(asked: str, rule: str, tuning: TuningResult | None) -> str:
+    """Returns the reason for the plan of a run."""
     if asked != "auto":
-        return "as given" if asked == run.plan else "from a file"
+        return "as given" if asked == rule else "from a file"
     if tuning is None:
         return "by `auto` without measuring"
     when = f", {tuning.measured}" if tuning.measured else ""
@@ -199,47 +169,6 @@ def _communication(overlap: Overlap | None) -> str:
         return f"only the sums of gradients; {saved}"
     share = f"{overlap.overlapped_fraction:.0%}"
     return f"{share} of it ran beside computation (overlapped {share}), {saved}"
-
-
-def _timed(run: RunFacts) -> list[str]:
-    """Returns a table of the timed plans, with the kept plan in bold, and with plain data parallelism."""
-    tuning = run.tuning
-    if tuning is None or len(tuning.overlaps) < 2:
-        return []
-    steps = {name: overlap.step for name, overlap in tuning.overlaps.items()}
-    baseline = next((step for name, step in steps.items() if name.split(" on ")[0] == BASELINE), None)
-    lines = ["| plan | a window takes | predicted | gain |", "|---|---:|---:|---:|"]
-    for name, step in sorted(steps.items(), key=lambda item: item[1]):
-        predicted = in_ms(tuning.predicted[name]) if name in tuning.predicted else ""
-        gain = f"{baseline / step:.2f}x" if baseline is not None else ""
-        lines.append(f"| {f'**{name}**' if name == tuning.chosen else name} | {in_ms(step)} | {predicted} | {gain} |")
-    kept = tuning.overlaps[tuning.chosen]
-    if tuning.ranks > 1 and not kept.bubble_fraction:
-        share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
-        alone = in_ms(kept.computation + share * tuning.gradient_seconds)
-        lines.append(f"| *instead:* data parallelism, if the model fits | | {alone} | |")
-    return ["\n".join(lines)]
-
-
-def _launch_yaml(run: RunFacts, machines: int) -> str:
-    """Returns a configuration for `accelerate launch`. Files are named without their folder on this machine."""
-    fields = dataclasses.fields(run.config)
-    changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}
-    options = {**changed, "plan": run.config.plan}
-    for name in ("plan", "schedule", "profile"):
-        if options.get(name):
-            options[name] = Path(options[name]).name
-    launch = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if run.num_ranks > 1 else "NO",
-        "use_cpu": run.use_cpu,
-        "num_machines": machines,
-        "machine_rank": 0,
-        "num_processes": run.num_ranks,
-        "mixed_precision": run.mixed_precision,
-        "parallelism_config": {"helix": {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}},
-    }
-    return yaml.safe_dump(launch, sort_keys=False)
 
 
 def _with_tag(tags: str | list[str] | None) -> list[str]:

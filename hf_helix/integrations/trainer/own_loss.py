@@ -19,13 +19,8 @@ from hf_helix.models.registry import REGISTERED
 
 
 def has_own_loss(trainer: Any, model: Any, compute_loss_func: Any) -> bool:
-    """Returns whether a trainer, or its model, computes a loss other than the next-token loss of Transformers.
-
-    Args:
-        trainer: the trainer, which has its arguments.
-        model: the model, before it is cut.
-        compute_loss_func: the argument of the constructor.
-    """
+    """Returns whether a trainer with its arguments, or its model before the cut, computes a loss other than the
+    next-token loss of Transformers."""
     owner = next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
     is_sft = name_of(owner) == SFT_TRAINER
     if (owner is not Trainer and not is_sft) or compute_loss_func is not None:

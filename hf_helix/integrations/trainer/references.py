@@ -27,7 +27,6 @@ def cut_references(
     """Makes an `Accelerator` cut the reference models of a trained model, and keep their engines.
 
     Args:
-        accelerator: the Accelerator of the trainer.
         model: the trained model, before it is cut.
         config, mesh, options, instead: of the trained model's engine, see `Engine`.
     """

@@ -80,22 +80,14 @@ class WindowHooks(TrainerAttributes):
 
     @overrides("Trainer", "a loss of the user's own would be ignored without a word")
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepares as the stock method does.
-
-        Raises:
-            ValueError: an override would have no effect.
-        """
+        """Prepares as the stock method does. Raises ValueError if an override would have no effect."""
         check_overrides(self)
         self._window = None  # an earlier run may have been stopped inside a window
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     @overrides("Trainer", "evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",))
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the stock method does.
-
-        Raises:
-            ValueError: evaluations during the run would return outputs beside the logits.
-        """
+        """Trains as the stock method does. Raises ValueError if evaluations would return outputs beside the logits."""
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
         if not self._own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
@@ -120,17 +112,20 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        if self.helix.seam is not None:
-            return self._own_batches(batches, num_batches, device)
+        is_called = self.helix.seam is not None
         with watched():
-            states = torch.cat((self._health.state().reshape(1), self.helix.value_bounds(batches)))
-            of_ranks = agree_on_number(len(batches), device, states)
+            bounds = [] if is_called else [self.helix.value_bounds(batches)]
+            of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
             self._health.raise_if_invalid([state for state, *_ in of_ranks])
-            self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
+            if not is_called:
+                self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        self._window = FetchedWindow(samples)
-        if samples:
-            self._tune(self._window, num_items)
+        window = self._window = FetchedWindow(samples)
+        if samples and is_called:
+            self._say_tuning(self.helix.tune_calls(self._steps_left))
+        elif samples:
+            ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
+            self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
 
     @overrides("Trainer", "the cut model would be called, which is an error")
@@ -154,7 +149,8 @@ class WindowHooks(TrainerAttributes):
             window = self._window = FetchedWindow([inputs])
             scale = self._scale_of_one(inputs, num_items_in_batch)
             try:
-                self._settle_link(scale)
+                # Inside of `train()`, `tune` does the same.
+                self.helix.settle_link(window.prepared(self._prepare_inputs), scale, self.state.global_step)
                 return self._run_window(window, scale)[0]
             finally:
                 self._window = None
@@ -177,17 +173,6 @@ class WindowHooks(TrainerAttributes):
         if window.num_returned == len(window.batches):
             self._window = None
         return loss
-
-    def _own_batches(self, batches: list[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Returns the micro-batches of a step whose loss is the user's own, and the number of their labels."""
-        with watched():
-            of_ranks = agree_on_number(len(batches), device, self._health.state().reshape(1))
-            self._health.raise_if_invalid([state for state, *_ in of_ranks])
-        samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        self._window = FetchedWindow(samples)
-        if samples:
-            self._say_tuning(self.helix.tune_calls(self._steps_left))
-        return samples, num_items
 
     def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Runs the stock step of a micro-batch, whose backward pass runs with the next one; the last micro-batch of a
@@ -216,12 +201,6 @@ class WindowHooks(TrainerAttributes):
         self._health.note_losses(noted, step + 1)
         return losses
 
-    def _tune(self, window: FetchedWindow, num_items: Any) -> None:
-        """Lets the engine measure and choose a plan when tuning is due; prints and writes the result. Collective."""
-        ready = window.prepared(self._prepare_inputs)
-        scale = self.loss_scale(num_items, self._num_parts)
-        self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
-
     @property
     def _steps_left(self) -> int | None:
         left = self.state.max_steps - self.state.global_step
@@ -236,11 +215,6 @@ class WindowHooks(TrainerAttributes):
                 say(f"{tuning.verdict} (details: {folder / 'tuning.txt'})")
             except OSError as error:
                 say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
-
-    def _settle_link(self, scale: LossScale) -> None:
-        """Settles an emulated link before a window outside of `train()`; `_tune` does the same inside. Collective."""
-        assert self._window is not None
-        self.helix.settle_link(self._window.prepared(self._prepare_inputs), scale, self.state.global_step)
 
     @property
     def _num_parts(self) -> int:
@@ -278,11 +252,7 @@ class WindowHooks(TrainerAttributes):
         return LossScale((part / count_targets(inputs)).to(self.args.device), part)
 
     def _check_window_ran(self) -> None:
-        """Refuses an optimizer step before the window has run.
-
-        Raises:
-            RuntimeError: a subclass computes the loss itself.
-        """
+        """Refuses an optimizer step before the window has run, where a subclass computes the loss itself."""
         if self._window is not None and self._window.losses is None:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step does not call super().training_step(model, inputs, "

@@ -24,10 +24,9 @@ from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
-from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, SumOfParts, cast_for_matmul, compiled
+from hf_helix.operators.segment import Add, Dropout, Segment, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
-from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 
 Used = nn.Module | nn.Parameter
@@ -212,16 +211,11 @@ class Builder:
     def build(self, *outputs: str) -> Unit:
         """Returns the declared unit with these outputs."""
         declared, inputs = tuple(self._declared), tuple(self._inputs)
-        graphs = GraphPair.of(Graph(self.name, declared, inputs, outputs, self.repeats, shown=tuple(self.shown)))
-        sums = {
-            op.forward_name: SumOfGradients()
-            for op in graphs.backward.operators
-            if op.forward_name not in self._tensor_operators
-        }
-        return Unit(
+        graph = Graph(self.name, declared, inputs, outputs, self.repeats, shown=tuple(self.shown))
+        return Unit.of(
+            graph,
+            self._tensor_operators,
             label=self.label,
-            graphs=graphs,
-            operators=self._tensor_operators | sums,
             placements=self._placements,
             meters=tuple(self.meters),
             called=tuple(self.called),

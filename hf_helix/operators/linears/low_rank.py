@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients
+from hf_helix.operators.random_numbers import generator
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,14 @@ def dropout_masks(
     """Yields the dropout mask for the rows of each adapter [tokens, features in]; None for an adapter without dropout.
     A call always gets the same masks.
     """
-    generator: torch.Generator | None = None
+    drawn: torch.Generator | None = None
     for adapter in adapters:
         mask = None
         if adapter.dropout:
-            generator = generator or torch.Generator(device).manual_seed(call.seed)
+            drawn = drawn or generator(device, call.seed)
             kept = 1 - adapter.dropout
             mask = torch.empty(tokens, adapter.down.shape[1], dtype=adapter.dtype(call), device=device)
-            mask.bernoulli_(kept, generator=generator).div_(kept or 1.0)
+            mask.bernoulli_(kept, generator=drawn).div_(kept or 1.0)
         yield mask
 
 

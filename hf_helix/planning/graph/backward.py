@@ -14,6 +14,7 @@ from itertools import zip_longest
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 
 KeepWaiting = Callable[[Operator, Operator | None, Sequence[Operator]], bool]
+"""Whether waiting W's wait further, given an operator and the following one."""
 
 
 def derive_backward(graph: Graph) -> Graph:
@@ -91,7 +92,10 @@ def backward_parts(graph: Graph) -> BackwardParts:
             reads=(*gradients, *_seen_again(op.saved_for_backward, repeated)),
             writes=writes,
             accumulates=adds,
-            ordered_after=() if op.splits_dgrad_wgrad else _left_by(op),
+            # after the recomputation that leaves the saved state
+            ordered_after=(f"{op.name}.again",)
+            if op.recomputed and op.has_saved_state and not op.splits_dgrad_wgrad
+            else (),
             saved_for_backward=(),
             non_differentiable=(),
             host_read_sizes=tuple(value for value in op.host_read_sizes if value in op.saved_for_backward),
@@ -136,11 +140,6 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
 def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, ...]:
     """The names of forward values in backward: `r.v` for recomputed ones."""
     return tuple(f"r.{value}" if value in repeated else value for value in values)
-
-
-def _left_by(op: Operator) -> tuple[str, ...]:
-    """Returns the recomputation that leaves the saved state for the backward of `op`."""
-    return (f"{op.name}.again",) if op.recomputed and op.has_saved_state else ()
 
 
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
@@ -246,29 +245,20 @@ def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Opera
 def place_weights(
     operators: Sequence[Operator], weights: Mapping[str, Operator], keep_waiting: KeepWaiting | None = None
 ) -> list[Operator]:
-    """Returns the operators with each W after its I, or after communication that follows the I and reads its result.
-
-    Args:
-        keep_waiting: whether waiting W's wait further, given an operator and the following one; None for never.
-    """
+    """Returns the operators with each W after its I, or after communication that follows the I and reads its result."""
     result: list[Operator] = []
     waiting: list[Operator] = []
     for op, following in zip_longest(operators, operators[1:]):
         result.append(op)
         if op.name in weights:
             waiting.append(weights[op.name])
-            if feeds(op, following):
+            if following is not None and following.kind.communicates and set(following.reads) & set(op.writes):
                 continue
         if keep_waiting is not None and keep_waiting(op, following, waiting):
             continue
         result += waiting
         waiting = []
     return result
-
-
-def feeds(op: Operator, following: Operator | None) -> bool:
-    """Returns whether the following operator is communication that reads this operator's result."""
-    return following is not None and following.kind.communicates and bool(set(following.reads) & set(op.writes))
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
@@ -352,10 +342,8 @@ SEND, RECEIVE = "send", "receive"
 def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived, too: gradients come in at `send` and go out at `receive`.
-
-    Args:
-        values: the number of a layer's outputs.
+    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `values` is the number of a
+    layer's outputs.
     """
     names = tuple(f"x{number}" for number in range(values))
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())

@@ -9,7 +9,7 @@ independently of the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.backward import RECEIVE, SEND, GraphPair
@@ -71,19 +71,26 @@ class BlockPlan(Plan):
     orders: Mapping[Block, Order]
 
     @classmethod
-    def of(cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Self:
+    def of(
+        cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int], **fields: Any
+    ) -> Self:
         """Returns the plan of a rule that orders blocks independently.
 
         Args:
             rule: its name.
-            order_block: applied to every possible block of the profile's units; each order is checked.
-            profile: the graphs and the times of their operators.
-            model: the model's class, for plan files.
-            mesh: the sizes of the mesh, for plan files.
+            order_block: applied to every possible block of the units that the plan orders; each order is checked.
+            profile: the model's own graphs and the times of their operators.
+            model, mesh: the model's class and the sizes of the mesh, for plan files.
+            fields: further fields of this kind of plan.
         """
-        pairs = profile.layout.graphs
-        orders = orders_of(order_block, profile)
-        return cls(rule, model, dict(mesh), graphs_digest(pairs), orders)
+        plan = cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, **fields)
+        profile = plan.profile_for(profile)
+        pairs, orders = profile.layout.graphs, {}
+        for block in all_blocks(pairs):
+            forward, backward = block.graphs(pairs)
+            orders[block] = order_block(forward, backward, profile)
+            validate_order(orders[block], forward, backward, block=block)
+        return replace(plan, orders=orders)
 
     def order(self, forward: str | None, backward: str | None) -> Order:
         """Returns the order of the block of these two units."""
@@ -109,11 +116,16 @@ class BlockPlan(Plan):
         return {str(block): list(order) for block, order in self.orders.items()}
 
     @classmethod
-    def from_data(
-        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
-    ) -> Self:
-        """The plan from the blocks of a file."""
-        return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
+    def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
+        """The orders of a file, each checked."""
+        orders = {Block.parse(name): tuple(order) for name, order in data.items()}
+        wanted = {str(block): block for block in all_blocks(pairs)}
+        check_known(map(str, orders), wanted, "block")
+        for name, block in wanted.items():
+            if block not in orders:
+                raise ValueError(f"block {name!r} is missing")
+            validate_order(orders[block], *block.graphs(pairs), block=block)
+        return {"orders": orders}
 
 
 def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
@@ -175,28 +187,6 @@ class _Blocks:
         return self._known[key]
 
 
-def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:
-    """Returns a rule's order for every block of a profile's units, each checked."""
-    pairs, orders = profile.layout.graphs, {}
-    for block in all_blocks(pairs):
-        forward, backward = block.graphs(pairs)
-        orders[block] = order_block(forward, backward, profile)
-        validate_order(orders[block], forward, backward, block=block)
-    return orders
-
-
-def orders_from(data: Any, pairs: Mapping[str, GraphPair]) -> dict[Block, Order]:
-    """Returns the orders of a file, each checked. Raises as `Plan.from_data`."""
-    orders = {Block.parse(name): tuple(order) for name, order in data.items()}
-    wanted = {str(block): block for block in all_blocks(pairs)}
-    check_known(map(str, orders), wanted, "block")
-    for name, block in wanted.items():
-        if block not in orders:
-            raise ValueError(f"block {name!r} is missing")
-        validate_order(orders[block], *block.graphs(pairs), block=block)
-    return orders
-
-
 def all_blocks(units: Iterable[str]) -> list[Block]:
     """Every block of units with these names: each direction alone, and each forward with each backward."""
     names = [name for name in units if name not in (SEND, RECEIVE)]
@@ -214,11 +204,7 @@ def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator
 
 
 def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
-    """Checks that `order` is a permutation of the block's operators, each after its inputs.
-
-    Args:
-        forward: the graph of the forward strand; None for an absent strand.
-        backward: likewise, of the backward strand.
+    """Checks that `order` is a permutation of the block's operators, each after its inputs; None for an absent strand.
 
     Raises:
         ValueError: with the full order printed and an arrow at the first wrong entry.

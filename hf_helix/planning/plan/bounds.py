@@ -17,11 +17,8 @@ from hf_helix.planning.window.window import STREAMS, Window, WindowArrays
 
 
 def busiest_link(loads: Iterable[tuple[str, float]]) -> float:
-    """Lower bound of communication: transfers on one link serialize, links are independent.
-
-    Args:
-        loads: the name of a link, and seconds of communication over it; a link may come several times.
-    """
+    """Lower bound of communication, from names of links and seconds over each: transfers on one link serialize, links
+    are independent."""
     totals: dict[str, float] = {}
     for link, seconds in loads:
         totals[link] = totals.get(link, 0.0) + seconds

@@ -25,7 +25,6 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
     """Returns the plan of a file; checks that the file is undamaged and made for this model and mesh.
 
     Args:
-        path: the file.
         pairs: the graphs of the model's units.
         model: the model's class.
         mesh: the sizes of the mesh, by the names of their options.
@@ -68,8 +67,8 @@ def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: M
         kinds = [kind for kind in KINDS if kind.KEY in data]
         if "rule" not in data or len(kinds) != 1:
             raise ValueError(f"it needs `rule`, and one of {', '.join(f'`{kind.KEY}`' for kind in KINDS)}")
-        part = data[kinds[0].KEY]
-        return kinds[0].from_data(part, pairs, rule=str(data["rule"]), model=model, mesh=mesh, graphs=graphs)
+        fields = kinds[0].fields_from(data[kinds[0].KEY], pairs)
+        return kinds[0](str(data["rule"]), model, dict(mesh), graphs, **fields)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"is damaged: {what}") from error

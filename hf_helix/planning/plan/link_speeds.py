@@ -43,10 +43,6 @@ class Predicted:
     communication: float
     plans: Mapping[str, float]
 
-    def gain(self, rule: str, over: str) -> float:
-        """How many times as fast the plan of one rule is as the plan of another."""
-        return self.plans[over] / self.plans[rule]
-
 
 def link_of(profile: Profile) -> LinkSpeed:
     """The emulated link that a profile was measured on; `NO_LINK` for none."""
@@ -92,11 +88,7 @@ def predict_speeds(
     """Returns the predicted times of a window on each link, under plans of these rules.
 
     Rules without a search make a new plan for each link. For a searched plan, the better of it and of a new `greedy`
-    plan
-    counts: a new search could only find a better one.
-
-    Args:
-        profile: with the bytes of its collectives.
+    plan counts: a new search could only find a better one.
     """
     return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
 

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Part
@@ -39,9 +39,6 @@ from hf_helix.planning.text import round_ms
 from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import COMPUTE, NumberedPass, Times, Window, WindowArrays
-
-if TYPE_CHECKING:
-    from typing import Self  # Python 3.11
 
 Priority = Mapping[Name, float]
 """Seconds by operator, 0 by default; the smaller goes first. A computation with a priority of 2 ms goes before one with
@@ -78,8 +75,6 @@ class ListScheduler:
     """A window, ready to be ordered many times.
 
     Args:
-        schedule: of the window.
-        layout: the units of all ranks.
         times: seconds of every operator alone.
         extra_live_layers: see `Priorities`.
 
@@ -361,37 +356,23 @@ class PriorityPlan(Plan):
         return {"extra_live_layers": self.priorities.extra_live_layers, **held, "operators": operators}
 
     @classmethod
-    def from_data(
-        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
-    ) -> Self:
-        """The plan from what a file holds of its operators."""
-        return cls(rule, model, dict(mesh), graphs, _priorities_from(data, pairs))
-
-
-def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
-    times, priority = {}, {}
-    check_known(data["operators"], pairs, "unit")
-    for unit, pair in pairs.items():
-        figures = data["operators"].get(unit, {})
-        known = entries(pair.forward, pair.backward)
-        _check_entries(unit, figures, known)
-        for entry in known:
-            times[unit, entry], priority[unit, entry] = _seconds(f"{unit} {entry}", figures[entry])
-    extra, deferred = data["extra_live_layers"], data.get("held_units")
-    for name, value in {"extra_live_layers": extra, "held_units": 0 if deferred is None else deferred}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
-    return Priorities(times, priority, extra, deferred)
-
-
-def _check_entries(unit: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ValueError where a unit's operators are not those of its graphs."""
-    strange = sorted(given.keys() - known.keys())
-    missing = [entry for entry in known if entry not in given]
-    if strange:
-        raise ValueError(f"unit {unit!r} has no operator {strange[0]!r}")
-    if missing:
-        raise ValueError(f"unit {unit!r} lacks the operator {missing[0]!r}")
+    def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
+        """The priorities of a file."""
+        times, priority = {}, {}
+        check_known(data["operators"], pairs, "unit")
+        for unit, pair in pairs.items():
+            figures, known = data["operators"].get(unit, {}), entries(pair.forward, pair.backward)
+            if strange := sorted(figures.keys() - known.keys()):
+                raise ValueError(f"unit {unit!r} has no operator {strange[0]!r}")
+            for entry in known:
+                if entry not in figures:
+                    raise ValueError(f"unit {unit!r} lacks the operator {entry!r}")
+                times[unit, entry], priority[unit, entry] = _seconds(f"{unit} {entry}", figures[entry])
+        extra, deferred = data["extra_live_layers"], data.get("held_units")
+        for name, value in {"extra_live_layers": extra, "held_units": 0 if deferred is None else deferred}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+        return {"priorities": Priorities(times, priority, extra, deferred)}
 
 
 def _seconds(name: str, figures: Mapping[str, Any]) -> tuple[float, float]:

@@ -10,19 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import digest
 from hf_helix.planning.schedule.actions import Schedule, SyncPoints
 from hf_helix.planning.text import format_json
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
-
-if TYPE_CHECKING:
-    from typing import Self  # Python 3.11
 
 FORMAT = "hf_helix.plan/1"
 
@@ -60,23 +56,11 @@ class Plan(ABC):
         """Returns a window in the order of issue.
 
         Args:
-            schedule: the window.
             layout: the units of all ranks, with the graphs ordered by the plan, see `profile_for`.
             slots_ahead: the number of slots from a receive to its reader, unless the plan orders receives.
             rank: the only rank to order; None for all.
             sync_points: see `SyncPoints`; a plan that orders slot by slot needs none.
         """
-
-    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The instructions of a window in the order of issue, rank by rank.
-
-        Args:
-            schedule: the slots of every rank.
-            layout: the units of all ranks.
-            slots_ahead: see `issue`.
-        """
-        ordered = self.issue(schedule, layout, slots_ahead)
-        return [ordered.program(rank) for rank in range(len(schedule))]
 
     @abstractmethod
     def data(self) -> Any:
@@ -84,18 +68,8 @@ class Plan(ABC):
 
     @classmethod
     @abstractmethod
-    def from_data(
-        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
-    ) -> Self:
-        """Returns the plan of a file, checked against the model's graphs.
-
-        Args:
-            data: the part under `KEY`.
-            pairs: the graphs of the model's units.
-            rule: the name of the plan's rule.
-            model: the model's class.
-            mesh: the sizes of the mesh, by the names of their options.
-            graphs: the fingerprint of `pairs`, see `graphs_digest`.
+    def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
+        """Returns the fields of this kind of plan from `data` of a file, checked against the model's graphs.
 
         Raises:
             AttributeError, KeyError, TypeError, ValueError: the data is damaged.

@@ -37,9 +37,6 @@ class Precedence:
 
     Args:
         window: of all ranks.
-        arrays: the window as arrays.
-        schedule: of the window.
-        layout: the units of all ranks.
         kept: the kept activations allocated by each instruction of the pattern.
         recomputed: likewise, of recomputed activations.
 
@@ -267,13 +264,8 @@ class ActivationMemory:
 def activation_memory(
     pattern: Pattern, layout: Layout, shares: Mapping[str, Shares], recomputed: bool
 ) -> ActivationMemory:
-    """Returns the activations that a pattern's instructions allocate and free.
-
-    Args:
-        pattern: the instructions of one micro-batch.
-        shares: of every repeating unit, see `shares_of`.
-        recomputed: whether to count recomputed activations, or activations kept by forward.
-    """
+    """Returns the activations that a pattern's instructions allocate and free: recomputed ones, or those kept by
+    forward; `shares` are those of every repeating unit, see `shares_of`."""
     alloc, free = [0.0] * len(pattern.operators), [0.0] * len(pattern.operators)
     for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
         held = shares.get(layout.units[instruction.unit], {})

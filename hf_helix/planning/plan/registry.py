@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_helix import config
 from hf_helix.planning.plan.baselines.dhelix import dhelix
@@ -24,17 +25,16 @@ from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.window.layout import Layout
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The arguments of `make_plan`."""
 
     rule: str
     profile: Profile
     model: str
     mesh: Mapping[str, int]
-    schedule: Schedule | None = None
-    progress: Progress | None = None
-    searching: float = 1.0
+    schedule: Schedule | None
+    progress: Progress | None
+    searching: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ def _by_blocks(order_block: OrderBlock) -> Callable[[Request], Plan]:
     )
 
 
+def _in_tiles(request: Request) -> Plan:
+    """Returns the plan with a tile for each rank of a collective."""
+    model, mesh = request.model, request.mesh
+    return IntraBatchPlan.of(request.rule, sequential, request.profile, model=model, mesh=mesh, tiles=mesh["tp_size"])
+
+
 def _by_priorities(find: Callable[[Request], Priorities]) -> Callable[[Request], Plan]:
     def make(request: Request) -> Plan:
         graphs = graphs_digest(request.profile.layout.graphs)
@@ -75,13 +81,6 @@ def _greedy(request: Request) -> Priorities:
 
 def _search(request: Request) -> Priorities:
     return search(request.profile, request.schedule, progress=request.progress, effort=request.searching)
-
-
-def _in_tiles(request: Request) -> Plan:
-    """Returns the plan with a tile for each rank of a collective."""
-    return IntraBatchPlan.of_tiles(
-        request.rule, sequential, request.profile, model=request.model, mesh=request.mesh, tiles=request.mesh["tp_size"]
-    )
 
 
 RULES: Mapping[str, Rule] = {
@@ -118,11 +117,9 @@ def make_plan(
     """Returns the plan of a rule.
 
     Args:
-        rule: the name.
         profile: the times of the operators.
         model, mesh: the model's class and the sizes of the mesh, for plan files.
         schedule: of the window of a searched plan.
-        progress: called with the finished part of the work.
         searching: the length of a search, relative to the usual length.
 
     Raises:
@@ -135,7 +132,6 @@ def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Pla
     """Returns the plan `sequential`, made without a measurement.
 
     Args:
-        layout: the units of all ranks.
         model, mesh: as of `make_plan`.
     """
     return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)

@@ -58,11 +58,8 @@ def usual_extra_live_layers(layout: Layout) -> int:
 
 
 def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities:
-    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last.
-
-    Args:
-        extra_live_layers: see `Priorities`; None for `usual_extra_live_layers`.
-    """
+    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last; None for
+    `usual_extra_live_layers`."""
     times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
     longest = max(times.values())
     priority = {

@@ -114,12 +114,7 @@ def without_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None) -> str:
-    """Returns a line for each rank.
-
-    Args:
-        schedule: of every rank.
-        marked: for a rank, the slot with an arrow; the number of slots marks the end of the line.
-    """
+    """Returns a line for each rank; by rank, `marked` is the slot with an arrow, or the number of slots for the end."""
     lines = []
     for rank, slots in enumerate(schedule):
         cells = [str(slot) for slot in slots]

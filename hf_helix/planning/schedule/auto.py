@@ -66,7 +66,6 @@ def choose_schedule(
         raise ValueError(f"max_live={max_live} is too few: a micro-batch leaves 2 activations on a rank; use 2 or more")
     ranks = stage_ranks(FOLD, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
-    fits_rank = _fits_rank(limit)
 
     def run(label: str, schedule: Schedule) -> tuple[str, Simulated]:
         return label, simulate_schedule(schedule, ranks, costs)
@@ -83,17 +82,10 @@ def choose_schedule(
         policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
         candidates.append(run(SEARCHED, _listed(clock, policies)))
         for _, start in sorted(candidates, key=merit)[: STARTS if search else 0]:
-            candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live, fits_rank)))
+            candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live, limit)))
     label, best = min(candidates, key=merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
-
-
-def _fits_rank(limit: MemoryLimit | None) -> Callable[[int, Row], bool] | None:
-    """Returns whether a rank with these slots keeps to its memory, as a function; None without a limit."""
-    if limit is None or limit.passes is None:
-        return None
-    return lambda rank, row: limit.excess_of(rank, (timed.slot for timed in row)) <= 0
 
 
 def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
@@ -297,9 +289,7 @@ class _Candidate:
         return self.run.critical_path()
 
 
-def improve_schedule(
-    schedule: Schedule, clock: SlotClock, max_live: int, fits_rank: Callable[[int, Row], bool] | None = None
-) -> Schedule:
+def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, limit: MemoryLimit | None = None) -> Schedule:
     """Returns the fastest schedule of a random walk of small changes.
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
@@ -308,7 +298,7 @@ def improve_schedule(
     Args:
         clock: of its stages and micro-batches.
         max_live: activations, each of one stage and micro-batch, alive at once on a rank.
-        fits_rank: whether a rank with these slots keeps to its memory; None without a limit.
+        limit: of the memory of every rank; None without a limit.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)
@@ -320,7 +310,7 @@ def improve_schedule(
         rng.choice(CHANGES)(row, place, rng, clock.timed)
         if row == current.rows[rank] or not _is_valid(row, len(clock.ranks), max_live):
             return None
-        if fits_rank is not None and not fits_rank(rank, row):
+        if limit is not None and limit.excess_of(rank, (timed.slot for timed in row)) > 0:
             return None
         changed = [*current.rows[:rank], row, *current.rows[rank + 1 :]]
         run = clock.run(changed)

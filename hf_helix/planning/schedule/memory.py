@@ -83,7 +83,6 @@ class Passes:
 
     Args:
         operators: the memory of each operator, in the order of one strand.
-        layout: the units of all ranks.
         handed_on: bytes of the values handed from a unit to the next.
         two_strands: whether plans may hold one layer's activations more.
     """

@@ -125,8 +125,6 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule
 
     Args:
         name: in `NAMED_SCHEDULES`.
-        num_ranks: of the pipeline.
-        num_microbatches: of the window.
 
     Raises:
         ValueError: an unknown name, or fewer than one rank or micro-batch.

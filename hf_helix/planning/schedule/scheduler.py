@@ -35,7 +35,6 @@ class Scheduler:
 
     Args:
         name: of a schedule, `auto`, or the path of an action file.
-        num_ranks: of the pipeline.
         costs: of every virtual stage; None without a measurement.
         limit: of the memory of a window, which `auto` keeps to; None without a limit.
 
@@ -81,7 +80,6 @@ def candidates(
 
     Args:
         name: of the schedule that the run asks for.
-        profile: the measured times.
         num_microbatches: of the windows; None for three for each rank.
         limit: of the memory of a window; a named schedule behind `auto` that exceeds the limit is left out.
     """

@@ -141,8 +141,6 @@ class SlotClock:
 
     Args:
         ranks: the rank of every virtual stage.
-        costs: of every virtual stage.
-        num_microbatches: of the window.
 
     Attributes:
         needs: of every result, its inputs, each with the seconds of the transfer.
@@ -296,11 +294,6 @@ class Simulated:
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of the window."""
-        return len({action.microbatch for slots in self.schedule for slot in slots for action in slot.actions})
-
-    @property
     def busy(self) -> list[float]:
         """The busy seconds of each rank."""
         return [
@@ -333,9 +326,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
     """Runs a schedule on the slot clock.
 
     Args:
-        schedule: of every rank.
         ranks: the rank of every virtual stage.
-        costs: of every virtual stage.
 
     Raises:
         ValueError: it can never end (`validate` says why), or costs are of other stages.

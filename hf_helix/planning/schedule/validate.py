@@ -18,8 +18,6 @@ def validate(schedule: Schedule, num_microbatches: int, ranks: Sequence[int]) ->
     Every stage takes the micro-batches in order, so that gradients add up in equal order under every schedule.
 
     Args:
-        schedule: of every rank.
-        num_microbatches: of the window.
         ranks: the rank of every virtual stage.
 
     Raises:

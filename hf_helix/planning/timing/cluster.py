@@ -22,6 +22,7 @@ here imports torch.
       memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes of a kernel, read and written -> share
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
+      replay_us: 0                               what the host takes for a window from a CUDA graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
@@ -92,21 +93,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or a process on CPU.
+    """A GPU, or a process on CPU: the section `device` of a file in bytes, seconds, and operations or bytes a second.
 
     Attributes:
-        name: as people call it.
-        memory: bytes for a run.
-        peaks: floating-point operations a second, by type, see `TYPES`.
-        bandwidth: of the memory, bytes a second.
-        matmul: by type, share of the peak by the operations of a product.
-        attention: by type, share of the peak by the keys of fused attention.
-        attention_block: keys in a step of fused attention.
-        exponentials: a second; infinity for no time of their own.
-        memory_efficiency: share of the bandwidth by the bytes of a kernel.
-        kernel_seconds: between two kernels on the device.
+        memory: without the reserved part.
+        peaks, matmul, attention: by type, see `TYPES`.
+        exponentials: infinity for no time of their own.
         issue_seconds: what the host takes for an operator of a graph.
-        host_runs_ahead: whether the host issues while the device computes.
+        replay_seconds: what the host takes for a window from a CUDA graph.
     """
 
     name: str
@@ -120,27 +114,18 @@ class Device:
     memory_efficiency: Curve = Curve()
     kernel_seconds: float = 0.0
     issue_seconds: float = 0.0
+    replay_seconds: float = 0.0
     host_runs_ahead: bool = True
 
     def moving_seconds(self, count: float, kernel: float | None = None) -> float:
-        """Returns the seconds of moving bytes through the memory.
-
-        Args:
-            kernel: bytes of a kernel, for the efficiency; None for all of them.
-        """
+        """Returns the seconds of moving bytes through the memory, in kernels of `kernel` bytes; None for one kernel."""
         return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices.
-
-    Attributes:
-        bandwidth: bytes a second, in each direction.
-        latency: seconds of a message.
-        devices: how many devices share it.
-        efficiency: share of the bandwidth by the bytes of a message.
-    """
+    """A link shared by some devices: bytes a second in each direction, seconds of a message, and the share of the
+    bandwidth by the bytes of a message."""
 
     bandwidth: float
     latency: float = 0.0
@@ -353,6 +338,7 @@ def _device(section: _Section) -> Device:
         memory_efficiency=section.curve("memory_efficiency"),
         kernel_seconds=section.number("kernel_us", 0.0, least=0) * 1e-6,
         issue_seconds=section.number("issue_us", 0.0, least=0) * 1e-6,
+        replay_seconds=section.number("replay_us", 0.0, least=0) * 1e-6,
         host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
 
@@ -430,8 +416,6 @@ class _Section:
     """A mapping of a file, whose keys are taken out in turn.
 
     Args:
-        data: the mapping.
-        where: the file.
         name: of the section; empty for the whole file.
 
     Attributes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind
@@ -20,7 +20,6 @@ from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.program import free_values
 from hf_helix.planning.window.repetition import RepeatedWindow, order_window
 from hf_helix.planning.window.window import STREAMS
@@ -58,14 +57,16 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
     """Returns the predicted times of a window; of a long window only some repetitions are simulated.
 
     Args:
-        plan: the order of issue.
         profile: the times of the operators of the model's own graphs.
-        schedule: of the window.
         timeline: whether to simulate the whole window and to keep its timeline and instructions.
     """
     profile = plan.profile_for(profile)
     if timeline:
-        return _predict_whole(plan.issue(schedule, profile.layout), profile)
+        ordered = plan.issue(schedule, profile.layout)
+        arrays, order = ordered.arrays(profile.times)
+        drawn = simulate(arrays.permuted(order), profile.contention)
+        programs = (free_values(ordered.program(rank)) for rank in range(len(ordered.orders)))
+        return replace(_prediction(drawn), drawn=drawn, instructions=list(chain.from_iterable(programs)))
     window = order_window(plan, schedule, profile.layout)
     if not window.repeats:
         return _simulated(window, 0, profile)[0]
@@ -82,13 +83,6 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
             return replace(made, seconds=made.seconds + left // period * sum(gaps[0][-period:]))
     half = len(gaps[0]) // 2
     return replace(made, seconds=made.seconds + left * max(sum(each[-half:]) / half for each in gaps))
-
-
-def _predict_whole(ordered: OrderedWindow, profile: Profile) -> Prediction:
-    arrays, order = ordered.arrays(profile.times)
-    timeline = simulate(arrays.permuted(order), profile.contention)
-    programs = (free_values(ordered.program(rank)) for rank in range(len(ordered.orders)))
-    return replace(_prediction(timeline), drawn=timeline, instructions=[each for made in programs for each in made])
 
 
 def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[Prediction, list[list[float]]]:

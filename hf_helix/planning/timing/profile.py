@@ -122,7 +122,11 @@ class Profile:
             for name, other, seconds, rest in ((a, b, pair.first, pair.second), (b, a, pair.second, pair.first)):
                 factor = measured[name, other] = slowdown_of(self.times[name], seconds, rest)
                 by_kind.setdefault((self.kind(name), self.kind(other)), []).append((factor, self.times[name]))
-        return measured, {kinds: _weighted_mean(slowdowns) for kinds, slowdowns in by_kind.items()}
+        means = {
+            kinds: sum(factor * weight for factor, weight in rows) / sum(weight for _, weight in rows)
+            for kinds, rows in by_kind.items()
+        }
+        return measured, means
 
     def kind(self, name: Name) -> Kind:
         """The kind of an operator."""
@@ -183,16 +187,8 @@ def slowdown_of(alone: float, concurrent: float, other: float) -> float:
     return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
 
 
-def _weighted_mean(weighted: list[tuple[float, float]]) -> float:
-    return sum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
-
-
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raises ValueError, naming the operator, where times are missing, unknown or impossible.
-
-    Args:
-        times: seconds of every operator.
-    """
+    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_reductions(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}

@@ -138,6 +138,10 @@ def profile_json(profile: Profile) -> str:
         if name in profile.bare:
             figures["bare_ms"] = round_ms(profile.bare[name])
         operators.setdefault(name[0], {})[name[1]] = figures
+    reductions, moved = profile.layout.reductions, profile.layout.gathers
+    sums = [{"bytes": each.bytes, "adders": [list(adder) for adder in each.adders]} for each in reductions]
+    gathers = [{"bytes": each.bytes, "name": each.name, "units": list(each.units)} for each in moved]
+    memory = {join_name(name): list(astuple(each)) for name, each in profile.memory.items()}
     data = {
         "format": FORMAT,
         "about": dict(profile.about),
@@ -158,25 +162,13 @@ def profile_json(profile: Profile) -> str:
             "chunks": {str(stage): list(units) for stage, units in profile.layout.chunks.items()},
             "shared": [[list(each) for each in row] for row in profile.layout.shared],
             "ranks": list(profile.layout.ranks),
-            **_window_data(profile.layout),
+            **({"sums": sums} if sums else {}),
+            **({"gathers": gathers} if gathers else {}),
         },
-        **_memory_data(profile),
+        **({"memory": memory} if memory else {}),
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},
     }
     return format_json(data) + "\n"
-
-
-def _window_data(layout: Layout) -> dict[str, Any]:
-    """The gradient reductions and weight gathers for a file; empty without any."""
-    sums = [{"bytes": item.bytes, "adders": [list(each) for each in item.adders]} for item in layout.reductions]
-    gathers = [{"bytes": item.bytes, "name": item.name, "units": list(item.units)} for item in layout.gathers]
-    return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
-
-
-def _memory_data(profile: Profile) -> dict[str, Any]:
-    """The memory of the operators for a file; empty without any."""
-    rows = {join_name(name): list(astuple(each)) for name, each in profile.memory.items()}
-    return {"memory": rows} if rows else {}
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

@@ -118,11 +118,7 @@ def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place 
 
 
 def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
-    """The receives of a slot, which precede its computations, or its sends, which follow them.
-
-    Args:
-        receives: whether to return the receives.
-    """
+    """The receives of a slot, which precede its computations, or its sends, which follow them."""
     found = []
     for action in slot.actions:
         for place in _places(action, layout):
@@ -150,7 +146,6 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     """The instructions of a micro-batch in a unit, in canonical order.
 
     Args:
-        layout: the units of all ranks, with their graphs.
         place: the micro-batch and the unit.
         forward: whether the forward graph runs, or the backward graph.
     """
@@ -180,10 +175,6 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
     A prefetched operator (`Operator.ahead`) is listed with the unit before its own; the first unit of a rank has its
     own as well. Plans order these lists; `planning.window.passes` may move prefetched operators further forward.
-
-    Args:
-        place: the micro-batch and the unit.
-        forward: whether the micro-batch goes forward.
     """
     microbatch, unit = place
     made = unit_instructions(layout, place, forward)

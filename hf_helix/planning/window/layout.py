@@ -154,7 +154,6 @@ class Layout:
 
         Args:
             unit: the index of a unit that reads or writes the value.
-            value: the name of the value in that unit's graph.
             forward: whether the value is in the unit's forward graph.
         """
         pair = self.graphs[self.units[unit]]

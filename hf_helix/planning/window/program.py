@@ -97,7 +97,8 @@ def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
     """Returns the programs of all ranks, written out."""
-    return [free_values(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
+    ordered = plan.issue(schedule, layout, slots_ahead)
+    return [free_values(ordered.program(rank), keep) for rank in range(len(schedule))]
 
 
 def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[Instruction]:

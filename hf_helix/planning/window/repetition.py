@@ -68,11 +68,7 @@ class RepeatedWindow:
         return self.periods * self.periodic.shift if self.periodic else 0
 
     def lengthened(self, copies: int, rank: int | None = None) -> RepeatedWindow:
-        """The window with some of the repetitions written out; its stretch is the middle one.
-
-        Args:
-            rank: the only rank to order; None for all.
-        """
+        """The window with some of the repetitions written out; its stretch is the middle one."""
         if not copies or self.periodic is None:
             return self
         kept = self.kept + copies * self.periods
@@ -104,9 +100,6 @@ def order_window(
     Plans by times order all ranks together, so the last few windows are remembered: prediction and program share one.
 
     Args:
-        plan: the order in which operators are issued.
-        schedule: the slots of every rank.
-        layout: the units of all ranks.
         slots_ahead: see `Plan.issue`.
         rank: the only rank to order; None for all.
     """

@@ -60,10 +60,7 @@ def build_segments(
     """Returns the segments of a rank.
 
     Args:
-        plan: the order in which operators are issued.
         forward: the forward slots of one call, of every rank.
-        layout: the units of all ranks.
-        rank: of the pipeline.
         outputs: the values that the caller reads; never freed by the programs.
         placement: of the virtual stages. Where stages are not folded, the passes of `both` follow each other.
         slots_ahead: see `Plan.issue`.

@@ -88,9 +88,7 @@ class WindowArrays:
 
         Args:
             stream: an index into `STREAMS`.
-            seconds: the time of the operator alone.
             needs: the places to end first.
-            rank: the pipeline rank.
             name: of an operator not yet in `names`; None for a barrier.
         """
         self.entries.append(NONE if name is None else len(self.names))
@@ -267,7 +265,6 @@ class Window:
 
     Args:
         schedule: of the window; ranks without interest may have no slots.
-        layout: the units of all ranks.
 
     Attributes:
         passes: through units, in order.
@@ -345,15 +342,8 @@ class Window:
         return made
 
     def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
-        """The window for given times.
-
-        Args:
-            times: seconds of every operator.
-            per_step: whether to add the gradient reductions and the weight gathers.
-
-        Raises:
-            KeyError: `times` lacks an operator.
-        """
+        """The window for given times; `per_step` adds the gradient reductions and the weight gathers. Raises KeyError
+        for an operator without a time."""
         pattern, at = self.pattern, self.at
         numbers = self._numbers()
         operators = zip(pattern.names, pattern.operators, strict=True)

@@ -11,29 +11,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hf_helix.runtime.environment import CTAS
+
 T = TypeVar("T")
 
 GLOO = "gloo"
 NCCL = "nccl"
 
-# The most thread blocks that a group's NCCL kernels may take from concurrent computation (an H100 has 132 SMs). Groups
-# without an entry have NCCL's default (up to 32): computation waits soonest for collectives of tensor parallelism and
-# experts, so these get the full bandwidth.
+COLLECTIVE, GRADIENTS, LANE = "collective", "gradients", "lane"
+
 MAX_CTAS = {
-    "lane": 4,  # a receive holds its blocks until its peer sends, which may be long
-    "gradients": 8,  # nothing waits for reductions before the end of a window, and they overlap with all of backward
+    COLLECTIVE: 16,  # of tensor, context and expert parallelism, and gathers of weights: computation waits for them
+    GRADIENTS: 8,  # nothing waits for reductions before the end of a window, and they overlap with all of backward
+    LANE: 4,  # a receive holds its blocks until its peer sends, which may be long
 }
+"""The most thread blocks of an NCCL kernel, by the use of its group, on a GPU with SMs for `MAX_SHARE`; see
+`max_ctas`."""
+
+MAX_SHARE = 0.75
+"""The most SMs that all concurrent NCCL kernels of a rank may take. The rest is for computation. NCCL launches clusters
+of 4 blocks on Hopper and later, and a cluster needs 4 free SMs in one GPC (16 to 18 SMs): a free quarter has them."""
+
+SHARED_STREAMS, MOST_LANES = 2, 8
+"""Streams of a rank whose kernels run at the same time: of collectives (inside a node, between nodes), and lanes (two
+directions to each of two neighbours, forward and backward); one more is for gradients."""
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
@@ -115,7 +128,7 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
     return mine
 
 
-def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:
+def make_groups(places: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> list[dist.ProcessGroup]:
     """Returns the groups over those rows of `places` that contain this rank; makes a group for each row. Collective.
 
     A rank outside a row spends about 0.1 ms on its group (where `init_process_group` was given a `device_id`, it must
@@ -123,6 +136,7 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
 
     Args:
         backend: None for the backend of the launcher's group.
+        use: of the groups, see `MAX_CTAS`.
     """
     groups = []
     for row in places.reshape(-1, places.shape[-1]).tolist():
@@ -132,19 +146,67 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
     return groups
 
 
-def group_of(places: torch.Tensor, backend: str | None = None, use: str = "") -> dist.ProcessGroup:
+def group_of(places: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> dist.ProcessGroup:
     """Returns the group over this rank's row, where every rank is in a row. See `make_groups`."""
     (group,) = make_groups(places, backend, use)
     return group
 
 
 def options_of(use: str) -> Any:
-    """Returns the options of a group for a use: limits of NCCL, new on each call; None for none."""
-    if use not in MAX_CTAS or NCCL not in backends().values():
+    """Returns the options of a group for a use (see `MAX_CTAS`): limits of NCCL, new on each call; None without
+    NCCL."""
+    if NCCL not in backends().values():
         return None
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = MAX_CTAS[use]
+    options.config.max_ctas = max_ctas(use, multiprocessors())
     return options
+
+
+def multiprocessors() -> int:
+    """Returns the number of SMs of this process' GPU."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+def max_ctas(use: str, sms: int) -> int:
+    """Returns the most thread blocks of an NCCL kernel: so few that the kernels of all streams run at the same time.
+
+    A kernel of NCCL holds its SMs until the same kernel runs on every rank of its group. So two ranks wait for ever if
+    each has filled its SMs with a kernel that the other has no room for. Kernels of a stream run in turn, so a rank has
+    at most a kernel for each stream, and all of them fit: whatever order the ranks choose, no kernel waits for room,
+    and streams need no common order (`NCCL_LAUNCH_ORDER_IMPLICIT` would make a collective wait for all kernels issued
+    before on any stream). A block takes an SM by itself; NCCL rounds sends up to a power of 2, so limits are powers.
+
+    Args:
+        use: of the group, see `MAX_CTAS`.
+        sms: of the GPU; with few of them, all limits are halved until their sum fits.
+    """
+    most = SHARED_STREAMS * MAX_CTAS[COLLECTIVE] + MAX_CTAS[GRADIENTS] + MOST_LANES * MAX_CTAS[LANE]
+    halvings = max(0, math.ceil(math.log2(most / (MAX_SHARE * sms))))
+    return max(1, MAX_CTAS[use] >> halvings)
+
+
+def check_launches(num_streams: int, has_pipeline: bool) -> None:
+    """Checks the user's settings of NCCL before the first communicator.
+
+    Args:
+        num_streams: streams of communication that this rank may use at the same time.
+        has_pipeline: whether ranks run different programs.
+
+    Raises:
+        ValueError: the layout could hang with the settings.
+    """
+    given = os.environ.get(CTAS, "")
+    if given.isdecimal() and int(given) * num_streams > (sms := multiprocessors()):
+        raise ValueError(
+            f"{CTAS}={given} could hang: kernels of {num_streams} streams take {int(given) * num_streams} SMs of "
+            f"{sms}, and a kernel without room on one rank holds up all others; unset {CTAS}, or give at most "
+            f"{CTAS}={max(1, sms // num_streams)}"
+        )
+    if has_pipeline and os.environ.get(LAUNCH_ORDER, "0") != "0":
+        raise ValueError(
+            f"{LAUNCH_ORDER}={os.environ[LAUNCH_ORDER]} could hang with pp_size: NCCL then starts kernels in the order "
+            f"of issue, and a late receive holds up the kernel that its sender waits for; unset it, or {LAUNCH_ORDER}=0"
+        )
 
 
 def wait_for_gloo(limit: float) -> None:
@@ -171,39 +233,6 @@ def _gloo_threads() -> list[str]:
             if "pt_gloo_runloop" in text:
                 found.append("".join(re.findall("^(?:State|voluntary).*", text, re.MULTILINE)))
     return found
-
-
-def order_launches(pp_size: int) -> None:
-    """Lets kernels of several communicators start in the order of issue; call it before the first communicator.
-
-    Without a pipeline, the order is the same on every rank. Otherwise two ranks could each fill their SMs with a kernel
-    that waits for the other's. The ranks of a pipeline run different programs: a late receive could hold back the
-    kernel that its sender waits for. NCCL reads the variable once, so the first layout of a process decides for later
-    ones, unless the user has set the variable, or `share_process` knows all layouts.
-
-    Raises:
-        ValueError: there is a pipeline, and kernels start in the order of issue.
-    """
-    if torch.version.hip is not None:  # RCCL 2.27 crashes with it
-        return
-    value = os.environ.setdefault(LAUNCH_ORDER, "0" if pp_size > 1 else "1")
-    if pp_size > 1 and value != "0":
-        raise ValueError(
-            f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {value!r}, with which NCCL starts "
-            "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once "
-            "in a process: train the pipeline in a process of its own, without that variable or with the value 0"
-        )
-
-
-def share_process(pp_sizes: Iterable[int], device: torch.device) -> None:
-    """Prepares this process for several layouts in turn, before the first mesh; earlier choices stay.
-
-    If any layout has a pipeline, no kernels start in the order of issue. A layout without a pipeline then runs like
-    tensor parallelism within a pipeline: without a hang while the kernels of its communicators fit on the GPU together.
-    They do on a GPU with more SMs than NCCL takes blocks: 32 for a communicator at most, fewer for few bytes.
-    """
-    if backend_of(device) == NCCL and torch.version.hip is None and max(pp_sizes, default=1) > 1:
-        os.environ.setdefault(LAUNCH_ORDER, "0")
 
 
 def host_name() -> str:

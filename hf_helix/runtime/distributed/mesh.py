@@ -314,8 +314,6 @@ def _new_mesh(
         return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=_host_link(offload))
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
-    if backend == groups.NCCL:
-        groups.order_launches(pp_size)
     rows = _rows_of(sizes, dp_replicate_size)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
@@ -337,14 +335,14 @@ def _new_mesh(
 
     copies = None
     if dp_replicate_size > 1:
-        copies = Axis(GroupTransport(groups.group_of(rows["copies"], use="gradients")), Kind.GRADIENTS)
+        copies = Axis(GroupTransport(groups.group_of(rows["copies"], use=groups.GRADIENTS)), Kind.GRADIENTS)
 
     def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
         if zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
             return _stepped_whole(group) if offload else None
         kind = reduction_kind
         if copies is not None:
-            group = groups.group_of(rows[name], use="gradients")
+            group = groups.group_of(rows[name], use=groups.GRADIENTS)
             kind = Kind.INTER_NODE if {name, *["cp"] * (cp_size > 1)} & set(inter_node_axes) else Kind.INTRA_NODE
         reduce = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
         if zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
@@ -354,13 +352,13 @@ def _new_mesh(
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use="gradients")
+    replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use=groups.GRADIENTS)
     replica_axes = axes_over("shards", replica_group)
     expert_replica_group, expert_replica_axes = replica_group, replica_axes
     if ep_size > 1:
         expert_replica_group = None
         if rows["expert_replicas"].shape[-1] > 1:
-            expert_replica_group = groups.group_of(rows["expert_replicas"], use="gradients")
+            expert_replica_group = groups.group_of(rows["expert_replicas"], use=groups.GRADIENTS)
         expert_replica_axes = axes_over("expert_shards", expert_replica_group)
     pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
@@ -368,6 +366,9 @@ def _new_mesh(
     of_replicas = replica_axes, expert_replica_axes, reduction_kind
     mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload))
     if backend == groups.NCCL:
+        kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
+        lanes = 4 * min(2, pp_size - 1)  # of the rank with the most neighbours, so that all ranks find the same
+        groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh
 
@@ -405,36 +406,50 @@ def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, 
 
 
 def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
-    options = groups.options_of("gradients")
+    sizes = {"dp_replicate": (dp_size, groups.GRADIENTS), "tp": (shared, groups.COLLECTIVE)}
+    options = {name: groups.options_of(use) for name, (size, use) in sizes.items() if size > 1}
     return init_device_mesh(
         device.type,
         (dp_size, shared),
-        mesh_dim_names=("dp_replicate", "tp"),
-        backend_override=None if options is None or dp_size == 1 else {"dp_replicate": options},
+        mesh_dim_names=tuple(sizes),
+        backend_override={name: each for name, each in options.items() if each is not None} or None,
     )
 
 
-def connect(mesh: Mesh) -> None:
-    """Makes the communicators of all groups, by the smallest operation of every sort that each group serves.
+WARM_UP = 1, 2**23
+"""Elements of float32 that each group carries before the first step. NCCL connects each of its algorithms at the first
+message of a size for it, which blocks the host; one element and 32 MiB take all that a window takes."""
 
-    All ranks go through the groups in one order, and wait for the device once, at the end.
+
+def connect(mesh: Mesh) -> None:
+    """Makes the communicators of all groups, by small and large operations of every sort that each group serves.
+
+    All ranks go through the groups in one order, and wait for the device once, at the end. No tensor's memory stays.
     """
-    one = torch.ones(1, device=mesh.device)
+    for elements in WARM_UP:
+        _carry(mesh, torch.ones(elements, device=mesh.device))
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+        torch.cuda.empty_cache()
+
+
+def _carry(mesh: Mesh, value: torch.Tensor) -> None:
+    """Carries a value over each group, in every way of a window."""
     reducing = [axis.group for each in mesh._shard_axes if each for axis in (each.reduce, each.copies) if axis]
     others = mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group
     for group in dict.fromkeys((*others, *reducing)):
-        if group is not None:
-            dist.all_reduce(one, group=group)
-    dist.all_reduce(one)
+        for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG] * value.is_cuda):  # as of gradients, see `reduce.py`
+            if group is not None:
+                dist.all_reduce(value, op, group=group)
+    dist.all_reduce(value)
     for axis in mesh.axes:
-        dist.all_reduce(one, group=axis.group)
-        several = one.repeat(axis.size)
-        axis.transport.all_gather(several, one)
-        axis.transport.reduce_scatter(one, several)
+        dist.all_reduce(value, group=axis.group)
+        part = value[: max(1, len(value) // axis.size)]
+        several = part.repeat(axis.size)
+        axis.transport.all_gather(several, part)
+        axis.transport.reduce_scatter(part, several)
         axis.transport.exchange(several.clone(), several)  # also the connections of a ring step
-    mesh.pipe.connect(one)
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    mesh.pipe.connect(value)
 
 
 def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:

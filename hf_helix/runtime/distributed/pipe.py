@@ -74,15 +74,15 @@ class Pipe:
             channel = GroupChannel(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
         return channel if self._link is None else LinkedChannel(channel, self._link)
 
-    def connect(self, one: torch.Tensor) -> None:
-        """Makes the communicators of NCCL with a tensor of a single element, see the function `connect`."""
+    def connect(self, value: torch.Tensor) -> None:
+        """Makes the communicators of NCCL for messages of a value's size, see the function `connect`."""
         if self.group is None:
             return
-        dist.all_reduce(one, group=self.group)
-        dist.broadcast(one, self.ranks[0], group=self.group)
+        dist.all_reduce(value, group=self.group)
+        dist.broadcast(value, self.ranks[0], group=self.group)
         for lane, group in self.lanes.items():  # in one order on every rank, from the first pair of ranks on
             assert isinstance(lane, Lane), "gloo makes its connections with its groups"
-            dist.broadcast(one, self.ranks[lane.source], group=group)
+            dist.broadcast(value, self.ranks[lane.source], group=group)
 
 
 def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
@@ -108,6 +108,6 @@ def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:
     for lower in range(places.shape[-1] - 1):
         for ends in ((lower, lower + 1), (lower + 1, lower)):
             for backward in (False, True):
-                for group in groups.make_groups(places[..., lower : lower + 2], use="lane"):  # none on other ranks
+                for group in groups.make_groups(places[..., lower : lower + 2], use=groups.LANE):  # none on other ranks
                     lanes[Lane(*ends, backward)] = group
     return lanes

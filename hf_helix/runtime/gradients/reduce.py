@@ -135,8 +135,9 @@ _norms: Any = WeakTensorKeyDictionary()
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
 
-MAX_UPCASTS = 2
-"""How many buckets in half precision may have an upcast to float32 alive on CUDA when the next upcast is made."""
+MAX_COPIES = 2
+"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory: the buffers of flat
+parameters, and upcasts of gradients in half precision."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
@@ -188,12 +189,13 @@ class GradientReducer:
                 _move_to_one_buffer(parameters)
         if tp.group is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
-            summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
+            self._events += (summed := self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum"))
         for parameters, group in averaged:
-            self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
+            divisor = self._mesh.dp_size
+            self._events += self._issue(Kind.GRADIENTS, parameters, group, divisor, summed, "gradients.average")
 
     def _reduce_to_shards(self, flat: FlatParameter) -> None:
-        self._limit_upcasts(flat.placements)
+        self._limit_copies()
         gradients = FlatParameterGradients.take(flat)
         if gradients is None:
             return
@@ -224,19 +226,16 @@ class GradientReducer:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        self._limit_upcasts(parameters)
+        if any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
+            self._limit_copies()
         by_type = _by_type(parameters).values()
         sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
-        events = [self._streams.issue(kind, reduce, after, label) for reduce in sums]
-        self._events += events
-        return events
+        return [self._streams.issue(kind, reduce, after, label) for reduce in sums]
 
-    def _limit_upcasts(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Waits for earlier reductions before gradients in half precision get upcasts: CUDA keeps the memory of an
-        upcast until a wait for its reduction."""
-        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
-            while len(self._events) > MAX_UPCASTS:
-                self._streams.wait(self._events.pop(0))
+    def _limit_copies(self) -> None:
+        """Waits for earlier reductions before the next copy: until a wait, streams of a GPU hold the memory."""
+        while self._streams.holds_memory and len(self._events) > MAX_COPIES:
+            self._streams.wait(self._events.pop(0))
 
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:

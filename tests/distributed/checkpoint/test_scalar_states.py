@@ -13,13 +13,13 @@ from support.models import arguments
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.training_state import load_states, save_states
-from hf_helix.engine.zero import step_shards
+from hf_helix.engine.optimizer_shards import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.runtime.distributed.mesh import build_mesh
-from hf_helix.runtime.zero import FlatShard, LocalParameter
+from hf_helix.runtime.local_parameters import FlatShard, LocalParameter
 
 SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
 

@@ -13,7 +13,7 @@ from support.paths import ROOT
 from support.recipes import MODELS
 
 from hf_helix import HelixConfig
-from hf_helix.integrations.trainer.model_card import RunFacts, format_section
+from hf_helix.integrations.trainer.model_card import format_launch
 
 
 class Card:
@@ -25,21 +25,8 @@ class Card:
 
 @pytest.mark.slow
 def test_the_card_of_two_machines_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFacts(
-        config=HelixConfig(tp_size=2, plan="greedy"),
-        sizes={"dp": 1, "tp": 2, "pp": 1, "cp": 1, "ep": 1},
-        plan="greedy",
-        schedule="folded_1f1b",
-        tuning=None,
-        overlap=None,
-        microbatches=(2, 2),
-        mixed_precision="no",
-        dtype="fp32",
-        device="CPU",
-        use_cpu=True,
-    )
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    card = Card(format_section(run))
+    card = Card(format_launch(HelixConfig(tp_size=2, plan="greedy"), 2, "no", use_cpu=True))
     monkeypatch.delenv("GROUP_WORLD_SIZE")
     (command,) = re.findall(r"`accelerate (launch .*) YOUR_SCRIPT.py`", card.text)
     words = command.replace("FILE", str(launch_file(card, tmp_path))).replace("HOST", "127.0.0.1")

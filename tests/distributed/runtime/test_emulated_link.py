@@ -17,8 +17,8 @@ from hf_helix.config import parse_link
 from hf_helix.measure.overlap import forget_gradients, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
-from hf_helix.report.scorecard import format_scorecard
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.tuning.verdict import format_scorecard
 
 # What the ranks run
 

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
+from hf_helix.planning.timing.cluster import load_cluster, shipped_clusters
 from hf_helix.runtime.distributed import groups, mesh
+from hf_helix.runtime.environment import CTAS
 
 LAYOUTS = [
     {"tp_size": 2},
@@ -82,6 +84,7 @@ def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], s
     world = 2 * sizes["tp_size"] * sizes.get("pp_size", 1) * sizes.get("cp_size", 1)
     made: list[list[tuple[int, ...]]] = []  # by rank: the members of the groups it has called for
     used: list[list[tuple[str, tuple[int, ...]]]] = []  # by rank: the groups it has used, with their members
+    largest: dict[str, int] = {}  # by group: the bytes of the largest message
 
     def note_group(stock: Any, ranks: list[int], **options: Any) -> Any:
         made[-1].append(tuple(ranks))
@@ -90,6 +93,7 @@ def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], s
     def note_use(stock: Any, value: torch.Tensor, *args: Any, group: Any = None) -> Any:
         group = group or dist.group.WORLD
         about = group.group_name, tuple(dist.get_process_group_ranks(group))
+        largest[group.group_name] = max(value.nbytes, largest.get(group.group_name, 0))
         if about not in used[-1]:
             used[-1].append(about)
         return stock(value, *args, group=group)
@@ -104,6 +108,7 @@ def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], s
         assert not used[-1]  # only NCCL has communicators to make
         mesh.connect(built)
         assert groups_of(built) <= {name for name, _ in used[-1]}
+        assert {largest[name] for name in groups_of(built)} == {2**25}  # algorithms for large messages connect, too
     assert all(rows == made[0] for rows in made)
     assert not waiting_for_ever(used)
 
@@ -118,8 +123,8 @@ class Options:
 LIMITS = [
     # what a group connects, of two ranks each, and the most blocks that its kernels may take; tp, cp and the groups
     # that are made with the device mesh are in the second case
-    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2}, {"experts": None, "replicas": 8, "expert_replicas": 8}),
-    ({"tp_size": 2, "pp_size": 2, "cp_size": 2}, {"tp": None, "cp": None, "replicas": 8}),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2}, {"experts": 16, "replicas": 8, "expert_replicas": 8}),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2}, {"tp": 16, "cp": 16, "replicas": 8}),
 ]
 
 
@@ -127,7 +132,7 @@ LIMITS = [
 def test_which_group_takes_how_many_blocks_from_computation(
     sizes: dict[str, int], limits: dict[str, int | None], start: Any, monkeypatch: Any
 ) -> None:
-    """Lanes and sums of gradients take few, what is waited for soon takes as many as NCCL likes."""
+    """Lanes and sums of gradients take few, what is waited for soon takes more."""
     world, made, overridden = 32, [], []
 
     def note_group(stock: Any, ranks: list[int], pg_options: Any = None, **options: Any) -> Any:
@@ -143,16 +148,16 @@ def test_which_group_takes_how_many_blocks_from_computation(
     monkeypatch.setattr(mesh, "init_device_mesh", functools.partial(note_mesh, mesh.init_device_mesh))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(groups, "backends", lambda: {"cpu": "nccl"})
-    monkeypatch.setattr(groups, "order_launches", lambda pp_size: None)
+    monkeypatch.setattr(groups, "multiprocessors", lambda: 132)
     built = mesh.build_mesh(device="cpu", **sizes)
-    assert overridden == [{"dp_replicate": 8}]
+    assert overridden == [{"dp_replicate": 8, "tp": 16}]
     rows = mesh._rows_of(built.sizes)
     for name, limit in limits.items():
         members = {tuple(row) for row in rows[name].reshape(-1, rows[name].shape[-1]).tolist()}
         assert {taken for ranks, taken in made if ranks in members} == {limit}, name
     pairs = {tuple(row) for row in rows["pp"].reshape(-1, 2).tolist()}
     result = [taken for ranks, taken in made if ranks in pairs]
-    assert sorted(map(str, result)) == sorted(map(str, [4] * 4 * len(pairs) + [None] * len(pairs)))
+    assert sorted(map(str, result)) == sorted(map(str, [4] * 4 * len(pairs) + [16] * len(pairs)))
 
 
 def groups_of(built: mesh.Mesh) -> set[str]:
@@ -193,18 +198,55 @@ def test_hosts_with_the_same_name_are_told_apart(monkeypatch: Any) -> None:
     assert groups.host_name() == "first"
 
 
-@pytest.mark.parametrize(("first", "value"), [(1, "1"), (2, "0")])
-def test_launches_are_ordered_unless_the_first_layout_has_a_pipeline(first: int, value: str, monkeypatch: Any) -> None:
-    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
-    monkeypatch.delenv(groups.LAUNCH_ORDER)
-    groups.order_launches(first)
-    groups.order_launches(1)
-    assert os.environ[groups.LAUNCH_ORDER] == value
+SMS = {  # of the data sheets of the GPUs in cluster files
+    "A100": 108, "A40": 84, "A6000": 84, "A800": 108, "B200": 148, "H100": 132, "H200": 132, "L4": 58, "L40S": 142,
+    "MI300X": 304, "RTX 4090": 128, "RTX 5090": 170,
+}  # fmt: skip
+STREAMS = [groups.COLLECTIVE] * 2 + [groups.GRADIENTS] + [groups.LANE] * 8
+"""The uses of the streams of a rank that run at the same time: a rank amid a pipeline has eight lanes."""
+GPCS, CLUSTER = 8, 4
+"""Parts of an H100 or B200 that an NCCL kernel's cluster of blocks lies in, and the blocks of a cluster."""
 
 
-def test_a_pipeline_after_a_layout_without_one_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
-    monkeypatch.delenv(groups.LAUNCH_ORDER)
-    groups.order_launches(1)
-    with pytest.raises(ValueError, match="pp_size=2 could hang in this process"):
-        groups.order_launches(2)
+def gpus() -> list[str]:
+    files = [load_cluster(name) for name in shipped_clusters()]
+    return sorted({each.device.name for each in files if each.backend == "nccl"})
+
+
+@pytest.mark.parametrize("gpu", gpus())
+def test_kernels_of_all_streams_fit_on_the_gpu_together(gpu: str) -> None:
+    """So no kernel that others wait for lacks room, in whatever order the ranks issue them."""
+    (sms,) = {count for name, count in SMS.items() if f" {name} " in f"{gpu} ".replace("-", " ")}
+    taken = [groups.max_ctas(use, sms) for use in STREAMS]
+    assert sum(taken) <= 0.75 * sms
+    assert all(blocks & (blocks - 1) == 0 for blocks in taken)  # NCCL rounds the blocks of a send up to a power of 2
+    if sms >= 128:  # H100, B200: a cluster finds no room where every GPC has fewer free SMs than it has blocks
+        assert sms - (sum(taken) - min(taken)) > GPCS * (CLUSTER - 1)
+        assert taken[0] == 16
+
+
+def test_small_gpus_have_smaller_limits() -> None:
+    assert [groups.max_ctas(use, 132) for use in (groups.COLLECTIVE, groups.GRADIENTS, groups.LANE)] == [16, 8, 4]
+    assert [groups.max_ctas(use, 58) for use in (groups.COLLECTIVE, groups.GRADIENTS, groups.LANE)] == [8, 4, 2]
+    assert groups.max_ctas(groups.LANE, 8) == 1
+
+
+@pytest.mark.parametrize(("given", "streams"), [("32", 3), ("8", 11), ("", 11), ("none", 11)])
+def test_a_limit_of_the_user_that_fits_is_kept(given: str, streams: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(groups, "multiprocessors", lambda: 132)
+    monkeypatch.setenv(CTAS, given)
+    groups.check_launches(streams, True)
+    assert os.environ[CTAS] == given
+
+
+def test_settings_of_nccl_that_could_hang_are_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(groups, "multiprocessors", lambda: 132)
+    monkeypatch.setenv(CTAS, "32")
+    with pytest.raises(ValueError, match=r"NCCL_MAX_CTAS=32 could hang.* 352 SMs of 132.* at most NCCL_MAX_CTAS=12"):
+        groups.check_launches(11, True)
+    monkeypatch.setenv(CTAS, "12")
+    groups.check_launches(11, True)
+    monkeypatch.setenv(groups.LAUNCH_ORDER, "1")
+    groups.check_launches(11, False)
+    with pytest.raises(ValueError, match="NCCL_LAUNCH_ORDER_IMPLICIT=1 could hang with pp_size"):
+        groups.check_launches(11, True)

@@ -16,7 +16,7 @@ from support.comparisons import assert_same_bits
 from support.models import arguments
 from torch import Tensor
 
-from hf_helix.checkpoint.shard import full_parameter
+from hf_helix.checkpoint.slices import full_parameter
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.param_shard import Placement
@@ -43,7 +43,6 @@ def as_on_nccl() -> Iterator[list[tuple[str, Any, str]]]:
 
     patches = [patch.object(dist, name, noting(name)) for name in POINT_TO_POINT]
     patches.append(patch.object(groups, "backend_of", lambda device: groups.NCCL))
-    patches.append(patch.object(groups, "order_launches", lambda pp_size: None))  # of NCCL, once in a process
     join()
     mesh.forget_meshes()
     for each in patches:

@@ -136,7 +136,8 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
         for kind in ("focal", "z-loss", "loss_function", "classes", "a head of its own", "hidden states", "routers")
         for helix in ({"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2})
         if (kind, helix) != ("focal", {"tp_size": 2})
-    ],
+    ]
+    + [pytest.param("hidden states", {"pp_size": 2, "layers_per_stage": [1.5, 1, 1.5, 1]}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "training": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "optim": "adamw_torch_fused"},
         },
     ),
-    "auto, untied, layers by hand": (
-        {"schedule": "auto", "layers_per_stage": (1, 1, 2, 1)},
+    "auto, untied, layers by hand, in halves": (
+        {"schedule": "auto", "layers_per_stage": (1.5, 1, 1.5, 1)},
         {"training": {"gradient_accumulation_steps": 4, "average_tokens_across_devices": False}},
     ),
 }

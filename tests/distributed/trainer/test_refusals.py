@@ -178,7 +178,6 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], list[st
     (2, {"expert_capacity_factor": 2.0}, {"family": "gpt2"}, {}, ["expert_capacity_factor=None", "no experts"]),
     (2, {"tp_size": 2}, FIVE, {}, ["tp_size=2", "5 experts", "a tp_size that divides 5"]),
     (2, {**SHARDED, "shard_optimizer": True}, {}, {}, ["shard_optimizer=False"]),
-    (2, {**SHARDED, "cuda_graphs": True}, {}, {}, ["cuda_graphs=False"]),
     (2, SHARDED, {}, ADAFACTOR, ["shard_parameters=True a rank holds only a part"]),
     (2, {"shard_optimizer": True}, {}, ADAFACTOR, ["optim='adafactor'", "shard_optimizer=True"]),
     (2, {"tp_size": 2}, {}, ADAFACTOR, ["optim='adafactor'", "tp_size=2", "optim='adamw_torch'"]),

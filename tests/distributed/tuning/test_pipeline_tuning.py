@@ -11,8 +11,8 @@ from support import pipeline_trainer_jobs as jobs
 
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.timing.profile_file import load_profile
-from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.budget import CANDIDATES, FULL
+from hf_helix.tuning.verdict import format_scorecard
 
 pytestmark = pytest.mark.slow
 
@@ -65,17 +65,17 @@ def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) ->
     rule, _, schedule = result["kept"].partition(" on ")
     assert json.loads(result["plan"])["rule"] == rule
     assert result["schedule"] == schedule
-    # It is said in a sentence and a paragraph.
+    # It is said in a sentence and a table.
     before, verdict = tuned[0]["said"]
     assert before.startswith("hf_helix: measuring and searching plans, about ")
     rule, _, schedule = tuned[0]["kept"].partition(" on ")
     assert verdict.startswith(f"hf_helix: plan `{rule}` on the schedule `{schedule}`")
     report = tuned[0]["report"]
-    assert report.startswith(f"Plan {tuned[0]['kept']} is kept")
+    assert f"plan {tuned[0]['kept']}: " in report
     for name in tuned[0]["steps"]:
-        assert f"{name} " in report
-    assert "of which a rank of the pipeline waits " in report
-    assert "There are no collectives to hide." in report
+        assert f"\n  {name} " in report
+    assert "of it a rank waits for others" in report
+    assert "no collectives to hide" in report
 
 
 def test_measuring_leaves_no_trace_in_the_results(tuned: Any, plain: Any) -> None:

@@ -98,6 +98,8 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
         (name, UNREAL, TypeError, f"^{name} must be true or false, such as {name}=True; got ")
         for name in ("cache", "shard_optimizer")
     ),
+    ("cuda_graphs", (1, None, 0.0), TypeError, "^cuda_graphs must be 'auto', true or false, such as cuda_graphs='a"),
+    ("cuda_graphs", ("autp", "True"), ValueError, "^cuda_graphs='.*' is unknown; use cuda_graphs='auto', true or fal"),
     ("expert_capacity_factor", (0.5, 0, -1.0, float("nan")), ValueError, r"=.* leaves less room.*use 1\.0 or more"),
     ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
     ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
@@ -125,9 +127,9 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ),
     (
         "layers_per_stage",
-        (2, "2,2", [2, "2"], [2.0], [True], {2}),
+        (2, "2,2", [2, "2"], [True], {2}),
         TypeError,
-        r"^layers_per_stage must be a list of whole numbers, such as .*; got ",
+        r"^layers_per_stage must be a list of whole or half numbers, such as .*; got ",
     ),
     # Ablations are for benchmarks: `hf_helix.planning.graph.ablation`.
     ("without", (("wgrad",),), TypeError, "HelixConfig: unknown option 'without'"),

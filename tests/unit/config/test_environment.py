@@ -66,6 +66,13 @@ def test_what_came_too_late_is_said(started: None, monkeypatch: pytest.MonkeyPat
     assert check_environment(pp_size=2) == []
 
 
+def test_a_limit_of_the_user_is_said(started: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECTIONS, "32")
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    (note,) = check_environment(pp_size=1)
+    assert note.startswith("NCCL_MAX_CTAS=8 limits the kernels of every NCCL group")
+
+
 def test_nothing_is_said_without_cuda() -> None:
     assert check_environment(pp_size=2) == []
 

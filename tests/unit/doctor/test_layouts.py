@@ -16,10 +16,13 @@ from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is
 from hf_helix.doctor.memory import STATES
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, memory_of_case, simulate_step
+from hf_helix.doctor.step import Case, layout_of, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.models.families.llama import Llama
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.runtime.stage import cut_layers
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -300,3 +303,24 @@ def test_smaller_states_leave_room():
     )
     assert small.states == usual.states / 4
     assert usual.total - small.total == usual.states - small.states
+
+
+def test_layers_between_stages_are_cut_where_this_makes_a_pipeline_faster():
+    """Five layers on two ranks: a rank with three is the slower. The run declares the layout that was predicted."""
+    paper = paper_of(num_hidden_layers=5, hidden_size=96, num_attention_heads=6, vocab_size=64)
+    two = cluster_with(devices_per_node=2, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
+    (step,) = search_of(Sizes(pp=2), paper, two, sequences=128, leading=1).steps
+    counts = step.case.layers_per_stage
+    assert counts is not None
+    assert any(count % 1 for count in counts)
+    amounts = paper.amounts(step.case)
+    whole = simulate_step(amounts, replace(step.case, layers_per_stage=None), two, Fidelity.WHOLE)
+    assert step.seconds < 0.97 * whole.seconds
+    model = on_meta("llama", num_hidden_layers=5, hidden_size=96, num_attention_heads=6, vocab_size=64)
+    units = Llama().units(model, ParallelContext())
+    cut, _, of_stages = cut_layers(units, ["none"] * 5, (0, 1, 1, 0), layers_per_stage=counts)
+    layout = layout_of(amounts, step.case)
+    assert [unit.name for unit in cut] == [
+        name for place, name in enumerate(layout.units) if not layout.transfers(place)
+    ]
+    assert sum(of_stages) == len(cut) - 2

@@ -9,7 +9,8 @@ import pytest
 from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.peaks import Peak, peak_of_program, peaks_of_schedules
+from hf_helix.doctor.peaks import Peak, memory_of_program, peak_of_program, peaks_of_schedules
+from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
@@ -62,6 +63,26 @@ def test_one_strand_needs_what_its_schedule_says(amounts: Amounts) -> None:
         assert result.weights > 0
     else:
         assert (result.weights, result.gradients) == (0, 0)
+
+
+def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
+    """A few units' gradients are alive, in a program as in its schedule; of several micro-batches all are."""
+    amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
+    layout = layout_of(amounts, case_of())
+    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, amounts.spread)])
+    plan, found = make_plan("sequential", rough_profile(layout), model="m", mesh={"tp_size": 1}), {}
+    for count in (1, 2):
+        schedule = Scheduler("auto", 1)(count)
+        (program,) = build_programs(schedule, layout, plan)
+        (expected,) = peaks_of_schedules(amounts, layout, [schedule], False)
+        most = max(peak.gradients for peak in memory_of_program(amounts, layout, program))
+        found[count] = most, expected.gradients
+    whole, layer = (
+        4 * sum(amounts.weights[name].trained for name in amounts.model.units),
+        max(sum(made.bytes for made in layout.reductions if made.adders[0][0] == unit) for unit in range(1, 13)),
+    )
+    assert found[1][0] == found[1][1] < whole - 6 * layer
+    assert found[2][1] == whole <= found[2][0] <= whole + max(made.bytes for made in layout.reductions)
 
 
 def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> None:

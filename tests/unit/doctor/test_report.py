@@ -82,7 +82,9 @@ def test_what_helps_is_said_where_links_hold_it_up(step: Step) -> None:
 
 
 def test_what_helps_is_said_where_the_host_holds_it_up(step: Step) -> None:
-    held = replace(step, window=4 * step.loads[Kind.COMPUTE])
+    held = replace(step, window=4 * step.loads[Kind.COMPUTE], replayed=False)
     assert helps(held) == [
-        "The host holds it up: the device waits 75% of the window for it. What helps: cuda_graphs=True."
+        "The host holds it up: the device waits 75% of the window for it. What helps: cuda_graphs, of experts with "
+        "--expert_capacity_factor."
     ]
+    assert helps(replace(held, replayed=True)) == []

@@ -9,7 +9,7 @@ import pytest
 from support.simulated import LLAMA, case_of, cluster_with, on_meta
 
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import layout_of, simulate_step
+from hf_helix.doctor.step import is_replayed, layout_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.baselines import dhelix
@@ -195,10 +195,26 @@ def test_recomputation_trades_time_for_memory(paper: SimulatedModel):
 
 def test_a_host_that_issues_slowly_bounds_the_window(paper: SimulatedModel):
     slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3))
-    step, quick = step_of(paper, cluster=slow, tp=2), step_of(paper, tp=2)
+    step, quick = step_of(paper, cluster=slow, tp=2, cuda_graphs="false"), step_of(paper, tp=2)
     assert step.window > 5 * quick.window
     operators = 8 * 8 * 45  # of forward and backward of a layer, about
     assert step.window == pytest.approx(operators * 1e-3, rel=0.3)
+    assert step.issuing == step.window - step.casts
+
+
+def test_a_host_issues_a_replay_of_a_cuda_graph_at_once(paper: SimulatedModel):
+    slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3, replay_seconds=1e-9))
+    step, quick = step_of(paper, cluster=slow, tp=2), step_of(paper, tp=2)
+    assert (step.window, step.issuing, step.replayed) == (quick.window, 1e-9, True)
+    assert not step_of(paper, cluster=replace(slow, backend="gloo"), tp=2).replayed
+
+
+@pytest.mark.parametrize(("capacity", "replayed"), [(None, False), (1.25, True)])
+def test_experts_without_a_capacity_run_without_graphs(capacity: float | None, replayed: bool):
+    """The host reads how many rows each gets."""
+    model = SimulatedModel(on_meta("mixtral", num_local_experts=4), CLUSTER)
+    case = case_of(dp=2, ep=2, expert_capacity_factor=capacity)
+    assert is_replayed(case, layout_of(model.amounts(case), case), CLUSTER) is replayed
 
 
 def test_what_a_pipeline_cannot_hold_is_refused(paper: SimulatedModel):

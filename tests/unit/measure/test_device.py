@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 
 from hf_helix.doctor.amounts.meter import MATMUL, OTHER, Kernel, Transfer, attention_kernel
 from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
+from hf_helix.measure import device, timing
 from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
 from hf_helix.measure.links import METHODS, TimedCollective, link_entry
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
+from hf_helix.runtime.streams import CpuStreams
 
 
 def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:
@@ -77,3 +80,43 @@ def test_nodes_are_read_from_the_names_of_hosts():
         count_nodes(["a 1", "a 1", "b 2"])
     with pytest.raises(ValueError, match="that follow each other"):
         count_nodes(["a 1", "b 2", "a 1", "b 2"])
+
+
+class Watch:
+    """A stopwatch that counts kernels: each takes the device 2 us and the host 10 us, an operator the host 50 us more.
+
+    A GPU is held for a millisecond and a half before works that are timed on the device.
+    """
+
+    device = torch.device("cuda")
+
+    def seconds(self, work: tuple[int, int]) -> float:
+        kernels, operators = work
+        issuing = 10e-6 * kernels + 50e-6 * operators
+        return max(2e-6 * kernels, issuing - 1.5e-3)
+
+    def host_seconds(self, work: tuple[int, int]) -> float:
+        kernels, operators = work
+        return 10e-6 * kernels + 50e-6 * operators
+
+
+def test_the_host_of_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch):
+    """An operator costs its kernels and its own work, without the time for which the device is held."""
+    count = 2 * device.CHAIN
+    monkeypatch.setattr(device, "_chain", lambda _, kernels: (count * kernels, count))
+    monkeypatch.setattr(device, "_elementwise", lambda *_: (3, 0))
+    watch: Any = Watch()
+    kernel, operator = device.measure_calls(watch)
+    assert kernel == pytest.approx(2e-6)
+    assert operator == pytest.approx(50e-6 + 10e-6 * device.USUAL_KERNELS)
+
+
+def test_a_stopwatch_of_the_host_has_no_hold(monkeypatch: pytest.MonkeyPatch):
+    streams, held, works = CpuStreams(), [], []
+    monkeypatch.setattr(timing, "hold", lambda *given: held.append(given))
+    watch = timing.Stopwatch(streams, torch.device("cpu"), 0.01)
+    assert watch.host_seconds(lambda: works.append(time.sleep(1e-3))) >= 1e-3
+    assert len(works) >= timing.FEWEST
+    assert not held
+    watch.seconds(lambda: None)
+    assert held

@@ -68,7 +68,6 @@ def test_the_breakdown() -> None:
         "intra-node communication": [8, 8],
         "inter-node communication": [6, 6],
     }
-    assert breakdown(profile(), num_layers=6)["GEMM"] == pytest.approx((36e-3, 78e-3))
     lines = {line[:19].strip(): line[19:].split() for line in text_breakdown(profile()).splitlines()}
     assert lines["together"] == ["32.0", "ms", "37.2%", "54.0", "ms", "62.8%", "86.0", "ms", "100.0%"]
     assert lines["GEMM"][6:] == ["38.0", "ms", "44.2%", "█" * 11]

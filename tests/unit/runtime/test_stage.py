@@ -16,7 +16,7 @@ from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.schedule.placement import FOLD, LINEAR
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.intra_batch import tile_stage
-from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.stage import Stage, cut_layers, place_units
 
 
 class FakePipe(Pipe):
@@ -60,6 +60,23 @@ def test_the_fold_of_two_ranks_by_hand() -> None:
     assert stage.units == stage.model
     assert not {SEND, RECEIVE} & stage.layout.graphs.keys()
     assert stage.units[stage.head].name == "head"
+
+
+def test_a_layer_between_two_ranks_is_two_units() -> None:
+    units = Llama().units(llama(num_hidden_layers=6), ParallelContext())
+    cut, modes, counts = cut_layers(units, ["none"] * 5 + ["full"], (0, 1, 1, 0), layers_per_stage=[1, 2, 1.5, 1.5])
+    stages = [place_units(cut, FakePipe(rank, 2), torch.empty_like, layers_per_stage=counts) for rank in range(2)]
+    assert labels(stages[0])[-4:] == ["receive.2", "layers.4.rear", "layers.5", "head"]
+    assert labels(stages[1])[-3:] == ["layers.3", "layers.4.front", "send.2"]
+    assert modes == ["none"] * 6 + ["full"]
+    front, rear = (next(unit for unit in cut if unit.name == f"{name}_layer") for name in ("front", "rear"))
+    whole = units[5]
+    assert [*front.placements, *rear.placements] == list(whole.placements)
+    assert [op.name for half in (front, rear) for op in half.graphs.forward.operators] == [
+        op.name for op in whole.graphs.forward.operators
+    ]
+    assert front.graphs.forward.outputs == rear.graphs.forward.inputs
+    assert cut_layers(units, ["none"] * 6, (0, 1, 1, 0), layers_per_stage=[1, 2, 2, 1])[0] == units
 
 
 def test_layers_of_stages() -> None:

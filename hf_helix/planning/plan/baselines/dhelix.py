@@ -52,11 +52,7 @@ Segments = tuple[int, int, int, int, Bits]
 
 
 def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """The best pairing of segments (paper, section 4.2, equation 2).
-
-    Args:
-        forward, backward: the graphs of the block; None where a strand is absent.
-    """
+    """The best pairing of segments (paper, section 4.2, equation 2)."""
     baseline = sequential(forward, backward, profile)
     if forward is None or backward is None:
         return baseline
@@ -103,7 +99,7 @@ class _Block:
         self.places: list[tuple[int, int]] = []
         for i, (entry, op) in enumerate(operators.items()):
             strand = "FB".index(entry[0])
-            if _moves(op):
+            if op.part is Part.W and not op.kind.communicates:
                 self.movable.append(i)
                 self.places.append((strand, len(self.chains[strand])))
             else:
@@ -165,11 +161,6 @@ class _Block:
         for need in self.waits[i]:
             start = max(start, ends.get(need, 0.0))  # 0: it ran before the last barrier
         ends[i] = free[stream] = start + self.seconds[i]
-
-
-def _moves(op: Operator) -> bool:
-    """Whether the search may issue the operator later than in canonical order."""
-    return op.part is Part.W and not op.kind.communicates
 
 
 class _Pairs:

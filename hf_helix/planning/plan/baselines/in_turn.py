@@ -20,7 +20,7 @@ def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) 
     its input gradient.
 
     Args:
-        forward, backward: the graphs of the block.
+        forward, backward: the graphs of the block; None where a strand is absent.
         profile: unused.
     """
     strands = (entries(forward, None), entries(None, backward))

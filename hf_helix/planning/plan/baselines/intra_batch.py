@@ -8,15 +8,14 @@ Must hold: values with other readers keep their names, so the rest of the graph 
 to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the operator's
 time.
 
-Tiles also exist in `hf_helix.runtime.intra_batch` (tensors) and in `hf_helix.runtime.intra_batch` (a stage that runs
-tiles).
+`hf_helix.runtime.intra_batch` runs tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hf_helix.planning.graph.backward import (
     GraphPair,
@@ -27,13 +26,9 @@ from hf_helix.planning.graph.backward import (
     place_weights,
 )
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
-from hf_helix.planning.plan.plan import graphs_digest
+from hf_helix.planning.plan.block_plan import BlockPlan
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import GradientReduction, Layout, Name, is_per_step, named_operators
-
-if TYPE_CHECKING:
-    from typing import Self  # Python 3.11
 
 
 @dataclass(frozen=True)
@@ -48,26 +43,6 @@ class IntraBatchPlan(BlockPlan):
 
     tiles: int
 
-    @classmethod
-    def of_tiles(
-        cls,
-        rule: str,
-        order_block: OrderBlock,
-        profile: Profile,
-        *,
-        model: str,
-        mesh: Mapping[str, int],
-        tiles: int,
-    ) -> Self:
-        """Returns the plan of a rule that orders blocks independently. Arguments as of `BlockPlan.of`.
-
-        Args:
-            profile: of the model's own graphs.
-            tiles: the number of tiles of each collective.
-        """
-        orders = orders_of(order_block, tile_profile(profile, tiles))
-        return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
-
     def profile_for(self, profile: Profile) -> Profile:
         """The profile of the tiled graphs."""
         return tile_profile(profile, self.tiles)
@@ -77,15 +52,12 @@ class IntraBatchPlan(BlockPlan):
         return {"tiles": self.tiles, "blocks": super().data()}
 
     @classmethod
-    def from_data(
-        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
-    ) -> Self:
-        """The plan from the tiles and blocks of a file."""
+    def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
+        """The tiles and the orders of a file."""
         tiles = data["tiles"]
         if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
             raise ValueError(f"tiles must be a whole number of at least 1, got {tiles!r}")
-        orders = orders_from(data["blocks"], tile_pairs(pairs, tiles))
-        return cls(rule, model, dict(mesh), graphs, orders, tiles)
+        return {**super().fields_from(data["blocks"], tile_pairs(pairs, tiles)), "tiles": tiles}
 
 
 @dataclass(frozen=True)

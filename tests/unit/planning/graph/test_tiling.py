@@ -206,9 +206,9 @@ def tiled_window(rule: str, tiles: int) -> tuple[list[Instruction], list[Instruc
     """A window of one rank under a plan of tiles, and the window before it was ordered."""
     layout = layout_of(LLAMA, 3)
     profile = profile_of(layout)
-    plan = IntraBatchPlan.of_tiles(rule, ORDER_BLOCK[rule], profile, model="m", mesh={}, tiles=tiles)
+    plan = IntraBatchPlan.of(rule, ORDER_BLOCK[rule], profile, model="m", mesh={}, tiles=tiles)
     layout = plan.profile_for(profile).layout
-    (program,) = plan.programs(schedule_of(4), layout)
+    program = plan.issue(schedule_of(4), layout).program(0)
     return operators_of(program), window_instructions(schedule_of(4), layout)
 
 

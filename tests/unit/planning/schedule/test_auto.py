@@ -71,20 +71,6 @@ def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], sai
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
-def test_the_numbers_of_w(num_ranks: int, num_microbatches: int):
-    """With F and B of one unit and fused slots, too, time is the number of slots."""
-    result = simulated("folded_1f1b", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
-    assert result.seconds == 4 * num_ranks + 2 * num_microbatches - 2
-    assert result.idle == [2 * num_ranks - 2] * num_ranks
-    assert result.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
-    assert max(result.busy) == 2 * num_ranks + 2 * num_microbatches
-    assert result.num_microbatches == num_microbatches
-    if num_microbatches >= 2 * num_ranks:
-        assert result.live == [2 * num_ranks + 1] * num_ranks
-        assert result.shares == pytest.approx([num_ranks + 0.5] * num_ranks), "stage-shares: two chunks each"
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
 def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
     result = simulated("1f1b", num_ranks, num_microbatches, **UNIT, gain=1.4)
     units = num_microbatches + num_ranks - 1

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import pytest
 
-from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks, stages_of_rank
+from hf_helix.planning.schedule.placement import (
+    FOLD,
+    LINEAR,
+    WORTH_A_CUT,
+    count_layers,
+    ranges_of,
+    split_layers,
+    stage_ranks,
+    stages_of_rank,
+)
 
 PLACEMENTS = [FOLD, LINEAR]
 SIZES = [(layers, ranks) for ranks in range(1, 6) for layers in range(1, 24) if ranks == 1 or layers >= 2 * ranks]
@@ -70,7 +81,7 @@ def test_stages_cover_every_layer_once_in_order_and_evenly(num_layers: int, num_
 @pytest.mark.parametrize("num_layers", range(1, 9))
 def test_one_rank_is_split_in_the_middle_whatever_things_cost(num_layers: int):
     half = (num_layers + 1) // 2
-    for costs in ({}, {"embedding_cost": 3.5, "head_cost": 0.2}, {"head_cost": 100.0}):
+    for costs in ({}, {"head_cost": 0.2}, {"head_cost": 100.0}):
         assert split_layers(num_layers, (0, 0), **costs) == [range(half), range(half, num_layers)]
         assert split_layers(num_layers, (0,), **costs) == [range(num_layers)]
 
@@ -89,7 +100,6 @@ def test_a_head_as_heavy_as_layers_takes_their_place():
     """A 128k vocabulary: rank 0 gets two layers fewer than the others, both from the end that holds the head."""
     assert sizes(split_layers(30, stage_ranks(FOLD, 4), head_cost=2.0)) == [4, 4, 4, 4, 4, 4, 4, 2]
     assert sizes(split_layers(14, stage_ranks(LINEAR, 4), head_cost=2.0)) == [4, 4, 4, 2]
-    assert sizes(split_layers(15, stage_ranks(LINEAR, 4), embedding_cost=1.0)) == [3, 4, 4, 4]
     assert sizes(split_layers(8, stage_ranks(FOLD, 2), head_cost=100.0)) == [1, 3, 3, 1], "one layer a stage at least"
 
 
@@ -102,10 +112,9 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in compositions(total - first, parts - 1))
 
 
-def loads(counts: Sequence[int], ranks: Sequence[int], embedding: float, head: float) -> tuple[float, list[float]]:
+def loads(counts: Sequence[int], ranks: Sequence[int], head: float) -> tuple[float, list[float]]:
     """The heaviest rank's, and those of every rank's heaviest stage."""
     stages = [float(count) for count in counts]
-    stages[0] += embedding
     stages[-1] += head
     of_ranks = [[stages[s] for s in stages_of_rank(rank, ranks)] for rank in range(max(ranks) + 1)]
     return max(map(sum, of_ranks)), [max(result) for result in of_ranks]
@@ -119,12 +128,12 @@ def test_no_split_is_better(seed: int):
     num_ranks = dice.randint(2, 3 if placement == FOLD else 5)
     ranks = stage_ranks(placement, num_ranks)
     num_layers = len(ranks) + dice.randint(0, 7)
-    embedding, head = (dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)]) for _ in range(2))
-    result = split_layers(num_layers, ranks, embedding_cost=embedding, head_cost=head)
-    heaviest, stages = loads(sizes(result), ranks, embedding, head)
+    head = dice.choice([0.0, 0.25, 1.0, dice.uniform(0, 6)])
+    result = split_layers(num_layers, ranks, head_cost=head)
+    heaviest, stages = loads(sizes(result), ranks, head)
     of_ranks = [sum(map(len, chunks)) for chunks in held(result, ranks)]
     for counts in compositions(num_layers, len(ranks)):
-        other_heaviest, other_stages = loads(counts, ranks, embedding, head)
+        other_heaviest, other_stages = loads(counts, ranks, head)
         assert heaviest <= other_heaviest + 1e-9, counts
         for rank in range(num_ranks):
             if sum(counts[s] for s in stages_of_rank(rank, ranks)) == of_ranks[rank]:
@@ -147,8 +156,8 @@ def test_layers_per_stage_is_followed():
         ([5, 5], r"has 2 counts that add up to 10; it needs 4"),
         ([], r"has 0 counts that add up to 0; it needs 4"),
         ([1, 2, 3, 3], r"has 4 counts that add up to 9; it needs 4, .* up to the model's 10 layers"),
-        ([0, 4, 3, 3], r"each at least 1"),
-        ([-1, 4, 4, 3], r"each at least 1"),
+        ([0, 4, 3, 3], r"each at least 0"),
+        ([-1, 4, 4, 3], r"each at least 0"),
     ],
 )
 def test_layers_per_stage_that_do_not_fit_are_refused_with_some_that_do(counts: list[int], said: str):
@@ -186,3 +195,35 @@ def test_too_few_layers_for_the_linear_placement():
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="has 0 layers"):
         split_layers(0, (0, 0))
+
+
+@pytest.mark.parametrize("first_half", [0.2, 0.5])
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.3, 2.5])
+@pytest.mark.parametrize(
+    ("num_layers", "ranks"), [(7, stage_ranks(FOLD, 2)), (8, stage_ranks(FOLD, 3)), (6, (0, 1, 2))]
+)
+def test_halves_of_layers_are_as_even_as_any(
+    num_layers: int, ranks: Sequence[int], head: float, first_half: float
+) -> None:
+    """Every cut in halves of layers is tried."""
+
+    def heaviest(counts: Sequence[float]) -> float:
+        ends = [int(end) + first_half * (end % 1 > 0) for end in accumulate(counts, initial=0.0)]
+        times = [last - first for first, last in pairwise(ends)]
+        times[-1] += head
+        return max(sum(times[stage] for stage in stages_of_rank(rank, ranks)) for rank in range(max(ranks) + 1))
+
+    ends = itertools.combinations(range(1, 2 * num_layers), len(ranks) - 1)
+    every = ([(last - first) / 2 for first, last in pairwise((0, *each, 2 * num_layers))] for each in ends)
+    best = min(map(heaviest, every))
+    result = count_layers(num_layers, ranks, head_cost=head, first_half=first_half)
+    assert sum(result) == num_layers
+    assert heaviest(result) <= best / (1 - WORTH_A_CUT) + 1e-9
+    assert all(count % 1 == 0 for count in count_layers(num_layers, ranks, head_cost=head))
+
+
+def test_a_cut_layer_is_two_units() -> None:
+    assert ranges_of([1, 2, 1.5, 1.5]) == ([4], [range(1), range(1, 3), range(3, 5), range(5, 7)])
+    assert ranges_of([1.5, 1.5]) == ([1], [range(2), range(2, 4)])
+    with pytest.raises(ValueError, match=r"a multiple of 0\.5"):
+        count_layers(4, (0, 1), layers_per_stage=[1.25, 2.75])

@@ -51,9 +51,7 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     Parameters are cut and uninitialised, and empty for other pipeline ranks; buffers have the model's values.
     Parameters that are sharded over data-parallel ranks are sharded from the start.
 
-    Args:
-        model: changed in place; parameters and buffers off the meta device stay unchanged.
-        stage: the model's units on this rank.
+    Parameters and buffers off the meta device stay unchanged.
 
     Raises:
         ValueError: a buffer that neither a checkpoint nor the model provides.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.checkpoint.shard import has_slices
+from hf_helix.checkpoint.slices import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import meet

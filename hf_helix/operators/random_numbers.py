@@ -1,0 +1,60 @@
+"""Random numbers of operators: every draw has a seed of its own.
+
+In:   a device, and the seed of a call.
+Out:  a generator, or a context in which torch itself draws from the seed.
+Must hold: equal seeds give equal numbers, and the generators of the run draw nothing. A window that is captured as a
+CUDA graph has a source of its own, whose generators get new seeds before every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import torch
+
+S = TypeVar("S", bound="Source")
+
+
+class Source:
+    """Hands out generators."""
+
+    def generator(self, device: torch.device, seed: int) -> torch.Generator:
+        """Returns a generator of a device at the begin of a seed."""
+        return torch.Generator(device).manual_seed(seed)
+
+    def seeded(self, device: torch.device, seed: int) -> AbstractContextManager[None]:
+        """Returns a context in which torch's own functions draw from a seed."""
+        return _seeded(device, seed)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        yield
+
+
+_source = Source()
+
+
+@contextmanager
+def drawing_from(source: S) -> Iterator[S]:
+    """Returns a context in which operators draw from another source, which is yielded."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield source
+    finally:
+        _source = before
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    """Returns a generator of the source in use, see `Source.generator`."""
+    return _source.generator(device, seed)
+
+
+def seeded(device: torch.device, seed: int) -> AbstractContextManager[None]:
+    """Returns a context of the source in use, see `Source.seeded`."""
+    return _source.seeded(device, seed)

@@ -1,0 +1,83 @@
+"""Full gradients of sharded parameters: on a GPU few are alive, and the limit changes no bit."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda
+from support.windows_on_fakes import train_windows
+from transformers import AutoConfig
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.synthetic import Workload
+from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.gradients.reduce import MAX_COPIES, FlatParameterGradients
+from hf_helix.runtime.streams import CpuStreams, CudaStreams
+
+SHARDED: dict[str, Any] = {"shard_parameters": True}
+
+
+def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The bytes of flat gradients: of all, and the most that are alive at once; filled while windows run."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    found = {"most": 0, "largest": 0, "all": 0}
+    zeros = torch.Tensor.new_zeros
+
+    def new_zeros(self: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        made = zeros(self, *sizes, **options)
+        alive.add(made.untyped_storage())
+        found["largest"] = max(found["largest"], made.nbytes)
+        found["all"] += made.nbytes
+        found["most"] = max(found["most"], sum(each.nbytes() for each in alive))
+        return made
+
+    gather = FlatParameterGradients._gather
+
+    def gathered(self: FlatParameterGradients) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.Tensor, "new_zeros", new_zeros)
+            gather(self)
+
+    monkeypatch.setattr(FlatParameterGradients, "_gather", gathered)
+    return found
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one micro-batch; without the limit, streams of a GPU hold all of them until the end of the window."""
+    monkeypatch.setattr(CudaStreams, "holds_memory", is_limited)
+    found, cuda = most_full(monkeypatch), FakeCuda()
+    train_windows(cuda, dp=2, microbatches=1, model={"num_hidden_layers": 8}, plan="sequential", **SHARDED)
+    assert not cuda.mistakes
+    assert (found["most"] <= (MAX_COPIES + 1) * found["largest"] < found["all"] / 4) is is_limited
+
+
+def test_the_limit_changes_no_bit(cluster_of: Any) -> None:
+    for limited, usual in cluster_of(2).run(gradients_of):
+        assert all(torch.equal(*each) for each in zip(limited, usual, strict=True))
+
+
+# In the processes of a cluster
+
+
+@plain_parameters()
+def gradients_of() -> list[list[torch.Tensor]]:
+    """This rank's shards of gradients, with the limit and without."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", vocab_size=64, **sizes)
+    found: list[list[torch.Tensor]] = []
+    for limited in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(CpuStreams, "holds_memory", limited)
+            work = Workload(config, HelixConfig(**SHARDED), torch.device("cpu"))
+            work.runner.train_window(work.window(1, 2, 8))
+            shards = [shard for flat in work.runner.stage.flat_parameters for shard in flat.shards.values()]
+            found.append([shard.grad.clone() for shard in shards])
+            work.runner.executor.streams.close()
+    return found
