@@ -340,9 +340,9 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
 
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
-    capacity)."""
+    capacity) or takes gradients."""
     reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
-    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads
+    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not case.offload
 
 
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:
