@@ -75,6 +75,8 @@ def is_whole(code: str) -> bool:
     """Whether words within a sentence are a command, rather than the name of a command with an option."""
     if not code.startswith("hf-helix "):
         return not re.fullmatch(r"(accelerate|torchrun) (launch|config)?( ?--\S+( \S+)?)?", code)
+    if len(code.split()) == 2 and code not in ("hf-helix env", "hf-helix models"):
+        return False
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             build_parser().parse_args(shlex.split(filled(code))[1:])

@@ -456,8 +456,13 @@ class LayerCalls:
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)
 
     def tensors(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns the tensor arguments of layers for a micro-batch: tokens [batch, sequence], their positions [batch or
-        1, sequence], and the mask of hidden tokens, where masks are among these arguments."""
+        """Returns the tensor arguments of layers for a micro-batch.
+
+        Args:
+            ids: the tokens [batch, sequence].
+            positions: of the tokens [batch or 1, sequence].
+            mask: of hidden tokens, where masks are among these arguments.
+        """
         if not self._wanted:
             return {}
         positions = positions.expand_as(ids) if self._makes_masks else positions

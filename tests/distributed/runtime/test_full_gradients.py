@@ -25,10 +25,10 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The bytes of flat gradients: of all, and the most that are alive at once; filled while windows run."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     found = {"most": 0, "largest": 0, "all": 0}
-    zeros = torch.Tensor.new_zeros
+    zeros = torch.zeros
 
-    def new_zeros(self: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
-        made = zeros(self, *sizes, **options)
+    def noted(*sizes: Any, **options: Any) -> torch.Tensor:
+        made = zeros(*sizes, **options)
         alive.add(made.untyped_storage())
         found["largest"] = max(found["largest"], made.nbytes)
         found["all"] += made.nbytes
@@ -39,7 +39,7 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     def gathered(self: FlatParameterGradients) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(torch.Tensor, "new_zeros", new_zeros)
+            patched.setattr(torch, "zeros", noted)
             gather(self)
 
     monkeypatch.setattr(FlatParameterGradients, "_gather", gathered)
