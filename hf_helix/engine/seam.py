@@ -118,6 +118,12 @@ class Seam:
         replace_method(decoder, "forward", forward)
 
     def _forward(self, given: Mapping[str, Any]) -> DecoderOutput:
+        if given.get("inputs_embeds") is not None:
+            raise ValueError(
+                "the decoder is called with inputs_embeds, by the caller or by the model's own code (of "
+                "images and text): a loss of one's own is built for input_ids; use the built-in loss, or call a text "
+                "model with input_ids"
+            )
         if stray := self._stray(given):
             raise ValueError(
                 f"the model is called with gradients and {', '.join(stray)}: a call takes {', '.join(_READ)}, "

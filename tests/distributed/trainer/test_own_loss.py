@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import SMALL, arguments, tiny
+from torch import Tensor
 from torch.nn import functional
 from transformers import (
     BartForCausalLM,
@@ -164,3 +165,16 @@ def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any,
     assert saved.keys() == stock.keys()
     for name, value in stock.items():
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5)
+
+
+class OfEmbeddings(HelixTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        embeddings = torch.zeros(*inputs["input_ids"].shape, model.config.hidden_size)
+        return model(inputs_embeds=embeddings).logits.mean()
+
+
+def test_embeddings_in_place_of_tokens_are_refused(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path), max_steps=1)
+    options: dict[str, Any] = {"args": args, "train_dataset": rows(4, "focal"), "helix_config": HelixConfig()}
+    with pytest.raises(ValueError, match="called with inputs_embeds, by the caller or by the model's own code"):
+        OfEmbeddings(model=LlamaForCausalLM(LlamaConfig(**SIZES)), **options).train()
