@@ -50,6 +50,8 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     peak = cluster.device.peaks[case.dtype] / 1e12
     yield f"{size_text(case.sizes)} on {cluster.name}: {case_text(case)}, {case.length:,} tokens a sequence"
     yield f"  step          {step.seconds:10.3f} s     {step.tokens_per_second:,.0f} tokens/s of {case.tokens:,} tokens"
+    if case.layers_per_stage:
+        yield f"  layers        {' '.join(f'{count:g}' for count in case.layers_per_stage)} on the stages"
     causal, full = step.tflops
     yield (
         f"  TFLOP/s       {causal:10.1f}       MFU {causal / peak:.1%} with causal attention; "
