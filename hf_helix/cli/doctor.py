@@ -123,7 +123,13 @@ class DoctorCommand(OnCluster):
             print("\n--write helix.yaml writes the file that launches it.")
         else:
             self.write.write_text(launch_file(best, cluster))
-            print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {self.write} YOUR_SCRIPT.py")
+            case, several = best.case, cluster.nodes > 1
+            node = "--machine_rank RANK --main_process_ip HOST " if several else ""
+            print(
+                f"\nWith per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches} and "
+                f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
+                f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
+            )
 
     def _what_helps(self, tokens: int, least: float = 0.0) -> list[str]:
         """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,

@@ -8,6 +8,7 @@ model or the stock Trainer; docs/support.md is generated from the list. Findings
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,7 +96,12 @@ def _print_census(census: Census, part: str) -> None:
     """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
     matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
     if part and not matching:
-        raise ValueError(f"no class has {part!r} in its name; leave it out for all, or give a part, such as gemma")
+        names = {name.lower(): name for name in census.classes}
+        near = difflib.get_close_matches(part, names, n=1)
+        hint = f"did you mean {names[near[0]]}? " if near else ""
+        raise ValueError(
+            f"no class has {part!r} in its name; {hint}leave it out for all, or give a part, such as gemma"
+        )
     proven = {name for name, found in matching.items() if any(each.status == PROVEN for each in found.values())}
     for name in sorted(matching, key=lambda name: (name not in proven, name)):
         print(_wrapped(f"{name:<34} ", describe(matching[name])))

@@ -70,8 +70,8 @@ OF_DOCUMENTS = (
 
 DECLARE = (
     "describe its decoder layer in a subclass of hf_helix.models.family.Family and call "
-    "hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows, or use one of the classes that "
-    "`hf-helix models` lists"
+    "hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows, or use a class that "
+    "`hf-helix models` calls proven, or the stock Trainer for this class"
 )
 
 
