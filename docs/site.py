@@ -8,7 +8,6 @@ Must hold: a link to a file that does not exist is an error, as it is among the 
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from hf_helix.cli.main import build_parser
+from hf_helix.cli.main import command_parsers
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ["plan", "tuning", "measure_overlap", "compare_plans", "measure_memory", "trace"]
@@ -90,10 +89,8 @@ def _api() -> str:
 
 def _commands() -> str:
     """The help of `hf-helix` and of each of its commands."""
-    parser = build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    parts = {"hf-helix": parser, **{f"hf-helix {name}": command for name, command in commands.choices.items()}}
-    texts = (f"## `{name}`\n\n```text\n{part.format_help().strip()}\n```" for name, part in parts.items())
+    helps = {name: parser.format_help().strip() for name, parser in command_parsers().items()}
+    texts = (f"## `{name}`\n\n```text\n{text}\n```" for name, text in helps.items())
     return "# Command line\n\n" + "\n\n".join(texts)
 
 

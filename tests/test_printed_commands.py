@@ -7,7 +7,6 @@ earlier one.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import io
@@ -24,7 +23,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from hf_helix.cli.main import build_parser
+from hf_helix.cli.main import build_parser, command_parsers
 
 PROGRAMS = "hf-helix|accelerate|python|make|pip|torchrun|sbatch|git|pytest"
 COMMAND = rf"\s*((?:[A-Z_]+=\S+ )*(?:sudo env \S+ )?(?:\S*bin/)?(?:{PROGRAMS}) \S.*)"
@@ -65,10 +64,8 @@ def texts() -> Iterator[tuple[str, str]]:
         yield str(module.relative_to(ROOT)), ast.get_docstring(ast.parse(module.read_text())) or ""
     for layout in sorted(ROOT.glob("accelerate_configs/*.yaml")):
         yield str(layout.relative_to(ROOT)), re.sub(r"^# *", "", layout.read_text(), flags=re.MULTILINE)
-    parser = build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in {"": parser, **commands.choices}.items():
-        yield f"hf-helix {name} --help", command.format_help().partition("options:")[2]
+    for name, parser in command_parsers().items():
+        yield f"{name} --help", parser.format_help().partition("options:")[2]
 
 
 def is_whole(code: str) -> bool:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
 
+OF_A_NODE = "--machine_rank RANK --main_process_ip HOST"
+"""What the launch of each of several nodes adds to the file that they share."""
+
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -76,13 +79,12 @@ class DoctorCommand(OnCluster):
         self.check_state_bytes()
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
+        base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
         if not ranking.steps and self.offload == AUTO:
             ranking = replace(self, offload=OFFLOADS[0])._search(simulated, cluster, tokens, self.top)
         if not ranking.steps:
-            family_of(base_of(simulated.model)).digest(
-                base_of(simulated.model)
-            )  # raises where no layout at all can be made
+            family_of(base).digest(base)  # raises where no layout at all can be made
             rivals = ranking.fitting_rivals(cluster)
             helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
             helps += self._what_helps(tokens)
@@ -99,7 +101,7 @@ class DoctorCommand(OnCluster):
         supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
         if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
-            remember(base_of(simulated.model), speeds, cluster, self.dtype, self.sequence_length, tokens)
+            remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
         devices = f"{cluster.name}, {cluster.devices} devices"
         print(f"{simulated.name}{trained} on {devices}, {tokens:,} tokens a step asked for")
@@ -124,7 +126,7 @@ class DoctorCommand(OnCluster):
         else:
             self.write.write_text(launch_file(best, cluster))
             case, several = best.case, cluster.nodes > 1
-            node = "--machine_rank RANK --main_process_ip HOST " if several else ""
+            node = f"{OF_A_NODE} " if several else ""
             print(
                 f"\nWith per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches} and "
                 f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
@@ -242,7 +244,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
             "helix": {name: given for name, given in options.items() if given != getattr(usual, name)} or {"tp_size": 1}
         },
     }
-    machine = "accelerate launch --config_file FILE --machine_rank RANK --main_process_ip HOST YOUR_SCRIPT.py"
+    machine = f"accelerate launch --config_file FILE {OF_A_NODE} YOUR_SCRIPT.py"
     several = f" On every machine, with its own RANK:\n#   {machine}" if cluster.nodes > 1 else ""
     return (
         f"# Proposed by hf-helix doctor for {cluster.name}: {step.tokens_per_second:,.0f} tokens/s predicted.\n"

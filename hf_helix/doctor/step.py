@@ -23,7 +23,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, ranges_of, stage_ranks
+from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
@@ -70,6 +70,11 @@ class Case:
     def tokens(self) -> int:
         """Tokens of a step, of all data-parallel ranks."""
         return self.batch * self.length * self.microbatches * self.sizes.dp
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each virtual stage."""
+        return stage_ranks(Scheduler(self.schedule, self.sizes.pp).placement, self.sizes.pp)
 
     @property
     def spread_weights(self) -> dict[str, int]:
@@ -138,29 +143,25 @@ class Step:
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
     """Returns the units of all ranks. Raises ValueError for too few layers, or for tied weights on two ranks."""
-    pp = case.sizes.pp
-    placement = Scheduler(case.schedule, pp).placement
-    ranks = stage_ranks(placement, pp)
-    model = amounts.model
+    model, ranks = amounts.model, case.stage_ranks
     if model.tied and ranks[0] != ranks[-1]:
         raise ValueError(
             f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
             "different ranks; use schedule='auto'"
         )
     cut, ranges = ranges_of(case.layers_per_stage or usual_counts(amounts, case))
-    halves = {1 + place: [f"{half}_{model.units[1 + place]}" for half in (FRONT, REAR)] for place in cut}
+    halves = {1 + place: [half_name(half, model.units[1 + place]) for half in (FRONT, REAR)] for place in cut}
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
     names, chunks = place_names(units, ranks, ranges)
     graphs = dict(amounts.layout.graphs)
-    if pp > 1:
+    if case.sizes.pp > 1:
         graphs |= transfer_graphs(len(graphs[names[0]].forward.outputs))
     return Layout(names, chunks, graphs, (), ranks)
 
 
 def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:
     """Returns the layers of each stage in a run without `layers_per_stage`."""
-    ranks = stage_ranks(Scheduler(case.schedule, case.sizes.pp).placement, case.sizes.pp)
-    return tuple(count_layers(amounts.model.layers, ranks, head_cost=amounts.model.head_cost))
+    return tuple(count_layers(amounts.model.layers, case.stage_ranks, head_cost=amounts.model.head_cost))
 
 
 def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...]:
@@ -173,10 +174,9 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
         seconds[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
     layer = sum(seconds[name] for name in model.units[1:-1]) / model.layers
     front, rear = (sum(seconds[name] for name in names if name.startswith(half)) for half in (FRONT, REAR))
-    ranks = stage_ranks(Scheduler(case.schedule, case.sizes.pp).placement, case.sizes.pp)
     counts = count_layers(
         model.layers,
-        ranks,
+        case.stage_ranks,
         embedding_cost=seconds[names[0]] / layer,
         head_cost=seconds[names[-1]] / layer,
         first_half=front / (front + rear) if front else None,

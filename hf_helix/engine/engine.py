@@ -366,10 +366,8 @@ class Engine(Diagnostics):
         norm = self.gradient_norm()
         stage = self.runner.stage
         parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
-        if (
-            stage.host_shards and max_norm / (norm + 1e-6) >= 1
-        ):  # to multiply by 1 would be a pass over the host's memory
-            return norm
+        if stage.host_shards and max_norm / (norm + 1e-6) >= 1:
+            return norm  # to multiply by 1 would be a pass over the host's memory
         with host_threads(stage):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -22,7 +22,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.recompute import NONE, recomputed
-from hf_helix.planning.schedule.placement import FRONT, REAR
+from hf_helix.planning.schedule.placement import FRONT, REAR, half_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Unit:
         ]
         graph = self.graphs.forward
         shown = tuple(value for op in within for value in op.writes if value in graph.shown)
-        part = Graph(f"{name}_{graph.name}", tuple(within), inputs, outputs, graph.repeats, shown=shown)
+        part = Graph(half_name(name, graph.name), tuple(within), inputs, outputs, graph.repeats, shown=shown)
         own = {each: self.operators[each] for each in names}
         read = {parameter for operator in own.values() for parameter in operator.parameters}
         placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}

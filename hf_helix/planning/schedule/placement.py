@@ -16,13 +16,18 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 FRONT, REAR = "front", "rear"
-"""The halves of a layer between two stages; the names of their units begin so."""
+"""The halves of a layer between two stages; see `half_name`."""
 
 WORTH_A_CUT = 0.005
 """The least part of the heaviest rank's time for which layers are cut in the middle."""
 
 FOLD = "fold"
 LINEAR = "linear"
+
+
+def half_name(half: str, layer: str) -> str:
+    """Returns the name of the unit of a half of a layer, which begins with `FRONT` or `REAR`."""
+    return f"{half}_{layer}"
 
 
 def stage_ranks(placement: str, num_ranks: int) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from huggingface_hub import constants
 from hf_helix import __version__
 from hf_helix.cli import main
 from hf_helix.cli.common import configuration_file
-from hf_helix.cli.main import COMMANDS, EXAMPLES, build_parser
+from hf_helix.cli.main import COMMANDS, EXAMPLES, build_parser, command_parsers
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (result,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(result.choices)
+    _, *named = command_parsers().items()
+    return {name.removeprefix("hf-helix "): parser for name, parser in named}
 
 
 def test_every_option_has_a_word_and_shows_its_default() -> None:
