@@ -58,15 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"hf-helix {options.command}: {error}\n")
 
 
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Returns the parser of `hf-helix` and of each of its commands, by the words that call it."""
-    parser = build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return {"hf-helix": parser, **{f"hf-helix {name}": command for name, command in commands.choices.items()}}
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    return command_parsers()["hf-helix"]
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of `hf-helix` and of each of its commands, by the words that call it."""
     parser = argparse.ArgumentParser(
         prog="hf-helix",
         description="Measure a model's operators, make plans from the measurement, and look at both.",
@@ -77,4 +75,4 @@ def build_parser() -> argparse.ArgumentParser:
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     for command in COMMANDS:
         command.add_command(commands)
-    return parser
+    return {"hf-helix": parser, **{f"hf-helix {name}": each for name, each in commands.choices.items()}}
