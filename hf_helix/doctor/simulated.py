@@ -26,6 +26,7 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.family import Family
+from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
@@ -69,8 +70,8 @@ class SimulatedModel:
     @property
     def experts(self) -> int:
         """Number of experts of a layer; 1 for a dense model."""
-        shapes = [weight.shape for weight in self.model.parameters() if weight.dim() == 3]
-        return max((shape[0] for shape in shapes), default=1)
+        weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
+        return max((len(weight) for weight in weights if weight.dim() == 3), default=1)
 
     def amounts(self, case: Case) -> Amounts:
         """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""

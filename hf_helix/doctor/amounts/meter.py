@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models import stock_modules
+from hf_helix.models.trace.mixers import MixerCall
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
 
@@ -181,6 +182,26 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bo
     return Kernel(ATTENTION, flops, moved, (queries, keys, size), pairs, causal)
 
 
+CHUNK = 64
+"""The tokens of a chunk in kernels of recurrent mixers, for calls without a chunk of their own."""
+
+
+def mixer_kernel(call: MixerCall, tensors: Sequence[Tensor], backward: bool) -> Kernel:
+    """Returns the kernel of a recurrent mixer, as fla, mamba-ssm and causal-conv1d have it, not the loops of
+    Transformers: a scan over heads has products of [batch, tokens, heads, size] inside of chunks, and with the states
+    between chunks; other mixers are bound by memory. Backward computes the states again."""
+    like = tensors[call.like]
+    moved = (_bytes(tensors) + like.nbytes) * (2 if backward else 1)
+    if like.dim() < 4:
+        decay = dict(zip(call.tensors, tensors, strict=True)).get("A")
+        return Kernel(OTHER, 0.0, moved, exponentials=0 if decay is None else like.numel() * decay.shape[-1])
+    features = next(each.shape[-1] for place, each in enumerate(tensors) if each.dim() == 4 and place != call.like)
+    tokens, size, rows = like.shape[1], like.shape[-1], like.numel() // like.shape[-1]
+    chunk, keys = dict(call.options).get("chunk_size", CHUNK), 2 if "beta" in call.tensors else 1  # a delta rule's two
+    flops = 2.0 * rows * (chunk * (keys * features + size) + (1 + keys) * features * size)
+    return Kernel(ATTENTION, (3 if backward else 1) * flops, moved, (tokens, chunk, features), rows * chunk)
+
+
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of tensors; an expanded tensor counts the bytes of its storage."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
@@ -246,6 +267,23 @@ class _Attention(torch.autograd.Function):
         return None, *(_by_token(value, value.shape[-1]) for value in (q, k, v)), None
 
 
+class _Mixer(torch.autograd.Function):
+    """A recurrent mixer as one kernel on the meta device."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, call: MixerCall, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.meter, ctx.call = meter, call
+        meter.note(mixer_kernel(call, tensors, backward=False))
+        return torch.empty_like(tensors[call.like])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        ctx.meter.note(mixer_kernel(ctx.call, tensors, backward=True))
+        return None, None, *(torch.empty_like(tensor) for tensor in tensors)
+
+
 def _by_token(like: Tensor, size: int) -> Tensor:
     """Returns an empty [batch, heads, tokens, size] with the heads of a token contiguous, as fused kernels return."""
     batch, heads, tokens, _ = like.shape
@@ -268,7 +306,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device."""
+    """Counts attention, recurrent mixers and RMS norms as one kernel each, which the meta device has not."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -278,6 +316,8 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
+        if isinstance(function, MixerCall):
+            return _Mixer.apply(self._meter, function, *args)
         if function is aten._fused_rms_norm.default and args[0].is_meta:
             value, shape, weight = args[:3]
             out, scale = torch.empty_like(value), value.new_empty(*value.shape[: -len(shape)], 1, dtype=torch.float32)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
 
 from hf_helix.models.alike import same_code
@@ -92,18 +93,30 @@ class MixerCall:
         """The dimension of heads or channels of each tensor."""
         return [self.mixer.dims[name] for name in self.tensors]
 
+    @property
+    def like(self) -> int:
+        """The place of the tensor with the shape of the result."""
+        return self.tensors.index(self.mixer.like)
+
     def function(self) -> Callable[..., Tensor]:
-        """Returns the call as a function of the tensors, with tokens first."""
+        """Returns the call as a function of the tensors, with tokens first; modes of torch see the call as one function
+        of theirs."""
 
         def mix(*tensors: Tensor) -> Tensor:
-            given = dict(zip(self.tensors, tensors, strict=True))
-            for name in given.keys() & {*self.mixer.tokens_last}:
-                given[name] = given[name].transpose(1, 2)
-            result = vars(sys.modules[self.home])[self.name](**given, **dict(self.options))
-            mixed: Tensor = result[0] if self.mixer.returns_state else result
-            return mixed.transpose(1, 2) if self.mixer.tokens_last else mixed
+            if has_torch_function(tensors):
+                return handle_torch_function(self, tensors, *tensors)
+            return self(*tensors)
 
         return mix
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Returns the result for tensors with tokens first."""
+        given = dict(zip(self.tensors, tensors, strict=True))
+        for name in given.keys() & {*self.mixer.tokens_last}:
+            given[name] = given[name].transpose(1, 2)
+        result = vars(sys.modules[self.home])[self.name](**given, **dict(self.options))
+        mixed: Tensor = result[0] if self.mixer.returns_state else result
+        return mixed.transpose(1, 2) if self.mixer.tokens_last else mixed
 
 
 @contextlib.contextmanager
@@ -155,7 +168,7 @@ def _as_operator(home: str, name: str, function: Callable[..., Any], opaque_call
         call = MixerCall(home, name, tuple(tensors), plain)
         values = [v.transpose(1, 2) if key in mixer.tokens_last else v for key, v in tensors.items()]
         number = opaque_calls.add(MIXER, opaque_calls.path_of_frame(), call=call)
-        result = OPS.mixer(values, list(tensors).index(mixer.like), number)
+        result = OPS.mixer(values, call.like, number)
         result = result.transpose(1, 2) if mixer.tokens_last else result
         return (result, None) if mixer.returns_state else result
 

@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.simulated import counted
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
 
-from hf_helix.doctor.amounts.meter import Meter, attention_kernel
+from hf_helix.doctor.amounts.meter import Meter, attention_kernel, mixer_kernel
+from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.models.small_config import default_config
+from hf_helix.models.trace.mixers import MixerCall
 
 aten = torch.ops.aten
 
@@ -59,3 +65,36 @@ def test_attention_and_half_of_it_where_it_is_causal() -> None:
     for is_backward, torchs in ((False, forward), (True, backward)):
         assert attention_kernel(q, k, v, False, is_backward).flops == torchs
         assert attention_kernel(q, k, v, True, is_backward).flops == torchs / 2
+
+
+RULE = MixerCall(
+    modeling_qwen3_next.__name__, "torch_chunk_gated_delta_rule", ("query", "key", "value", "g", "beta"), ()
+)
+SCAN = MixerCall(
+    modeling_mamba2.__name__, "mamba2_chunk_scan", ("hidden_states", "dt", "A", "B", "C"), (("chunk_size", 64),)
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "tensors"),
+    [
+        (RULE, [meta(2, 256, 4, 128)] * 3 + [meta(2, 256, 4)] * 2),
+        (SCAN, [meta(2, 256, 8, 64), meta(2, 256, 8), meta(8), *[meta(2, 256, 1, 128)] * 2]),
+    ],
+    ids=["delta rule", "scan"],
+)
+def test_products_of_recurrent_mixers_are_about_those_of_transformers(call: MixerCall, tensors: list[Tensor]) -> None:
+    """Transformers' code also multiplies the states of all chunks with each other, which is small."""
+    with FlopCounterMode(display=False) as counter:
+        call(*tensors)
+    assert mixer_kernel(call, tensors, False).flops == pytest.approx(counter.get_total_flops(), rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM"])
+def test_recurrent_mixers_are_one_kernel_at_any_length(name: str) -> None:
+    """The code of Transformers loops over tokens or chunks, which once took minutes to count."""
+    model = model_on_meta(default_config(name))
+    short, long = (counted(model, 1, length) for length in (64, 4096))
+    kernels = {key: len(operator.kernels) for key, operator in short.operators.items()}
+    assert kernels == {key: len(operator.kernels) for key, operator in long.operators.items()}
+    assert max(kernels.values()) < 100
