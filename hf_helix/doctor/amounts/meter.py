@@ -316,8 +316,8 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
-        if isinstance(function, MixerCall):
-            return _Mixer.apply(self._meter, function, *args)
+        if isinstance(call := getattr(function, "call", None), MixerCall):
+            return _Mixer.apply(self._meter, call, *args)
         if function is aten._fused_rms_norm.default and args[0].is_meta:
             value, shape, weight = args[:3]
             out, scale = torch.empty_like(value), value.new_empty(*value.shape[: -len(shape)], 1, dtype=torch.float32)

@@ -99,17 +99,18 @@ class MixerCall:
         return self.tensors.index(self.mixer.like)
 
     def function(self) -> Callable[..., Tensor]:
-        """Returns the call as a function of the tensors, with tokens first; modes of torch see the call as one function
-        of theirs."""
+        """Returns the call as a function of the tensors, with tokens first. Modes of torch see one function, with this
+        call as its attribute `call`."""
 
         def mix(*tensors: Tensor) -> Tensor:
             if has_torch_function(tensors):
-                return handle_torch_function(self, tensors, *tensors)
-            return self(*tensors)
+                return handle_torch_function(mix, tensors, *tensors)
+            return self.run(*tensors)
 
+        vars(mix)["call"] = self
         return mix
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def run(self, *tensors: Tensor) -> Tensor:
         """Returns the result for tensors with tokens first."""
         given = dict(zip(self.tensors, tensors, strict=True))
         for name in given.keys() & {*self.mixer.tokens_last}:

@@ -86,7 +86,7 @@ SCAN = MixerCall(
 def test_products_of_recurrent_mixers_are_about_those_of_transformers(call: MixerCall, tensors: list[Tensor]) -> None:
     """Transformers' code also multiplies the states of all chunks with each other, which is small."""
     with FlopCounterMode(display=False) as counter:
-        call(*tensors)
+        call.run(*tensors)
     assert mixer_kernel(call, tensors, False).flops == pytest.approx(counter.get_total_flops(), rel=0.04)
 
 
