@@ -33,7 +33,7 @@ from hf_helix.engine.proof.reference import (
     ITEMS,
     KINDS,
     LENGTHS,
-    LONG,
+    RECURRENT_LENGTHS,
     Batch,
     Outcome,
     Unsplit,
@@ -237,7 +237,7 @@ class _Copy:
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
         tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         vocab_size = min(table.weight.shape[0] for table in tables if table is not None)  # that are read and written
-        lengths = (*LENGTHS, LONG) if self.is_recurrent else LENGTHS
+        lengths = RECURRENT_LENGTHS if self.is_recurrent else LENGTHS
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
         windows = []
         for place in range(distinct):

@@ -32,9 +32,9 @@ KINDS = (ROWS, LEFT, RIGHT, PACKED)
 LENGTHS = (21, 14)
 """The lengths of the sequences of a window: neither divides among the ranks of tp 2 x cp 2, the second among two."""
 
-LONG = 134
-"""A further length for models with recurrent layers: over two chunks of their kernels, which compute 64 tokens at once.
-"""
+RECURRENT_LENGTHS = (21, 134)
+"""The lengths for models with recurrent layers: the second is over two chunks of their kernels, which compute 64 tokens
+at once, and divides as 14 does."""
 
 ITEMS = 64
 """The divisor of losses in every window, so that losses and gradients of batches add up."""
@@ -78,24 +78,26 @@ def make_batches(
 ) -> list[Batch]:
     """Returns the batches of a window of a kind, as a data collator makes them, for the data-parallel rank `place`."""
     generator = torch.Generator().manual_seed(1 + KINDS.index(kind) + len(KINDS) * place)
-    made = [_make_batch(kind, length, vocab_size, pad, generator) for length in lengths]
+    made = [_make_batch(kind, length, vocab_size, pad, generator, length == min(lengths)) for length in lengths]
     return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
 
 
-def _make_batch(kind: str, length: int, vocab_size: int, pad: int, generator: torch.Generator) -> Batch:
+def _make_batch(
+    kind: str, length: int, vocab_size: int, pad: int, generator: torch.Generator, is_shortest: bool
+) -> Batch:
     """Two rows of random tokens, most of them in the loss; with padding, the second row is padded."""
     ids = torch.randint(0, vocab_size, (2, length), generator=generator)
     labels = ids.masked_fill(torch.rand(2, length, generator=generator) < 0.1, IGNORED)
     batch = {"input_ids": ids, "labels": labels}
     if kind in (LEFT, RIGHT):
-        _hide(batch, kind, pad)
+        _hide(batch, kind, pad, is_shortest)
     if kind == PACKED:
         positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])
         batch["position_ids"] = positions.expand(2, -1).contiguous()
     return batch
 
 
-def _hide(batch: Batch, kind: str, pad: int) -> None:
+def _hide(batch: Batch, kind: str, pad: int, is_shortest: bool) -> None:
     """Hides half of the second row and, with padding on the left, tokens inside of the first. Labels of hidden tokens
     count, except for padding on the right in the shortest batch, as most collators make it."""
     mask = torch.ones_like(batch["input_ids"])
@@ -105,7 +107,7 @@ def _hide(batch: Batch, kind: str, pad: int) -> None:
     else:
         mask[1, length // 2 :] = 0
     batch |= {"attention_mask": mask, "input_ids": batch["input_ids"].where(mask > 0, pad)}
-    if kind == RIGHT and length == min(LENGTHS):
+    if kind == RIGHT and is_shortest:
         batch["labels"] = batch["labels"].where(mask > 0, IGNORED)
 
 
