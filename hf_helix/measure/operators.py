@@ -147,6 +147,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
 
 
 TRAIN = 6  # repeats in a row; the first warms up
+PAIRED = 2  # collectives of each kind of communication that are paired, the longest; others slow down as these do
 SHORTEST = 0.02  # of the longest collective: shorter computations are not paired, their times would be noise
 
 
@@ -433,9 +434,11 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
 def _measure_pairs(
     bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
 ) -> dict[tuple[Name, Name], Pair]:
-    """The times of every computation of a layer concurrently with every collective, and of pairs of the same kind, to
-    show that two computations, or two collectives of a link, do not gain by running at once."""
-    moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
+    """The times of every computation of a layer concurrently with the longest collectives of each kind, and of pairs of
+    the same kind, to show that two computations, or two collectives of a link, do not gain by running at once."""
+    distinct = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
+    distinct.sort(key=lambda timed: -times[timed.name])
+    moving = [timed for kind in Kind for timed in [each for each in distinct if each.op.kind is kind][:PAIRED]]
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
     computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
     couples = [(a, b) for a in computing for b in moving]
