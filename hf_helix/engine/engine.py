@@ -56,6 +56,7 @@ from hf_helix.models.four_bit import open_four_bit
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
+from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -368,6 +369,7 @@ class Engine(Diagnostics):
         parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
         if stage.host_shards and max_norm / (norm + 1e-6) >= 1:
             return norm  # to multiply by 1 would be a pass over the host's memory
+        arrived(parameter.grad for parameter in parameters)
         with host_threads(stage):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -435,7 +437,7 @@ class Engine(Diagnostics):
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
         cut_states(optimizer, self.runner.stage, self.mesh)
-        step_shards(optimizer, self.runner.stage)
+        step_shards(optimizer, self.runner.stage, self.runner.executor.streams)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
