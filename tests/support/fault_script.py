@@ -94,7 +94,7 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
     "in a gather of weights": lambda rows: before(FlatParameter, "_fill", kill, 2),
-    "in an update on the host": lambda rows: before(HostShard, "cast", kill, 2),
+    "in an update on the host": lambda rows: before(HostShard, "cast", kill, 1),
     "in a copy to the host": lambda rows: before(HostLink, "down", kill, 1),
     "in saving the model": lambda rows: before(files, "write_slice", kill),
     "in saving adapters": lambda rows: before(PeftModel, "save_pretrained", kill),
