@@ -21,7 +21,7 @@ from torch.nn import functional
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
-from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear
+from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear, start_sum
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -97,8 +97,8 @@ class Placed:
         tp = self.mesh.tp
         parts = [value[..., first:last] for first, last in self.placement.bounds(tp.size, tp.rank)]
         total = functional.linear(torch.cat(parts, -1), matrix)
-        dist.all_reduce(total, group=tp.group)
-        return self.share(total if bias is None else total + bias)
+        start_sum(total, tp)()
+        return self.share(total if bias is None else total + bias.to(total.dtype))
 
     @torch.no_grad()
     def full_lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Placed:
         tp = self.mesh.tp
         ((first, _),) = self.placement.bounds(tp.size, tp.rank)
         found = lookup(ids, weight, first, self.shape[0], None)
-        dist.all_reduce(found, group=tp.group)
+        start_sum(found, tp)()
         return self.share(found)
 
     def full(self, held: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class Placed:
             return held.view_as(held)
         axis, full = self.mesh.axis_of(self.placement), held.new_zeros(self.shape)
         self.placement.paste(full, held, axis.size, axis.rank)
-        dist.all_reduce(full, group=axis.group)
+        start_sum(full, axis)()
         return full
 
     def _joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
@@ -158,7 +158,7 @@ class Placed:
         for begin, end in self.placement.bounds(tp.size, tp.rank):
             full[..., begin:end] = part[..., first : first + end - begin]
             first += end - begin
-        dist.all_reduce(full, group=tp.group)
+        start_sum(full, tp)()
         return full
 
 
