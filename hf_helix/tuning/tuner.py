@@ -287,6 +287,8 @@ class Tuner:
             "plan": self.config.plan,
             "profile": file_digest(self.config.profile),
             "schedule": self.config.schedule,
+            "stages": runner.stage.layout.describe(),
+            "memory_gb": str(self.config.memory_gb),
             "compile": str(self.config.compile),
             "cuda_graphs": str(self._graphs is not None),
         }

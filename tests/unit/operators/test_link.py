@@ -92,8 +92,9 @@ def test_the_link_counts_the_bytes_that_a_recorder_counts():
     transport.shift(torch.zeros(8, 3), value)
     transport.shift_back(torch.zeros(8, 3), value)
     transport.exchange_rows(torch.zeros(8, 3), value, [4, 1, 2, 1], [1, 2, 3, 2])
+    transport.start_sum(value)()
     shard = value.nbytes // 4
-    assert recorder.bytes_sent == link.out.bytes == 3 * 4 * shard + 2 * 3 * shard + 2 * 4 * shard + 6 * 12
+    assert recorder.bytes_sent == link.out.bytes == 3 * 4 * shard + 2 * (2 * 3 * shard) + 2 * 4 * shard + 6 * 12
     assert link.into.bytes == link.out.bytes + 12  # one more row comes than goes
     assert [move.name for move in recorder.moved][-1] == "exchange_rows"
 
