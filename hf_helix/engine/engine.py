@@ -139,9 +139,9 @@ class Engine(Diagnostics):
         """The model and its layout, in a line for the start of a run."""
         config = self.config
         tp, cp, pp, dp, ep = (self.mesh.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "ep"))
-        names = ("dp_replicate_size", "shard_optimizer", "shard_parameters", "offload")
-        shared = {name: value for name in names if (value := getattr(config, name)) not in (1, False, None)}
-        options = "".join(f", {name}" if value is True else f", {name}={value}" for name, value in shared.items())
+        names = ("shard_optimizer", "shard_parameters", "dp_replicate_size", "offload", "recompute")
+        shared = {name: value for name in names if (value := getattr(config, name)) != getattr(HelixConfig(), name)}
+        options = "".join(f", {name}={value}" for name, value in shared.items())
         schedule = f"schedule {config.schedule}, " if config.pp_size > 1 else ""
         return (
             f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'}) on "

@@ -72,6 +72,12 @@ def measure_between(folder: str, measures: bool) -> dict[str, Any]:
     return {"losses": losses, "trains": any(module.training for module in trainer.model.modules())}
 
 
+def first_line(folder: str, helix: dict[str, Any], **options: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        make_trainer(folder, helix, **options)
+    return output.getvalue()
+
+
 def trace_untrained(folder: str) -> None:
     make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
 
@@ -84,6 +90,33 @@ CASE = {
     "training": {"gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 2},
 }
 SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
+
+
+@pytest.mark.parametrize(
+    ("helix", "model", "said"),
+    [
+        ({"tp_size": 2}, {}, "LlamaForCausalLM (declared) on tp 2; first plan greedy (plan=auto), CUDA graphs off"),
+        (
+            {"shard_parameters": True, "plan": "sequential"},
+            {"family": "gpt_neox"},
+            "GPTNeoXForCausalLM (derived) on dp 2, shard_parameters=True; first plan sequential (plan=sequential), "
+            "CUDA graphs off",
+        ),
+        (
+            {"pp_size": 2, "recompute": "full"},
+            {"num_hidden_layers": 4},
+            "LlamaForCausalLM (declared) on pp 2, recompute=full; first plan greedy (plan=auto), schedule auto, "
+            "CUDA graphs off",
+        ),
+    ],
+    ids=["tp2", "shard_parameters", "pp2"],
+)
+def test_the_first_line_says_the_layout(
+    helix: dict[str, Any], model: dict[str, Any], said: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    first, second = cluster_of(2).run(first_line, folder=str(tmp_path), helix=helix, model=model)
+    assert first.splitlines()[-1] == f"hf_helix: {said}"
+    assert second == ""
 
 
 def test_measuring_leaves_training_as_it_was(cluster_of: Any, tmp_path: Path) -> None:

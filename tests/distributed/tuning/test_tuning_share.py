@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from support.jobs import make_trainer
 from support.models import sequences, tiny
-from support.tuning_jobs import hasty
+from support.tuning_jobs import hasty, said_in
 
 from hf_helix import HelixConfig, HelixPlugin
 from hf_helix.engine.engine import Engine
@@ -154,7 +154,7 @@ def train(
         "rule": trainer.plan.rule,
         "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],
-        "said": said(counts.output),
+        "said": said_in(counts.output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
@@ -172,13 +172,7 @@ def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
             losses.append(model.train_window(window).item())
             result.append(len(counts.measured))
             norms.append(model.engine.gradient_norm().item())
-    return {"measured": result, "losses": losses, "norms": norms, "said": said(counts.output)}
-
-
-def said(output: io.StringIO) -> list[str]:
-    """The lines of the library, after those on the model and its layout."""
-    lines = [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
-    return [line for line in lines if not line.endswith("CUDA graphs off")]
+    return {"measured": result, "losses": losses, "norms": norms, "said": said_in(counts.output)}
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------

@@ -340,7 +340,6 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
 @pytest.mark.parametrize(
     "words",
     [
-        (),
         ("planning",),
         ("plan",),
         ("plan", "P", "--rule", "magic"),
