@@ -49,7 +49,13 @@ class HostLink:
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns memory on the host with a tensor's shape, for copies to or from a device."""
+    """Returns memory on the host for copies to or from a device.
+
+    Args:
+        like: a tensor of the shape.
+        dtype: of the memory.
+        device: at the other end of the copies; pinned memory for a GPU.
+    """
     return torch.empty(like.shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
