@@ -39,7 +39,8 @@ REFUSED = dict.fromkeys(
 )
 """The entries of a batch for other towers."""
 
-_TEXT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_CACHE = ("past_key_values", "cache")  # renamed by Transformers 5.24
+_TEXT = ("input_ids", "attention_mask", "position_ids", *_CACHE, "inputs_embeds", "labels", "use_cache")
 _DECODER = (*_TEXT, "cache_position", "output_attentions", "output_hidden_states", "return_dict", "kwargs")
 
 

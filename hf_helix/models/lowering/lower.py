@@ -183,6 +183,9 @@ class Lowering(Experts, Mixers):
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
         cost = COST_OF_ATTENTION if segment.mixes else LIGHT
+        if node is plan.handed:
+            self._set(node, b.indices(self._name(node), function, *names, side=side, **self._used_by(segment)))
+            return
         name = b.segment(
             self._name(node),
             function,

@@ -104,13 +104,14 @@ class Decoder:
         holder: the submodule with the list of layers: `module`, or an encoder inside that takes hidden states.
         layers: the layers.
         prefix: the name of the list of layers in the model.
-        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer.
+        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer: None, or
+            the description of a value that the next layer takes.
         masks: the context in which mask functions return what layers are handed: placeholders, or tensors.
 
     `makes_masks` says whether masks are tensors, for layers that compute with them, instead of placeholders.
     """
 
-    rest: tuple[None, ...] = ()
+    rest: tuple[Given | None, ...] = ()
 
     def __init__(self, base: Any, makes_masks: bool = False) -> None:
         self.masks = made_masks if makes_masks else named_masks
@@ -299,7 +300,7 @@ def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class LayerCalls:
-    """The arguments of all layers of a model; `makes_masks` is that of `Decoder`.
+    """The arguments of all layers of a model; `makes_masks` and `rest` are those of `Decoder`.
 
     Attributes:
         decoder: the submodule that calls the layers.
@@ -311,8 +312,9 @@ class LayerCalls:
             positions.
     """
 
-    def __init__(self, base: Any, makes_masks: bool = False) -> None:
+    def __init__(self, base: Any, makes_masks: bool = False, rest: tuple[Given | None, ...] = ()) -> None:
         self.decoder = Decoder(base, makes_masks)
+        self.decoder.rest = rest
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)

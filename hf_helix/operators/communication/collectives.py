@@ -184,7 +184,8 @@ class PipelineTransfer(Communication):
         if inputs:
             values = [value.contiguous() for value in inputs]
             return (), lambda: self.send(values, forward)
-        outputs = self.make_buffers(call.side)
+        made = self.make_buffers(call.side)
+        outputs = made if forward else tuple([out for out in made if out.is_floating_point()])
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
@@ -198,10 +199,12 @@ class PipelineTransfer(Communication):
             self.channel.receive(out, forward)
 
 
-def transfer_unit(name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
+def transfer_unit(
+    name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, plain: Sequence[bool] = (False,)
+) -> Unit:
     """Returns the unit at an end of a channel with number `boundary`: `send` after stage `boundary`, or `receive`
-    before the next stage, of `values` values."""
+    before the next stage; see `transfer_graphs`."""
     assert name in (SEND, RECEIVE)
     transfer = PipelineTransfer(channel, boundary, make_buffers)
     label = f"{name}.{boundary}"
-    return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})
+    return Unit(label=label, graphs=transfer_graphs(plain)[name], operators={"transfer": transfer}, placements={})
