@@ -37,7 +37,7 @@ from hf_helix.models.model_code import forward_of, has_stock_loss, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
-from hf_helix.models.towers import REFUSED, Towers
+from hf_helix.models.towers import FEATURES, REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
@@ -155,22 +155,26 @@ class DerivedFamily(Family):
             parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
         start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
+        features = b.input(f"{FEATURES}.before") if self._has_features else None
         if plan.trace.handed is not None:
             given = b.input(f"{HANDED}.before", is_plain=True)
             start |= {node: given for node, name in plan.trace.given.items() if name == HANDED}
         lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
         x, parts = lowering.run(), lowering.parts
+        if features is not None:
+            x, features = b.segment_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
+        more = () if features is None else (features,)
         handed = () if plan.handed is None else (b.indices(HANDED, _same, lowering.value(plan.handed, FULL)),)
         b.place([p for name, p in named if not plan.trace.reads(name)], COPIED)
         if sums is None:
-            return b.build(x, *handed)
+            return b.build(x, *more, *handed)
         routers = self._routers_in(layer)
         if len(parts) != len(routers) or len(routers) > 1:
             raise Underivable(
                 f"output_router_logits=True adds a loss for the balance of its experts, which reads {len(routers)} "
                 f"routers of {b.label}, of which {len(parts)} are followed"
             )
-        return b.build(x, add_part(b, sums, parts[0] if parts else None), *handed)
+        return b.build(x, add_part(b, sums, parts[0] if parts else None), *more, *handed)
 
     def units(
         self,
@@ -195,11 +199,14 @@ class DerivedFamily(Family):
             self._towers.leave_idle(b)
         has_handed = self._kind(0, 1, 0).handed is not None
         handed = (b.indices(HANDED, _nothing, side=("ids",)),) if has_handed else ()
-        return b.build(x, *self.balance_start(b, model), *handed)
+        features = (FEATURES,) if self._has_features else ()
+        return b.build(x, *self.balance_start(b, model), *features, *handed)
 
     def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
         make, trace = super().empty(model, tp_size, own), self._kind(0, 1, 0).trace
         handed = trace.handed
+        if self._has_features:  # behind the first pipeline stage none are left
+            return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))
         if handed is None:
             return make
 
@@ -209,12 +216,23 @@ class DerivedFamily(Family):
 
         return make_more
 
+    @property
+    def _has_features(self) -> bool:
+        """Whether layers pass on features of images that are added behind the first layers."""
+        return self._towers is not None and self._towers.are_deep and not self._towers.problem
+
+    def _last(self, b: Builder, x: str) -> str:
+        """Returns the output of the last layer, behind which no features are left."""
+        return b.segment(f"{FEATURES}.end", _without, x, b.input(FEATURES)) if self._has_features else x
+
     def loss(self, b: Builder, model: Any, x: str) -> str:
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = Lowering(plan, b, model, {plan.start[0]: x}).run(FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
         return b.segment("output", _same, x, compiles=False) if output == x else output
@@ -317,8 +335,8 @@ class DerivedFamily(Family):
                 module.forward = lambda x, *args, **kwargs: (x, x)  # only layers use the result
 
         def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, None]:
-            inner = module.get_submodule(decoder.path)
-            with self.calls.decoder.masks(inner):
+            inner, outer = (module.get_submodule(path) for path in (decoder.path, decoder.path.rpartition(".")[0]))
+            with self.calls.decoder.masks(outer), self.calls.decoder.masks(inner):
                 called = inner if self._ends_at_decoder else module
                 if self._towers is not None and called is not inner:
                     self._towers.trace(opaque_calls, inner, module.get_input_embeddings())
@@ -413,6 +431,11 @@ class DerivedFamily(Family):
         if self._towers is not None:
             self._towers.check_batch(batch)
 
+    def loss_adds_up(self, model: Any) -> bool:
+        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
+        modules = (module for layer in self.calls.decoder.layers for module in layer.modules())
+        return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
+
     def reads_images(self, batch: Mapping[str, Any]) -> bool:
         return self._towers is not None and self._towers.have_images(batch)
 
@@ -448,6 +471,15 @@ def _as_opaque(number: int, is_tuple: bool, rest: tuple[Any, ...]) -> Any:
         return (result, *rest) if is_tuple else result
 
     return forward
+
+
+def _add_features(x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    count = min(len(x), len(features))
+    return (x + features[:count] if count else x.view_as(x)), features[count:]
+
+
+def _without(x: Tensor, features: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _nothing(ids: Tensor) -> Tensor:

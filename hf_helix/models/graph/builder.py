@@ -286,6 +286,7 @@ class Builder:
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
         frees_inputs: bool = False,
+        compiles: bool = True,
     ) -> tuple[str, ...]:
         """Adds a function of several outputs under autograd; see `segment` for the other arguments.
 
@@ -294,7 +295,8 @@ class Builder:
             non_differentiable: the names of further outputs without gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
-        runs, plain = function if draws else self.compiled(function), tuple(non_differentiable)
+        runs = self.compiled(function) if compiles and not draws else function
+        plain = tuple(non_differentiable)
         segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
         writes = (*outputs, *plain)
         return self.declare(name, segment, inputs, writes, non_differentiable=plain, recompute_when_selective=True)

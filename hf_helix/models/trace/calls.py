@@ -135,9 +135,15 @@ class Decoder:
 
     @contextlib.contextmanager
     def stubs(
-        self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None], with_masks: bool = False
+        self, called: Callable[[int, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None], with_masks: bool = False
     ) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors."""
+        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors.
+
+        Args:
+            called: takes the number of a layer, its arguments and the hidden states that enter; returns those that
+                leave, or None for the same.
+            with_masks: whether masks are made by Transformers.
+        """
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
         with contextlib.nullcontext() if with_masks else self.masks(self.module):
@@ -182,7 +188,8 @@ class _Stub(nn.Module):
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        self.called(self._number, args, kwargs)
+        left = self.called(self._number, args, kwargs, hidden)
+        hidden = hidden if left is None else left
         return (hidden, *self._decoder.rest) if self._decoder.rest else hidden
 
 
@@ -378,7 +385,7 @@ class LayerCalls:
         wanted = set(range(len(self.decoder.layers)) if layers is None else layers)
         calls: dict[int, Any] = {}
 
-        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> None:
             calls[number] = args, kwargs
             if wanted <= calls.keys():
                 raise _Enough

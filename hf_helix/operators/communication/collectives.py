@@ -183,6 +183,12 @@ class PipelineTransfer(Communication):
         forward = part is Part.F
         if inputs:
             values = [value.contiguous() for value in inputs]
+            shapes = [out.shape for out in self.make_buffers(call.side)] if forward and len(values) > 1 else []
+            if shapes and shapes != [value.shape for value in values]:
+                raise ValueError(
+                    "the first pipeline stage has fewer layers than images add features behind; give it more with "
+                    "layers_per_stage"
+                )
             return (), lambda: self.send(values, forward)
         made = self.make_buffers(call.side)
         outputs = made if forward else tuple([out for out in made if out.is_floating_point()])
@@ -191,12 +197,14 @@ class PipelineTransfer(Communication):
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
         """Sends all values of a transfer."""
         for value in values:
-            self.channel.send(value, forward)
+            if value.numel():
+                self.channel.send(value, forward)
 
     def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
         """Receives all values of a transfer."""
         for out in outputs:
-            self.channel.receive(out, forward)
+            if out.numel():
+                self.channel.receive(out, forward)
 
 
 def transfer_unit(
