@@ -79,14 +79,6 @@ def test_data_parallel_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_first_stage_with_too_few_layers(cluster_of: Any, tmp_path: Path) -> None:
-    """Features of two layers would have to go on to the second stage."""
-    options = {"folder": str(tmp_path), "kind": "Qwen3VL", "helix": {"pp_size": 2, "layers_per_stage": [1, 2, 2, 3]}}
-    first, _ = cluster_of(2).errors("support.image_jobs:follow", **options)
-    assert "fewer layers than images add features behind; give it more with layers_per_stage" in str(first)
-
-
-@pytest.mark.slow
 def test_ranks_without_images(cluster_of: Any, tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "kind": "Llava", "helix": {}, "with_text": True}
     options["training"] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
