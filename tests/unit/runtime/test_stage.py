@@ -121,5 +121,5 @@ def test_features_that_a_first_stage_leaves_over_are_refused() -> None:
     transfer = PipelineTransfer(None, 0, lambda side: (torch.empty(4, 1, 8), torch.empty(0, 1, 8)))  # type: ignore[arg-type]
     call = Call({}, 0, True)
     transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(0, 1, 8))
-    with pytest.raises(ValueError, match="fewer layers than images add features behind.*layers_per_stage"):
+    with pytest.raises(ValueError, match=r"fewer layers than images add features behind.*layers_per_stage"):
         transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(4, 1, 8))
