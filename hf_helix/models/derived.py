@@ -219,7 +219,8 @@ class DerivedFamily(Family):
     @property
     def _has_features(self) -> bool:
         """Whether layers pass on features of images that are added behind the first layers."""
-        return self._towers is not None and self._towers.are_deep and not self._towers.problem
+        towers = None if self._ends_at_decoder else self._towers
+        return towers is not None and towers.are_deep and not towers.problem
 
     def _last(self, b: Builder, x: str) -> str:
         """Returns the output of the last layer, behind which no features are left."""
