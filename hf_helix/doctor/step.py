@@ -155,7 +155,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     names, chunks = place_names(units, ranks, ranges)
     graphs = dict(amounts.layout.graphs)
     if case.sizes.pp > 1:
-        graphs |= transfer_graphs(len(graphs[names[0]].forward.outputs))
+        graphs |= transfer_graphs(graphs[names[0]].forward.passing)
     return Layout(names, chunks, graphs, (), ranks)
 
 

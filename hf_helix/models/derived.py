@@ -37,21 +37,24 @@ from hf_helix.models.model_code import forward_of, has_stock_loss, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
-from hf_helix.models.towers import REFUSED, Towers
+from hf_helix.models.towers import FEATURES, REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
+    HANDED,
     PLACES,
     SEEN,
     ComputesWithMask,
     Given,
+    HandsOn,
     ModuleTrace,
     Underivable,
     args_of,
     trace,
 )
+from hf_helix.operators.base import Tensors
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
@@ -116,15 +119,22 @@ class DerivedFamily(Family):
             self.unread = {**documents, **({} if self._towers is None else REFUSED)}
 
     def _calls_of(self, base: Any) -> LayerCalls:
-        """Returns the arguments of layers, with masks as tensors if the code of a layer computes with a mask."""
-        try:
-            self.calls = LayerCalls(base)
-            for number in range(len(self.calls.calls)):
-                self._traced(self._key(number), self._tracing(number))
-            return self.calls
-        except ComputesWithMask:
+        """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
+        a value that layers hand on."""
+        options: dict[str, Any] = {}
+        while True:
+            try:
+                self.calls = LayerCalls(base, **options)
+                for number in range(len(self.calls.calls)):
+                    self._traced(self._key(number), self._tracing(number))
+                return self.calls
+            except ComputesWithMask:
+                if options:
+                    raise
+                options["makes_masks"] = True
+            except HandsOn as hands_on:
+                options["rest"] = (hands_on.given,)
             self._traces.clear()
-            return LayerCalls(base, makes_masks=True)
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -140,20 +150,31 @@ class DerivedFamily(Family):
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(index for index, other in enumerate(self.calls.decoder.layers) if other is layer)
         plan, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
+        named = list(layer.named_parameters())
+        for parameter in (p for name, p in named if not plan.trace.trains(name)):
+            parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
         start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
+        features = b.input(f"{FEATURES}.before") if self._has_features else None
+        if plan.trace.handed is not None:
+            given = b.input(f"{HANDED}.before", is_plain=True)
+            start |= {node: given for node, name in plan.trace.given.items() if name == HANDED}
         lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
         x, parts = lowering.run(), lowering.parts
-        _freeze(b, [p for name, p in layer.named_parameters() if not plan.trace.reads(name)])
+        if features is not None:
+            x, features = b.segment_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
+        more = () if features is None else (features,)
+        handed = () if plan.handed is None else (b.indices(HANDED, _same, lowering.value(plan.handed, FULL)),)
+        b.place([p for name, p in named if not plan.trace.reads(name)], COPIED)
         if sums is None:
-            return b.build(x)
+            return b.build(x, *more, *handed)
         routers = self._routers_in(layer)
         if len(parts) != len(routers) or len(routers) > 1:
             raise Underivable(
                 f"output_router_logits=True adds a loss for the balance of its experts, which reads {len(routers)} "
                 f"routers of {b.label}, of which {len(parts)} are followed"
             )
-        return b.build(x, add_part(b, sums, parts[0] if parts else None))
+        return b.build(x, add_part(b, sums, parts[0] if parts else None), *more, *handed)
 
     def units(
         self,
@@ -176,14 +197,43 @@ class DerivedFamily(Family):
         x = Lowering(plan, b, model, {}).run()
         if self._towers is not None and all(opaque.kind != TOWERS for opaque in plan.trace.opaque_calls):
             self._towers.leave_idle(b)
-        return b.build(x, *self.balance_start(b, model))
+        has_handed = self._kind(0, 1, 0).handed is not None
+        handed = (b.indices(HANDED, _nothing, side=("ids",)),) if has_handed else ()
+        features = (FEATURES,) if self._has_features else ()
+        return b.build(x, *self.balance_start(b, model), *features, *handed)
+
+    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+        make, trace = super().empty(model, tp_size, own), self._kind(0, 1, 0).trace
+        handed = trace.handed
+        if self._has_features:  # behind the first pipeline stage none are left
+            return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))
+        if handed is None:
+            return make
+
+        def make_more(side: Mapping[str, Any]) -> Tensors:
+            sizes = [*side["ids"].shape, *(trace.size(size, side["length"]) for size in handed.meta["val"].shape[2:])]
+            return (*make(side), side["ids"].new_empty(sizes, dtype=handed.meta["val"].dtype))
+
+        return make_more
+
+    @property
+    def _has_features(self) -> bool:
+        """Whether layers pass on features of images that are added behind the first layers."""
+        towers = None if self._ends_at_decoder else self._towers
+        return towers is not None and towers.are_deep and not towers.problem
+
+    def _last(self, b: Builder, x: str) -> str:
+        """Returns the output of the last layer, behind which no features are left."""
+        return b.segment(f"{FEATURES}.end", _without, x, b.input(FEATURES)) if self._has_features else x
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = Lowering(plan, b, model, {plan.start[0]: x}).run(FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
         return b.segment("output", _same, x, compiles=False) if output == x else output
@@ -218,7 +268,8 @@ class DerivedFamily(Family):
         if (key, size, rank) not in self._kinds:
             placements = self._place(key, self._tracing(number), size, ValuePlacement(SHARD))
             graph = placements.trace
-            self._kinds[key, size, rank] = SegmentPlan(placements, Share(size, rank), [graph.hidden], graph.result)
+            start = [graph.hidden, *(node for node, name in graph.given.items() if name == HANDED)]
+            self._kinds[key, size, rank] = SegmentPlan(placements, Share(size, rank), start, graph.result, graph.handed)
         return self._kinds[key, size, rank]
 
     def _place(
@@ -252,10 +303,13 @@ class DerivedFamily(Family):
             recorded.clear()
             result = module(x, *args, **kwargs)
             self.calls.is_tuple = isinstance(result, tuple)
-            rest = self.calls.decoder.rest
-            if rest and result[1:] != rest:
+            rest, logits = self.calls.decoder.rest, [x for x in recorded if isinstance(x, Tensor)]
+            (handed,) = result[1:] if rest else (None,)
+            if isinstance(handed, Tensor) and not handed.is_floating_point() and rest == (None,):
+                raise HandsOn(handed)
+            if (handed is None) != (rest in ((), (None,))) or (handed is not None and handed.is_floating_point()):
                 raise Underivable("its layers hand a second value from one to the next, which is not built")
-            return (result[0] if isinstance(result, tuple) else result, *(x for x in recorded if isinstance(x, Tensor)))
+            return (result[0] if isinstance(result, tuple) else result, handed, *logits)
 
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
         graph = trace(skeleton, opaque_calls, hidden, call.given, run)
@@ -281,15 +335,14 @@ class DerivedFamily(Family):
             if "Rotary" in type(module).__name__ and id(module) not in inside:
                 module.forward = lambda x, *args, **kwargs: (x, x)  # only layers use the result
 
-        def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
-            inner = module.get_submodule(decoder.path)
-            with self.calls.decoder.masks(inner):
+        def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, None]:
+            inner, outer = (module.get_submodule(path) for path in (decoder.path, decoder.path.rpartition(".")[0]))
+            with self.calls.decoder.masks(outer), self.calls.decoder.masks(inner):
                 called = inner if self._ends_at_decoder else module
                 if self._towers is not None and called is not inner:
                     self._towers.trace(opaque_calls, inner, module.get_input_embeddings())
                 result = called(input_ids=ids, position_ids=given[0], use_cache=False)
-                found: Tensor = result[0] if self._ends_at_decoder else result.logits
-            return found
+                return (result[0] if self._ends_at_decoder else result.logits), None
 
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
         return trace(skeleton, opaque_calls, ids, [POSITIONS[self.calls.has_rows]], run)
@@ -379,6 +432,11 @@ class DerivedFamily(Family):
         if self._towers is not None:
             self._towers.check_batch(batch)
 
+    def loss_adds_up(self, model: Any) -> bool:
+        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
+        modules = (module for layer in self.calls.decoder.layers for module in layer.modules())
+        return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
+
     def reads_images(self, batch: Mapping[str, Any]) -> bool:
         return self._towers is not None and self._towers.have_images(batch)
 
@@ -408,7 +466,7 @@ class DerivedFamily(Family):
         return inputs
 
 
-def _as_opaque(number: int, is_tuple: bool, rest: tuple[None, ...]) -> Any:
+def _as_opaque(number: int, is_tuple: bool, rest: tuple[Any, ...]) -> Any:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = OPS.unary(hidden_states, number)
         return (result, *rest) if is_tuple else result
@@ -416,11 +474,17 @@ def _as_opaque(number: int, is_tuple: bool, rest: tuple[None, ...]) -> Any:
     return forward
 
 
-def _freeze(b: Builder, parameters: Sequence[nn.Parameter]) -> None:
-    """Places parameters that nothing reads: as in Transformers, each is without gradient and without a step."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    b.place(parameters, COPIED)
+def _add_features(x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    count = min(len(x), len(features))
+    return (x + features[:count] if count else x.view_as(x)), features[count:]
+
+
+def _without(x: Tensor, features: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _nothing(ids: Tensor) -> Tensor:
+    return ids.new_empty(0)
 
 
 def _same(value: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ OPEN: dict[str, Values] = {
     "glm46v": OF_GLM,
     "glm4v_moe": OF_GLM,
     "glm_ocr": OF_GLM,
+    "glm_moe_dsa": {"index_topk_freq": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
@@ -109,7 +110,7 @@ SIZES = {
     "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
     2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers linear_num_key_heads "
     "index_topk_blocks num_mem_blocks zero_expert_num kv_n_heads moe_top_k n_shared_experts num_shared_experts "
-    "num_encoder_layers num_blocks",
+    "num_encoder_layers num_blocks num_filters depths",
     1: "topk_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}

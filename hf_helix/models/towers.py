@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ from hf_helix.models.trace.calls import LayerCalls, stock_forward
 from hf_helix.models.trace.opaque_calls import OPS, TOWERS, OpaqueCalls
 from hf_helix.operators.param_shard import COPIED
 
+FEATURES = "features"
+"""The value [layers * tokens of this rank, batch, hidden] that is added to the hidden states behind the next layers, a
+part for each layer (deepstack); empty for text alone."""
+
 IMAGES = "images"
 """The side input with the images of a micro-batch; None for text alone."""
 
@@ -39,7 +43,8 @@ REFUSED = dict.fromkeys(
 )
 """The entries of a batch for other towers."""
 
-_TEXT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache")
+_CACHE = ("past_key_values", "cache")  # renamed by Transformers 5.24
+_TEXT = ("input_ids", "attention_mask", "position_ids", *_CACHE, "inputs_embeds", "labels", "use_cache")
 _DECODER = (*_TEXT, "cache_position", "output_attentions", "output_hidden_states", "return_dict", "kwargs")
 
 
@@ -69,6 +74,7 @@ class Towers:
         parameters: of the towers, and of the code between towers and decoder.
         modules: the modules that hold them.
         problem: why images cannot be read; "" where they can.
+        are_deep: whether features are added behind the first layers, too.
     """
 
     def __init__(self, base: Any, calls: LayerCalls) -> None:
@@ -84,7 +90,9 @@ class Towers:
         self.modules = [module for module in base.modules() if id(module) not in inside | around]
         self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *REFUSED)]
         further = [name for name in _parameters_of(decoder.module) if name not in _DECODER]
-        self.problem = f"its decoder takes {' and '.join(further)} of them beside its embeddings" if further else ""
+        self.are_deep, self._adds = any("deepstack" in name for name in further), False
+        refused = further and not self.are_deep
+        self.problem = f"its decoder takes {' and '.join(further)} of them beside its embeddings" if refused else ""
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -179,20 +187,23 @@ class Towers:
         batch, hidden]."""
         drops = any(_drops(module) for module in self.modules)
 
-        def merge(x: Tensor, images: Images | None) -> Tensor:
-            return x.view_as(x) if images is None else self._merge(x, images, b.tp.rank)
+        def merge(x: Tensor, images: Images | None) -> tuple[Tensor, ...]:
+            merged = [x.view_as(x)] if images is None else self._merge(x, images, b.tp.rank)
+            features = [torch.cat([x[:0], *merged[1:]])] if self.are_deep else []
+            return (merged[0], *features)
 
         b.called += self.modules
-        return b.segment(
+        return b.segment_outputs(
             name,
             merge,
+            (name, FEATURES) if self.are_deep else (name,),
             x,
             side=(IMAGES,),
             uses=self.parameters,
             on_shard=True,
             draws=(lambda: self._outer.training) if drops else None,
             compiles=False,
-        )
+        )[0]
 
     def leave_idle(self, b: Builder) -> None:
         """Places the towers where no operator reads them, frozen as in Transformers, where they get no gradient."""
@@ -200,13 +211,16 @@ class Towers:
             parameter.requires_grad_(False)
         b.place(self.parameters, COPIED)
 
-    def _merge(self, x: Tensor, images: Images, rank: int) -> Tensor:
+    def _merge(self, x: Tensor, images: Images, rank: int) -> list[Tensor]:
+        """Returns the embeddings, and the features that are added behind the first layers, one after the other."""
         mine = images.places[rank * len(x) :][: len(x)]
         length = images.given["input_ids"].shape[1]
         whole = x.new_zeros(images.padded, *x.shape[1:]).index_copy(0, mine, x)
         embeddings = whole[:length].transpose(0, 1)
-        found = self._run(images.given, lambda *args, **kwargs: embeddings)["inputs_embeds"].transpose(0, 1)
-        return functional.pad(found, (0, 0, 0, 0, 0, images.padded - length))[mine]
+        found = self._run(images.given, lambda *args, **kwargs: embeddings)
+        padding = (0, 0, 0, 0, 0, images.padded - length)
+        values = [found["inputs_embeds"], *found.get(FEATURES, ())]
+        return [functional.pad(value.transpose(0, 1), padding)[mine] for value in values]
 
     def _run(self, given: Mapping[str, Any], look_up: Callable[..., Tensor]) -> dict[str, Any]:
         """Runs the code around the decoder up to the decoder's call; returns the arguments of the call.
@@ -228,12 +242,64 @@ class Towers:
             for name, value in found.items()
             if name not in _DECODER and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         ]
-        if further or "inputs_embeds" not in found:
+        if further and self.are_deep:
+            found[FEATURES] = self._features(found, further)
+        elif further or "inputs_embeds" not in found:
             raise ValueError(
                 f"images are not built for {type(self._base).__name__}: its decoder takes "
                 f"{' and '.join(further) or 'no embeddings'}; leave them out, or use the stock Trainer"
             )
         return found
+
+    def _features(self, found: Mapping[str, Any], further: Sequence[str]) -> list[Tensor]:
+        """Returns what the decoder's code adds to the hidden states behind the first layers [batch, sequence, hidden],
+        layer by layer.
+
+        Args:
+            found: the arguments of the decoder.
+            further: the names of those that images alone bring.
+
+        Raises:
+            ValueError: the code does more than add.
+        """
+        embeddings = found["inputs_embeds"]
+        zeros, ones = torch.zeros_like(embeddings), torch.ones_like(embeddings)
+        entered = self._entered(found, zeros)
+        features = [hidden for hidden, _ in entered[1:]]
+        while features and features[-1] is zeros:
+            features.pop()
+        if not self._adds:  # looked at once, since a look waits for the device
+            with torch.no_grad():
+                plain = self._entered({name: value for name, value in found.items() if name not in further}, ones)
+                moved = self._entered(found, ones)
+                sums = [embeddings, *(ones if value is zeros else ones + value for value, _ in entered[1:])]
+                self._adds = all(
+                    torch.equal(hidden, total) and all(map(torch.equal, given, usual))
+                    for (hidden, given), (_, usual), total in zip(moved, plain, sums, strict=True)
+                )
+            if not self._adds or any(hidden is not ones for hidden, _ in plain[1:]):
+                raise ValueError(
+                    f"images are not built for {type(self._base).__name__}: its decoder does more with "
+                    f"{' and '.join(further)} than add them behind layers; leave them out, or use the stock Trainer"
+                )
+        return features
+
+    def _entered(self, given: Mapping[str, Any], left: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        """Runs the decoder's code with stubs for layers, which return `left`; returns for each layer the hidden states
+        that enter, and the tensors that the layer is given beside them."""
+        entered: list[tuple[Tensor, list[Tensor]]] = []
+        decoder = self._calls.decoder
+
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+            leaves = tree_leaves((args, kwargs))
+            entered.append((hidden, [leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+            if number + 1 == len(decoder.layers):
+                raise _Reached
+            return left
+
+        with decoder.stubs(called), contextlib.suppress(_Reached):
+            stock_forward(decoder.module)(**given)
+        return entered
 
 
 class _Reached(Exception):

@@ -108,18 +108,18 @@ class Segment(Computation):
         side = {name: call.side[name] for name in self.side} if self.side else {}
         if not call.training:
             return self._run(call, inputs, side)
-        leaves = tuple([value.detach().requires_grad_() for value in inputs])
+        leaves = tuple([value.detach().requires_grad_(not _is_of_integers(value)) for value in inputs])
         with torch.enable_grad():
             given = tuple([leaf.view_as(leaf) for leaf in leaves]) if self._frees_inputs else leaves
             outputs = self._run(call, given, side)
         if self._frees_inputs:
             for leaf in leaves:
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape is all that its gradient needs
-        if leaves or self._trained():
-            # Only the edges are saved: an output without use in backward is freed with its last reader.
-            differentiable = outputs[: len(outputs) - self.num_plain]
+        # Only the edges are saved: an output without use in backward is freed with its last reader.
+        differentiable = outputs[: len(outputs) - self.num_plain]
+        if differentiable and (leaves or self._trained()):
             edges = tuple([get_gradient_edge(output) for output in differentiable])
-            call.saved = partial(self._run_backward, leaves, edges)
+            call.saved = partial(self._run_backward, tuple([leaf for leaf in leaves if leaf.requires_grad]), edges)
         return tuple([output.detach() for output in outputs])
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
@@ -232,6 +232,10 @@ class SumOfGradients(Computation):
         for gradient in gradients[1:]:
             total = total + gradient
         return (total,)
+
+
+def _is_of_integers(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def place_units(
     embedding = units[0]
     ranks = stage_ranks(placement, pipe.size)
     ranges = split_layers(len(units) - 2, ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
-    passing = len(embedding.graphs.forward.outputs)
+    passing = embedding.graphs.forward.passing
     names, chunks = place_names([unit.name for unit in units], ranks, ranges)
     model: dict[int, Unit] = {}
     ends: dict[int, Unit] = {}
@@ -195,7 +195,9 @@ def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int])
     return [embedding, *chain.from_iterable(parts), head], modes
 
 
-def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:
+def _end(
+    name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: Sequence[bool]
+) -> Unit:
     """Returns this rank's end of the P2P link out of a stage, or into it."""
     outward = name == SEND
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])

@@ -18,6 +18,7 @@ SAMPLE = {
     "BloomForCausalLM": ["tp2"],
     "XGLMForCausalLM": ["tp2", "pp2"],
     "DeepseekV32ForCausalLM": ["tp2", "pp2", "ep2"],
+    "GlmMoeDsaForCausalLM": ["tp2", "pp2", "ep2"],
 }
 """With tensor parallelism, Gemma 2 is proven by `test_training_equals_the_stock_trainer`, before it trains."""
 QUICK = ("MixtralForCausalLM", "RobertaForCausalLM", "BloomForCausalLM")

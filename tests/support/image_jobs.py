@@ -29,6 +29,7 @@ class Kind:
         changes: of the configuration.
         draw: the entries of an image beside its ids, and the number of its tokens.
         types: the entry with the kinds of tokens, if any.
+        layers: of the language model.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kind:
     draw: Callable[[torch.Generator], tuple[Row, int]]
     changes: Mapping[str, Any]
     types: str = ""
+    layers: int = 4
 
 
 def alone(generator: torch.Generator) -> tuple[Row, int]:
@@ -117,7 +119,15 @@ KINDS = {
         ),
         Kind("SmolVLMForConditionalGeneration", SQUARE, masked, {"scale_factor": 2}),
         Kind("InternVLForConditionalGeneration", {**SMALL, "image_size": [28, 28], "patch_size": [14, 14]}, alone, {}),
-        Kind("Qwen3VLForConditionalGeneration", {**QWEN, "out_hidden_size": 64}, patched(1176), {}, TYPES),
+        Kind("PaliGemmaForConditionalGeneration", SQUARE, several, {}, "token_type_ids"),
+        Kind(
+            "Qwen3VLForConditionalGeneration",
+            {**QWEN, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]},
+            patched(1176),
+            {},
+            TYPES,
+            layers=8,
+        ),
     )
 }
 """The classes, by the name of the model."""
@@ -126,7 +136,7 @@ KINDS = {
 def model_of(kind: str, frozen: bool = False) -> Any:
     """A small model; `frozen`: without its towers."""
     about = KINDS[kind]
-    config = default_config(about.name, 4)
+    config = default_config(about.name, about.layers)
     for name, value in about.vision.items():
         setattr(config.vision_config, name, value)
     for name, value in about.changes.items():

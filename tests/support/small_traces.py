@@ -44,7 +44,7 @@ def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]
     opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(module).train()
     opaque_calls.replace(skeleton)
     hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")
-    return trace(skeleton, opaque_calls, hidden, given, lambda called, x, more: called(x, *more))
+    return trace(skeleton, opaque_calls, hidden, given, lambda called, x, more: (called(x, *more), None))
 
 
 def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> Placements:

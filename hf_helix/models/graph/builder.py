@@ -78,11 +78,13 @@ class Builder:
         self._tensor_operators: dict[str, TensorOperator] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
         self._inputs: list[str] = []
+        self._plain_inputs: list[str] = []
         self._above: set[nn.Parameter] = set()
 
-    def input(self, name: str) -> str:
-        """Adds an input of the unit."""
+    def input(self, name: str, is_plain: bool = False) -> str:
+        """Adds an input of the unit; a plain one has no gradient."""
         self._inputs.append(name)
+        self._plain_inputs += [name] * is_plain
         return name
 
     def all_gather(self, name: str, value: str) -> str:
@@ -211,7 +213,15 @@ class Builder:
     def build(self, *outputs: str) -> Unit:
         """Returns the declared unit with these outputs."""
         declared, inputs = tuple(self._declared), tuple(self._inputs)
-        graph = Graph(self.name, declared, inputs, outputs, self.repeats, shown=tuple(self.shown))
+        graph = Graph(
+            self.name,
+            declared,
+            inputs,
+            outputs,
+            self.repeats,
+            shown=tuple(self.shown),
+            plain_inputs=tuple(self._plain_inputs),
+        )
         return Unit.of(
             graph,
             self._tensor_operators,
@@ -276,6 +286,7 @@ class Builder:
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
         frees_inputs: bool = False,
+        compiles: bool = True,
     ) -> tuple[str, ...]:
         """Adds a function of several outputs under autograd; see `segment` for the other arguments.
 
@@ -284,10 +295,16 @@ class Builder:
             non_differentiable: the names of further outputs without gradient (indices).
         """
         parameters = self._parameters(function, uses, cut, on_shard)
-        runs, plain = function if draws else self.compiled(function), tuple(non_differentiable)
+        runs = self.compiled(function) if compiles and not draws else function
+        plain = tuple(non_differentiable)
         segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
         writes = (*outputs, *plain)
         return self.declare(name, segment, inputs, writes, non_differentiable=plain, recompute_when_selective=True)
+
+    def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
+        """Adds a function of one output without gradient; see `segment_outputs` for the options."""
+        options |= {"on_shard": True, "non_differentiable": (name,)}
+        return self.segment_outputs(name, function, (), *inputs, **options)[0]
 
     def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
         """Adds a norm over this rank's part of the sequence.

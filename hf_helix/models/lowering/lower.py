@@ -185,6 +185,9 @@ class Lowering(Experts, Mixers):
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
         cost = COST_OF_ATTENTION if segment.mixes else LIGHT
+        if node is plan.handed:
+            self._set(node, b.indices(self._name(node), function, *names, side=side, **self._used_by(segment)))
+            return
         name = b.segment(
             self._name(node),
             function,
@@ -271,8 +274,8 @@ class Lowering(Experts, Mixers):
         problem = None
         if self.trace.shape(k)[-1] < self.trace.shape(v)[-1]:
             problem = "has values that are longer than its keys"
-        elif opaque.details["mask"] is None:
-            problem = "takes no causal mask"
+        elif opaque.details["mask"] is None or not getattr(self.module.get_submodule(opaque.path), "is_causal", True):
+            problem = "takes no causal mask, or is not causal in batches without padding"
         if problem is not None:
             raise Underivable(
                 f"cp_size={self.b.cp.size}: {opaque.path} {problem}, which is not built over a shared sequence; "

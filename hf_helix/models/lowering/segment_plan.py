@@ -103,15 +103,19 @@ class SegmentPlan:
         share: the rank's position.
         start: the nodes of the values that enter.
         target: the node of the value that leaves.
+        handed: the node of a further value that leaves, without gradient; None for none.
     """
 
-    def __init__(self, placements: Placements, share: Share, start: Sequence[Node], target: Node) -> None:
+    def __init__(
+        self, placements: Placements, share: Share, start: Sequence[Node], target: Node, handed: Node | None = None
+    ) -> None:
         self.placements = placements
         self.trace = placements.trace
         self.share = share
         self.start = tuple(start)
         self.target = target
-        self.needed = self._ancestors(target)
+        self.handed = handed
+        self.needed = self._ancestors(target) | (set() if handed is None else self._ancestors(handed))
         self.values: set[Node] = set(start)
         self.folded: set[Node] = set()
         self.routed: dict[Node, Node] = {}
@@ -179,7 +183,7 @@ class SegmentPlan:
             if self.placement(node).where == FREE:
                 continue
             users = [user for user in node.users if user in self.needed]
-            must = node is self.target or any(self._must_be_value(node, user) for user in users)
+            must = node in (self.target, self.handed) or any(self._must_be_value(node, user) for user in users)
             groups: set[Node] = set()
             for user in users:
                 groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())

@@ -47,7 +47,7 @@ from hf_helix.models.trace.opaque_calls import (
     NORM,
     TOWERS,
 )
-from hf_helix.models.trace.trace import PLACES, ModuleTrace, Underivable, args_of, has_value
+from hf_helix.models.trace.trace import HANDED, PLACES, ModuleTrace, Underivable, args_of, has_value
 
 
 def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> Placements:
@@ -77,8 +77,8 @@ def _run_round(p: Placements) -> None:
     for node, (dim, blocks) in p.decisions.cut.items():
         p.values[node] = ValuePlacement(FREE, dim=dim, blocks=blocks)
     for node, name in trace.given.items():
-        if name == PLACES:
-            p.values[node] = ValuePlacement(SHARD)
+        if name in (PLACES, HANDED):
+            p.values[node] = ValuePlacement(SHARD if name == PLACES else FULL)
     for node in trace.nodes:
         if has_value(node):
             opaque = trace.opaque_call(node)

@@ -104,13 +104,14 @@ class Decoder:
         holder: the submodule with the list of layers: `module`, or an encoder inside that takes hidden states.
         layers: the layers.
         prefix: the name of the list of layers in the model.
-        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer.
+        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer: None, or
+            the description of a value that the next layer takes.
         masks: the context in which mask functions return what layers are handed: placeholders, or tensors.
 
     `makes_masks` says whether masks are tensors, for layers that compute with them, instead of placeholders.
     """
 
-    rest: tuple[None, ...] = ()
+    rest: tuple[Given | None, ...] = ()
 
     def __init__(self, base: Any, makes_masks: bool = False) -> None:
         self.masks = made_masks if makes_masks else named_masks
@@ -134,9 +135,15 @@ class Decoder:
 
     @contextlib.contextmanager
     def stubs(
-        self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], None], with_masks: bool = False
+        self, called: Callable[[int, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None], with_masks: bool = False
     ) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors."""
+        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors.
+
+        Args:
+            called: takes the number of a layer, its arguments and the hidden states that enter; returns those that
+                leave, or None for the same.
+            with_masks: whether masks are made by Transformers.
+        """
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
         with contextlib.nullcontext() if with_masks else self.masks(self.module):
@@ -181,7 +188,8 @@ class _Stub(nn.Module):
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        self.called(self._number, args, kwargs)
+        left = self.called(self._number, args, kwargs, hidden)
+        hidden = hidden if left is None else left
         return (hidden, *self._decoder.rest) if self._decoder.rest else hidden
 
 
@@ -299,7 +307,7 @@ def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class LayerCalls:
-    """The arguments of all layers of a model; `makes_masks` is that of `Decoder`.
+    """The arguments of all layers of a model; `makes_masks` and `rest` are those of `Decoder`.
 
     Attributes:
         decoder: the submodule that calls the layers.
@@ -311,8 +319,9 @@ class LayerCalls:
             positions.
     """
 
-    def __init__(self, base: Any, makes_masks: bool = False) -> None:
+    def __init__(self, base: Any, makes_masks: bool = False, rest: tuple[Given | None, ...] = ()) -> None:
         self.decoder = Decoder(base, makes_masks)
+        self.decoder.rest = rest
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
@@ -376,7 +385,7 @@ class LayerCalls:
         wanted = set(range(len(self.decoder.layers)) if layers is None else layers)
         calls: dict[int, Any] = {}
 
-        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> None:
             calls[number] = args, kwargs
             if wanted <= calls.keys():
                 raise _Enough

@@ -15,8 +15,9 @@ rewrite is exact:
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.fx import Graph, Node
 
 from hf_helix.models.trace.mixers import mixers_as_operators
 from hf_helix.models.trace.opaque_calls import (
+    ATTENTION,
     DTYPE,
     OPAQUE_OPS,
     OPS,
@@ -40,6 +42,8 @@ from hf_helix.models.trace.opaque_calls import (
 aten = torch.ops.aten
 PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
 """Operations whose result may share memory with their argument."""
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
@@ -227,6 +231,9 @@ PLACES = "places"
 SEEN = "seen"
 """The side input with 1 for visible and 0 for hidden tokens, for recurrent layers; None where none is hidden."""
 
+HANDED = "handed"
+"""The value without gradient that a layer takes from the layer before, such as the indices of an indexer."""
+
 BATCH, SEQUENCE = 1_000_003, 2_000_003
 """The sizes of a trace as numbers: primes, different from every size of a model."""
 
@@ -236,6 +243,20 @@ EXAMPLE_BATCH, EXAMPLE_LENGTH = 2, 6
 
 class Underivable(ValueError):
     """Refuses to derive a model; the text is the reason."""
+
+
+class HandsOn(Underivable):
+    """Refuses layers that hand a value to the next layer; a trace with this value may follow.
+
+    Args:
+        value: the value, on the meta device.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__("its layers hand a second value from one to the next, which is not built")
+        is_open = [not isinstance(size, int) for size in value.shape]
+        shape = tuple(map(int, value.shape))
+        self.given = Given(HANDED, shape, value.dtype, tuple(dim for dim, opens in enumerate(is_open) if opens))
 
 
 class ComputesWithMask(Underivable):
@@ -266,6 +287,7 @@ class ModuleTrace:
         nodes: the calls in order.
         hidden: the node of the value that enters.
         result: the node of the value that leaves.
+        handed: the node of the value without gradient that the next layer takes; None for none.
         logits: the nodes of router logits, for every token and expert.
         opaque_calls: the descriptions of calls of custom operators.
         attributes: the nodes of parameters and buffers, with their names in the module.
@@ -280,6 +302,7 @@ class ModuleTrace:
     nodes: Sequence[Node]
     hidden: Node
     result: Node
+    handed: Node | None
     logits: tuple[Node, ...]
     opaque_calls: Sequence[OpaqueCall]
     attributes: dict[Node, str]
@@ -309,9 +332,31 @@ class ModuleTrace:
 
     def reads(self, name: str) -> bool:
         """Returns whether the code reads a parameter, itself or in a submodule that is called."""
-        called = (self.path_of(node) for node in self.nodes if self.opaque_call(node) is not None)
-        own = (attribute for node, attribute in self.attributes.items() if node.users)
+        return self._is_read(name, {*self.nodes, *(node for node in self.attributes if node.users)})
+
+    def trains(self, name: str) -> bool:
+        """Returns whether a parameter gets a gradient: one that only indices depend on gets none."""
+        return self._is_read(name, self._differentiable)
+
+    def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
+        calls = (self.opaque_call(node) for node in nodes)
+        # The path of a call of attention is that of the calling module.
+        called = [call.path for call in calls if call is not None and call.kind != ATTENTION]
+        own = (self.attributes[node] for node in nodes if node in self.attributes)
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
+
+    @functools.cached_property
+    def _differentiable(self) -> set[Node]:
+        """The nodes with a gradient."""
+        found, waiting = set[Node](), [self.result, *self.logits]
+        while waiting:
+            node = waiting.pop()
+            values = node.meta.get("val")
+            values = values if isinstance(values, (tuple, list)) else [values]
+            if node not in found and any(isinstance(x, torch.Tensor) and x.dtype not in INTEGERS for x in values):
+                found.add(node)
+                waiting += node.all_input_nodes
+        return found
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -331,6 +376,10 @@ class ModuleTrace:
     def shape(self, node: Node) -> tuple[int, ...]:
         """Returns the shape of a value, in numbers."""
         return tuple(self.number(size) for size in node.meta["val"].shape)
+
+    def size(self, size: Any, length: int) -> int:
+        """Returns a size that depends on the length of the sequence alone, as a number."""
+        return size if isinstance(size, int) else int(size.node.expr.subs({self.sequence: length}))
 
     def path(self, node: Node) -> str:
         """Returns the path of the module whose code makes a call."""
@@ -436,11 +485,12 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
     batch, sequence = (size.node.expr if hasattr(size, "node") else size for size in hidden.meta["val"].shape[:2])
     if isinstance(batch, int) or isinstance(sequence, int):
         raise Underivable("its code is only right for one batch size or one length")
-    result, *logits = next(node for node in nodes if node.op == "output").args[0]
+    result, handed, *logits = next(node for node in nodes if node.op == "output").args[0]
     return ModuleTrace(
         nodes=[node for node in nodes if node.op == "call_function"],
         hidden=hidden,
         result=result,
+        handed=handed,
         logits=tuple(logits),
         opaque_calls=opaque_calls.opaque_calls,
         attributes=attributes,

@@ -183,25 +183,37 @@ class PipelineTransfer(Communication):
         forward = part is Part.F
         if inputs:
             values = [value.contiguous() for value in inputs]
+            # Further values may be features, of which none may be left; only then are buffers worth a look.
+            looks = forward and any(value.shape[1:] == values[0].shape[1:] and len(value) for value in values[1:])
+            if looks and [out.shape for out in self.make_buffers(call.side)] != [value.shape for value in values]:
+                raise ValueError(
+                    "the first pipeline stage has fewer layers than images add features behind; give it more with "
+                    "layers_per_stage"
+                )
             return (), lambda: self.send(values, forward)
-        outputs = self.make_buffers(call.side)
+        made = self.make_buffers(call.side)
+        outputs = made if forward else tuple([out for out in made if out.is_floating_point()])
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
         """Sends all values of a transfer."""
         for value in values:
-            self.channel.send(value, forward)
+            if value.numel():
+                self.channel.send(value, forward)
 
     def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
         """Receives all values of a transfer."""
         for out in outputs:
-            self.channel.receive(out, forward)
+            if out.numel():
+                self.channel.receive(out, forward)
 
 
-def transfer_unit(name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
+def transfer_unit(
+    name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, plain: Sequence[bool] = (False,)
+) -> Unit:
     """Returns the unit at an end of a channel with number `boundary`: `send` after stage `boundary`, or `receive`
-    before the next stage, of `values` values."""
+    before the next stage; see `transfer_graphs`."""
     assert name in (SEND, RECEIVE)
     transfer = PipelineTransfer(channel, boundary, make_buffers)
     label = f"{name}.{boundary}"
-    return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})
+    return Unit(label=label, graphs=transfer_graphs(plain)[name], operators={"transfer": transfer}, placements={})

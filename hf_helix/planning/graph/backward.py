@@ -71,12 +71,10 @@ class BackwardParts:
 def backward_parts(graph: Graph) -> BackwardParts:
     """The backward operators of a forward graph. Raises as `derive_backward`."""
     readers = _readers(graph)
-    plain = _plain_values(graph)
+    plain = graph.plain
     repeated = _repeated_values(graph)
     parts = BackwardParts([], {}, _repeats(graph, repeated))
-    for op in reversed(graph.operators):
-        if not op.differentiable:
-            continue
+    for op in reversed(differentiated(graph)):
         with_gradient = [value for value in op.writes if value not in plain]
         gradients = tuple(
             f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs + graph.shown
@@ -127,8 +125,8 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
     return Graph(
         name=graph.name,
         operators=tuple(operators),
-        inputs=tuple(f"d.{value}" for value in graph.outputs),
-        outputs=tuple(f"d.{value}" for value in graph.inputs),
+        inputs=_gradients_of(graph.outputs, graph),
+        outputs=_gradients_of(graph.inputs, graph),
         repeats=graph.repeats,
         saved_values=(
             *(value for value in _readers(graph) if value in read),
@@ -156,7 +154,7 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
             ordered_after=(),
             saved_for_backward=(),
             non_differentiable=(),
-            control_deps=() if op.ahead else tuple(f"d.{value}" for value in graph.outputs),
+            control_deps=() if op.ahead else _gradients_of(graph.outputs, graph),
             weights=_seen_again(op.weights, repeated),
             dgrad_weights=(),
             wgrad_weights=(),
@@ -201,9 +199,19 @@ def _repeated_values(graph: Graph) -> set[str]:
     }
 
 
-def _plain_values(graph: Graph) -> set[str]:
-    """Returns the values without gradient."""
-    return {value for op in graph.operators for value in op.non_differentiable}
+def _gradients_of(values: Iterable[str], graph: Graph) -> tuple[str, ...]:
+    """Returns the names of the gradients of values that have one."""
+    return tuple(f"d.{value}" for value in values if value not in graph.plain)
+
+
+def differentiated(graph: Graph) -> list[Operator]:
+    """Returns the operators whose results have gradients: not those that only indices depend on."""
+    known, found = {*graph.outputs, *graph.shown} - graph.plain, list[Operator]()
+    for op in reversed(graph.operators):
+        if op.differentiable and (not op.writes or known.intersection(op.writes)):
+            known.update(op.reads)
+            found.insert(0, op)
+    return found
 
 
 def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]) -> list[Operator]:
@@ -264,25 +272,25 @@ def place_weights(
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
     """Returns the readers of each value in the order of backward, the order of summing their gradients."""
     readers: dict[str, list[Operator]] = {value: [] for op in graph.operators for value in op.writes}
+    with_gradient, plain = differentiated(graph), graph.plain
     for op in reversed(graph.operators):
         for value in dict.fromkeys(op.reads):
             readers.setdefault(value, [])
-            if op.differentiable:
+            if op in with_gradient:
                 readers[value].append(op)
     kept = {
         value
         for op in graph.operators
-        for value in (*op.saved_for_backward, *op.weights, *(() if op.differentiable else op.reads))
+        for value in (*op.saved_for_backward, *op.weights, *(() if op in with_gradient else op.reads))
     }
-    plain = _plain_values(graph)
     for op in graph.operators:
-        stray = [value for value in op.non_differentiable if value not in op.writes or value in graph.outputs]
+        stray = [value for value in op.non_differentiable if value not in op.writes]
         stray += [value for value in op.host_read_sizes if value not in op.reads or value not in plain]
         if stray:
             raise ValueError(f"graph {graph.name!r}: operator {op.name!r} cannot have {stray} as plain values or sizes")
     for value, ops in readers.items():
         problem = None
-        if ops and value in graph.outputs + graph.shown:
+        if ops and value in graph.outputs + graph.shown and value not in plain:
             problem = "leaves the unit and is read in it"
         elif not ops and value not in graph.outputs + graph.shown and value not in kept:
             problem = "is written and never read"
@@ -339,16 +347,17 @@ class GraphPair:
 SEND, RECEIVE = "send", "receive"
 
 
-def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
+def transfer_graphs(plain: Sequence[bool] = (False,)) -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `values` is the number of a
-    layer's outputs.
+    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `plain` says of each output of
+    a layer whether it has no gradient.
     """
-    names = tuple(f"x{number}" for number in range(values))
+    names = tuple(f"x{number}" for number in range(len(plain)))
+    without = tuple(name for name, is_plain in zip(names, plain, strict=True) if is_plain)
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())
-    receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=names)
+    receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=names, non_differentiable=without)
     return {
-        SEND: GraphPair.of(Graph(SEND, (send,), names, ())),
+        SEND: GraphPair.of(Graph(SEND, (send,), names, (), plain_inputs=without)),
         RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), names)),
     }

@@ -147,6 +147,7 @@ class Graph:
         saved_values: of a backward graph, the inputs that no other unit gives: values of the forward pass, and
             gradients of `shown` values.
         shown: values that a caller of the decoder may read, and give gradients for, beside `outputs`.
+        plain_inputs: inputs without a gradient (indices).
     """
 
     name: str
@@ -156,6 +157,7 @@ class Graph:
     repeats: bool = False
     saved_values: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    plain_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -180,6 +182,16 @@ class Graph:
                 raise ValueError(f"graph {self.name!r}: {what} {name!r} a second time")
             known.add(name)
 
+    @property
+    def plain(self) -> set[str]:
+        """The values without a gradient."""
+        return {*self.plain_inputs, *(value for op in self.operators for value in op.non_differentiable)}
+
+    @property
+    def passing(self) -> tuple[bool, ...]:
+        """Of each output, whether it has no gradient, see `transfer_graphs`."""
+        return tuple(value in self.plain for value in self.outputs)
+
     @cached_property
     def transfers(self) -> bool:
         """Whether the unit is a transfer between pipeline ranks, and no part of the model."""
@@ -195,7 +207,8 @@ class Graph:
         """Returns a line for each operator, with all facts that plans depend on."""
         repeats = " (repeats)" if self.repeats else ""
         shown = f" shows {' '.join(self.shown)}" if self.shown else ""
-        lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}{shown}"]
+        plain = f" without gradient {' '.join(self.plain_inputs)}" if self.plain_inputs else ""
+        lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}{shown}{plain}"]
         for op in self.operators:
             writes = " ".join(
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.accumulates) if name

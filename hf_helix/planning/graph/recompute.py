@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.backward import GraphPair, differentiated
 from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import named_operators, named_per_step
@@ -30,8 +30,9 @@ def recomputed(graph: Graph, mode: str) -> Graph:
         for value in (*op.saved_for_backward, *(op.reads if op.splits_dgrad_wgrad and op.wgrad_fraction else ()))
     }
     marked: set[str] = set()
+    with_gradient = differentiated(graph)
     for op in reversed(graph.operators):
-        may = op.differentiable and (mode == FULL or op.recompute_when_selective or op.recomputed)
+        may = op in with_gradient and (mode == FULL or op.recompute_when_selective or op.recomputed)
         if may and (op.has_saved_state or needed.intersection(op.writes) - plain):
             marked.add(op.name)
             needed.update(op.reads)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.backward import GraphPair, differentiated
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.window.layout import Layout
@@ -240,7 +240,8 @@ def shares_of(pair: GraphPair) -> Shares:
                 return op.name if op.kind is Kind.COMPUTE else source(op.reads)
         return ""
 
-    computing = [op for op in pair.forward.operators if op.kind is Kind.COMPUTE]
+    with_gradient = differentiated(pair.forward)
+    computing = [op for op in with_gradient if op.kind is Kind.COMPUTE]
     share = 1 / max(1, len(computing))
     return {
         op.name: (share, op.name if op.recomputed else source(op.reads) if op.splits_dgrad_wgrad else "")

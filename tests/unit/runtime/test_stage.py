@@ -11,8 +11,11 @@ from support.models import llama
 
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
+from hf_helix.operators.base import Call
+from hf_helix.operators.communication.collectives import PipelineTransfer
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.planning.graph.backward import RECEIVE, SEND
+from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.schedule.placement import FOLD, LINEAR
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.intra_batch import tile_stage
@@ -111,3 +114,12 @@ def test_tiles_leave_the_ways_between_ranks() -> None:
     assert tiled.layout.describe() == stage.layout.describe()
     assert tiled.layout.graphs[SEND] == stage.layout.graphs[SEND]
     assert tiled.layout.graphs["layer"] != stage.layout.graphs["layer"]
+
+
+def test_features_that_a_first_stage_leaves_over_are_refused() -> None:
+    """Images add features behind more layers than the stage has, and the next stage expects none."""
+    transfer = PipelineTransfer(None, 0, lambda side: (torch.empty(4, 1, 8), torch.empty(0, 1, 8)))  # type: ignore[arg-type]
+    call = Call({}, 0, True)
+    transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(0, 1, 8))
+    with pytest.raises(ValueError, match=r"fewer layers than images add features behind.*layers_per_stage"):
+        transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(4, 1, 8))

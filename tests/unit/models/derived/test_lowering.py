@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from support import small_modules as modules
 from support.small_traces import check_on_two_ranks, steps, unit_of
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from hf_helix.models.graph.context import ParallelContext
+from hf_helix.models.registry import family_of
+from hf_helix.models.small_config import default_config
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.linears.linear import Linear
@@ -141,3 +145,16 @@ class Cast(nn.Module):
 def test_what_is_cast_to_the_type_of_the_trace_gets_that_of_the_values() -> None:
     """The trace is made in bf16; a value in fp32 must not be rounded to it."""
     check_on_two_ranks(Cast())
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_weights_that_only_indices_depend_on_get_no_gradient(name: str) -> None:
+    """As in Transformers, so that weight decay leaves them alone; GLM-5 hands indices from layer to layer."""
+    kind = getattr(transformers, name)
+    stock, ours = kind(default_config(name)), kind(default_config(name))
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    stock(input_ids=ids, labels=ids).loss.backward()
+    family_of(ours).units(ours, ParallelContext())
+    idle = {name for name, parameter in stock.named_parameters() if parameter.grad is None}
+    assert idle == {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
+    assert any("indexer" in name for name in idle)

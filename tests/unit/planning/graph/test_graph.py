@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank
 
-from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.backward import SEND, derive_backward, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part, digest
 
 # fmt: off
@@ -58,6 +60,25 @@ def test_three_readers_make_a_chain_and_the_collective_begins_it():
         (("d.x@gather",), ("d.x@b",)),
         (("d.x@b",), ("d.x",)),
     ]
+
+
+def test_indices_pass_through_without_gradient_and_without_a_backward_of_what_only_they_depend_on():
+    """The linear that only indices depend on has no backward; they enter and leave beside the hidden states."""
+    choose = replace(compute("choose", "score"), non_differentiable=("choose",))
+    graph = Graph(
+        "g",
+        (linear("score", "x"), choose, compute("attend", "x before"), linear("out", "attend")),
+        ("x", "before"),
+        ("out", "choose"),
+        repeats=True,
+        plain_inputs=("before",),
+    )
+    backward = derive_backward(graph)
+    assert names(backward) == ["out.I", "out.W", "attend"]
+    assert (backward.inputs, backward.outputs) == (("d.out",), ("d.x",))
+    assert graph.passing == (False, True)
+    pair = transfer_graphs(graph.passing)[SEND]
+    assert (pair.forward.inputs, pair.backward.outputs) == (("x0", "x1"), ("d.x0",))
 
 
 def test_a_collective_whose_backward_computes_may_share_its_value():
