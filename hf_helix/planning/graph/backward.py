@@ -337,18 +337,20 @@ class GraphPair:
 
 
 SEND, RECEIVE = "send", "receive"
+OF_SLICES = ".slices"
+"""Ends the names of transfers between slices of the head."""
 
 
-def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
+def transfer_graphs(values: int = 1, suffix: str = "") -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `values` is the number of a
-    layer's outputs.
+    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `values` is the number of
+    values handed on; `suffix` ends their names.
     """
     names = tuple(f"x{number}" for number in range(values))
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())
     receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=names)
     return {
-        SEND: GraphPair.of(Graph(SEND, (send,), names, ())),
-        RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), names)),
+        SEND + suffix: GraphPair.of(Graph(SEND + suffix, (send,), names, ())),
+        RECEIVE + suffix: GraphPair.of(Graph(RECEIVE + suffix, (receive,), (), names)),
     }
