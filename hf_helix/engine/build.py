@@ -158,7 +158,7 @@ def declare(
     if config.spread_vocabulary:
         table, head = _ends_of(base, loss_tweaks)
         dtype = autocast_dtype or head.dtype
-        units = spread_units(units, table, head, dtype, mesh.pipe.rank, mesh.pipe.size)
+        units = spread_units(units, table, head, dtype, mesh.pipe.rank if places is None else None, config.pp_size)
         of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters:

@@ -63,8 +63,17 @@ class _OnOtherRank(TensorOperator):
         return self._operator.method_of(part)
 
 
+FIRST, NEXT = ".first", ".next"
+"""End the names of the units of slices before the last, which keeps its name."""
+
+
+def slice_names(name: str, size: int) -> list[str]:
+    """Returns the names of the units of a number of slices, in their order."""
+    return [name + FIRST, *[name + NEXT] * (size - 2), name]
+
+
 def spread_units(
-    units: Sequence[Unit], table: nn.Parameter, head: nn.Parameter, dtype: torch.dtype, rank: int, size: int
+    units: Sequence[Unit], table: nn.Parameter, head: nn.Parameter, dtype: torch.dtype, rank: int | None, size: int
 ) -> list[Unit]:
     """Returns the units of a model with slices of the embedding and of the head for each pipeline rank.
 
@@ -72,7 +81,7 @@ def spread_units(
         units: of the whole model: the embedding, the layers, the head.
         table, head: the weights of the embedding and of the head.
         dtype: of the head's input, from slice to slice.
-        rank: this rank of the pipeline.
+        rank: this rank of the pipeline; None to have all slices here.
         size: of the pipeline, at least 2.
 
     Raises:
@@ -80,7 +89,7 @@ def spread_units(
     """
     first, *layers, last = units
     embedding, last = (_over_vocabulary(unit, each) for unit, each in ((first, table), (last, head)))
-    there: dict[int, dict[nn.Parameter, nn.Parameter]] = {each: {} for each in range(size) if each != rank}
+    there: dict[int, dict[nn.Parameter, nn.Parameter]] = {each: {} for each in range(size) if rank not in (None, each)}
     places = [*range(size - 1, -1, -1)], [*range(size)]
     return [
         *(
@@ -130,9 +139,9 @@ def _embeddings(unit: Unit, table: nn.Parameter, size: int) -> Iterator[Unit]:
     made: dict[str, TensorOperator] = {"add": Add()}
     for number in range(size):
         if number == 0:
-            yield _part(unit, ".first", own, (), (x,), {})
+            yield _part(unit, FIRST, own, (), (x,), {})
         elif number < size - 1:
-            yield _part(unit, ".next", [*own, add], (PARTIAL,), (JOINED,), made)
+            yield _part(unit, NEXT, [*own, add], (PARTIAL,), (JOINED,), made)
         else:
             yield _part(unit, "", [*own, add, *_renamed(rest, {x: JOINED})], (PARTIAL,), outputs, made)
 
@@ -168,9 +177,9 @@ def _heads(unit: Unit, head: nn.Parameter, dtype: torch.dtype, size: int) -> Ite
     made: dict[str, TensorOperator] = {"pass": Segment(partial(_passed, dtype=dtype)), "join": Segment(_joined)}
     for number in range(size):
         if number == 0:
-            yield _part(unit, ".first", [*front, kept, *own], graph.inputs, (PASSED, statistics), made)
+            yield _part(unit, FIRST, [*front, kept, *own], graph.inputs, (PASSED, statistics), made)
         elif number < size - 1:
-            yield _part(unit, ".next", [kept, *own, join], (hidden, GIVEN), (PASSED, JOINED), made)
+            yield _part(unit, NEXT, [kept, *own, join], (hidden, GIVEN), (PASSED, JOINED), made)
         else:
             last = [*own, join, *_renamed(rest, {statistics: JOINED})]
             yield _part(unit, "", last, (hidden, GIVEN), graph.outputs, made)

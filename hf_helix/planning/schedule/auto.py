@@ -2,8 +2,9 @@
 
 In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
 Out:  the fastest schedule found: a named schedule, or a list schedule improved by local search.
-Must hold: the layers are on the fold, so layers never move between ranks; there, the schedule is never slower than
-`folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal schedules on every machine.
+Must hold: the layers are on the fold, so layers never move between ranks; without slices of the vocabulary, the
+schedule is never slower than `folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal
+schedules on every machine.
 
     list scheduling   a free rank takes its policy's preferred action among the actions with all inputs
     local search      anneals the best schedules by small random changes, mostly on the critical path
@@ -23,6 +24,7 @@ from hf_helix.planning.annealing import anneal, threshold
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
+from hf_helix.planning.schedule.periodic import periodic_schedules
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
 from hf_helix.planning.schedule.slot_clock import (
     ClockRun,
@@ -38,8 +40,6 @@ from hf_helix.planning.schedule.validate import validate
 SEARCHED = "searched"
 """The label of a schedule that is none of the named ones."""
 FINALISTS, STARTS = 4, 2
-LIVE = (8, 12)
-"""Activations for each rank of the pipeline, alive at once on a rank with slices of the vocabulary, which are small."""
 
 
 def choose_schedule(
@@ -51,17 +51,17 @@ def choose_schedule(
     limit: MemoryLimit | None = None,
     placement: str = FOLD,
 ) -> tuple[str, Schedule]:
-    """Returns the fastest schedule found that fits, and its label: a name, or `SEARCHED`. If none fits, the schedule
-    with the least excess.
+    """Returns the fastest schedule found that fits, and its label: a name, or `SEARCHED`. If none fits, the
+    schedule with the least excess.
 
     Args:
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
-            of `folded_1f1b` and `dualpipe_v`, and beside slices of the vocabulary for the better of `LIVE`.
+            of `folded_1f1b` and `dualpipe_v`, or of the periodic schedules.
         search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
             else the choice is among the named schedules and two list schedules.
         limit: of the memory; None without a limit. If the memory of operators is unknown, the choice is among the named
             schedules.
-        placement: `fold` or `spread`, which no named schedule is for.
+        placement: `fold`, or `spread`: then the choice is among periodic schedules.
 
     Raises:
         ValueError: `max_live` is less than 2.
@@ -78,18 +78,20 @@ def choose_schedule(
         excess = 0.0 if limit is None else max(0.0, limit.excess(candidate[1].schedule))
         return excess, candidate[1].seconds, max(candidate[1].live)
 
-    named = FOLDED if placement == FOLD else ()
-    candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in named]
-    lives = [max_live] if max_live is not None else [each * num_ranks for each in LIVE]
-    if max_live is None and named:
-        lives = [max(max(simulated.live) for _, simulated in candidates)]
-    candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= lives[-1]]
+    if placement == FOLD:
+        candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
+    else:
+        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS)
+        candidates = [run(SEARCHED, each) for each in found]
+    if max_live is None:
+        max_live = max(max(simulated.live) for _, simulated in candidates)
+    candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
     if limit is None or limit.passes is not None or not candidates:
-        for most in lives:
-            policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, most)
+        if placement == FOLD:
+            policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
             candidates.append(run(SEARCHED, _listed(clock, policies)))
         for _, start in sorted(candidates, key=merit)[: STARTS if search else 0]:
-            candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, lives[-1], limit)))
+            candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live, limit)))
     label, best = min(candidates, key=merit)
     validate(best.schedule, num_microbatches, ranks)
     return label, best.schedule
@@ -131,10 +133,10 @@ class Policy:
     Attributes:
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; at least 2.
         pair: whether an F and a B that can start run as one slot.
-        early: whether the first backwards of the last chunk, P-1-r on rank r, run as I alone to send gradients
+        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients
             sooner.
         apart: the number of a rank's last backwards that run as I, with W where nothing else can start.
-        forward: the chunk whose F goes first: 0 for the first, 1 for the last, or 2 for one that did not run last.
+        forward: the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last.
         backward: the chunk whose B goes first, likewise.
         delay: the part of a W that may delay another action; 1 fills every gap.
     """
@@ -151,8 +153,8 @@ class Policy:
 def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
     """Returns the list schedule of a policy, and its seconds.
 
-    Never deadlocks: a later chunk always has memory, because F of an earlier chunk leaves a place for each later chunk
-    without a live activation; so a full rank can always free a place, and the oldest micro-batch can go on.
+    Never deadlocks: the second chunk always has memory, because F of the first chunk takes the last place only while
+    an activation of the second is alive; so a full rank can always free a place, and the oldest micro-batch can go on.
     """
     num_ranks = max(clock.ranks) + 1
     state = _State(clock, policy)
@@ -182,7 +184,7 @@ class _State:
         self.chunks = [stages_of_rank(rank, clock.ranks) for rank in range(max(clock.ranks) + 1)]
         self.results = clock.no_results()
         self.done = {part: [0] * len(clock.ranks) for part in "FIW"}  # of each stage, how many have run
-        self.last_chunk = {"F": [each[-1] for each in self.chunks], "B": [each[0] for each in self.chunks]}
+        self.last_chunk = {"F": [1] * len(self.chunks), "B": [0] * len(self.chunks)}
 
     # -- actions that can start ---------------------------------------------------------------------------------------
 
@@ -201,16 +203,17 @@ class _State:
         return self.clock.arrival(self.clock.number("I", stage, following), self.results)
 
     def _has_room(self, stage: int) -> bool:
+        down, up = self.chunks[self.clock.ranks[stage]]
         ran, freed = self.done["F"], self.done["W"]
-        live = {each: ran[each] - freed[each] for each in self.chunks[self.clock.ranks[stage]]}
-        return sum(live.values()) < self.policy.max_live - sum(live[each] == 0 for each in live if each > stage)
+        live_up = ran[up] - freed[up]
+        live = ran[down] - freed[down] + live_up
+        return live < self.policy.max_live - (stage == down and live_up == 0)
 
     def _preferred(self, rank: int, part: str) -> Sequence[int]:
         """The stages of a rank, the preferred one first."""
         preferred = self.policy.forward if part == "F" else self.policy.backward
-        last = self.last_chunk[part][rank]
         if preferred == 2:
-            return sorted(self.chunks[rank], key=lambda stage: (stage == last, -stage))
+            preferred = 1 - self.last_chunk[part][rank]
         return self.chunks[rank][::-1] if preferred else self.chunks[rank]
 
     # -- the choice of a slot -----------------------------------------------------------------------------------------
@@ -228,8 +231,8 @@ class _State:
         return self._fill(rank, now)
 
     def _backward_slot(self, rank: int, forward: int | None, backward: int) -> Slot:
-        done, last = self.done["I"][backward], self.chunks[rank][-1]
-        early = self.policy.early and backward == last and done < len(self.chunks) - 1 - rank
+        done, (_, up) = self.done["I"][backward], self.chunks[rank]
+        early = self.policy.early and backward == up and done < len(self.chunks) - 1 - rank
         left = sum(self.num_microbatches - self.done["I"][stage] for stage in self.chunks[rank])
         if early or (forward is None and left <= self.policy.apart):
             return Slot(backward=self._next(backward, "I"))
@@ -261,7 +264,7 @@ class _State:
                 self.done[part][stage] += 1
                 if part != "W":
                     self.results[self.clock.number(part, stage, action.microbatch)] = end
-                    self.last_chunk["F" if part == "F" else "B"][rank] = stage
+                    self.last_chunk["F" if part == "F" else "B"][rank] = self.chunks[rank].index(stage)
                     other = stage + 1 if part == "F" else stage - 1
                     if 0 <= other < len(self.clock.ranks):
                         wakes.append((end + self.clock.hop(stage, other), self.clock.ranks[other]))

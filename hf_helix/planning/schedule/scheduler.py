@@ -69,8 +69,8 @@ class Scheduler:
             self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
         if spread != (self.placement == SPREAD):
             raise ValueError(
-                f"spread_vocabulary={spread} with schedule={name!r}: that schedule is for spread_vocabulary={not spread},"
-                " since slices of the vocabulary are virtual stages of their own; use schedule='auto'"
+                f"spread_vocabulary={spread} with schedule={name!r}, which is for spread_vocabulary={not spread}, since"
+                " slices of the vocabulary are virtual stages of their own; use schedule='auto'"
             )
 
     def __call__(self, num_microbatches: int) -> Schedule:
@@ -104,7 +104,7 @@ def candidates(
         limit: of the memory of a window; a named schedule behind `auto` that exceeds the limit is left out.
     """
     num_ranks = profile.layout.num_ranks
-    if len(profile.layout.ranks) == len(stage_ranks(SPREAD, num_ranks)) and num_ranks > 1:
+    if profile.layout.is_spread:
         measured = Scheduler(name, num_ranks, stage_costs(profile), limit, spread=True)
         return [Scheduler(name, num_ranks, spread=True), measured]
     names = schedule_names(name, num_ranks)

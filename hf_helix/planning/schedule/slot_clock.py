@@ -22,6 +22,7 @@ from hf_helix.planning.timing.profile import Profile
 
 USUAL_GAIN = 1.2  # of forward beside backward, where nothing is measured
 SLICE = 0.3  # the work of a slice of the vocabulary, in that of a stage's layers, likewise
+HOP = 0.7  # of a transfer, beside slices of the vocabulary: much, since what waits least is most in time
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Costs:
         """The assumption without a measurement: all parts of all stages take equally long, but for the first and the
         last `slices` stages, which have a slice of the vocabulary each."""
         ends = [SLICE] * slices
-        return cls.of_layers([*ends, *[1] * (num_stages - 2 * slices), *ends], gain=USUAL_GAIN)
+        hop = HOP if slices else 0.0
+        return cls.of_layers([*ends, *[1] * (num_stages - 2 * slices), *ends], transfer=hop, gain=USUAL_GAIN)
 
     def seconds(self, action: Action) -> float:
         """The seconds of an action alone."""

@@ -100,6 +100,11 @@ class Layout:
         return replace(self, gathers=()) if self.gathers else self
 
     @property
+    def is_spread(self) -> bool:
+        """Whether every pipeline rank has slices of the vocabulary."""
+        return SEND + OF_SLICES in self.graphs
+
+    @property
     def num_ranks(self) -> int:
         """The number of pipeline ranks."""
         return max(self.ranks, default=0) + 1
