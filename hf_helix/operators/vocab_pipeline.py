@@ -29,9 +29,9 @@ from hf_helix.operators.param_shard import VOCABULARY
 from hf_helix.operators.segment import Add, Segment
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics
-from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 
-PARTIAL, HIDDEN, GIVEN, PASSED, JOINED = "partial", "hidden", "given", "passed", "joined"
+PARTIAL, GIVEN, PASSED, JOINED = "partial", "given", "passed", "joined"
 LIGHT = 0.5
 
 
@@ -134,16 +134,14 @@ def _embeddings(unit: Unit, table: nn.Parameter, size: int) -> Iterator[Unit]:
     own, rest = operators[:end], operators[end:]
     (x,) = own[-1].writes
     _check_cut(unit, own, rest, {x})
+    added: dict[str, TensorOperator] = {"add": Add()}
     add = Operator(name="add", kind=Kind.COMPUTE, reads=(x, PARTIAL), writes=(JOINED,), relative_cost=LIGHT)
     outputs = tuple(JOINED if value == x else value for value in unit.graphs.forward.outputs)
-    made: dict[str, TensorOperator] = {"add": Add()}
-    for number in range(size):
-        if number == 0:
-            yield _part(unit, FIRST, own, (), (x,), {})
-        elif number < size - 1:
-            yield _part(unit, NEXT, [*own, add], (PARTIAL,), (JOINED,), made)
-        else:
-            yield _part(unit, "", [*own, add, *_renamed(rest, {x: JOINED})], (PARTIAL,), outputs, made)
+    first, *between, last = slice_names(unit.name, size)
+    yield unit.part(first, own, (), (x,))
+    for name in between:
+        yield unit.part(name, [*own, add], (PARTIAL,), (JOINED,), added)
+    yield _with_idle(unit, unit.part(last, [*own, add, *_renamed(rest, {x: JOINED})], (PARTIAL,), outputs, added))
 
 
 def _over_vocabulary(unit: Unit, weight: nn.Parameter) -> Unit:
@@ -174,15 +172,20 @@ def _heads(unit: Unit, head: nn.Parameter, dtype: torch.dtype, size: int) -> Ite
     _check_cut(unit, own, rest, {statistics})
     kept = Operator(name="pass", kind=Kind.COMPUTE, reads=(hidden,), writes=(PASSED,), relative_cost=LIGHT)
     join = Operator(name="join", kind=Kind.COMPUTE, reads=(GIVEN, statistics), writes=(JOINED,), relative_cost=LIGHT)
-    made: dict[str, TensorOperator] = {"pass": Segment(partial(_passed, dtype=dtype)), "join": Segment(_joined)}
-    for number in range(size):
-        if number == 0:
-            yield _part(unit, FIRST, [*front, kept, *own], graph.inputs, (PASSED, statistics), made)
-        elif number < size - 1:
-            yield _part(unit, NEXT, [kept, *own, join], (hidden, GIVEN), (PASSED, JOINED), made)
-        else:
-            last = [*own, join, *_renamed(rest, {statistics: JOINED})]
-            yield _part(unit, "", last, (hidden, GIVEN), graph.outputs, made)
+    added: dict[str, TensorOperator] = {"pass": Segment(partial(_passed, dtype=dtype)), "join": Segment(_joined)}
+    first, *between, last = slice_names(unit.name, size)
+    yield unit.part(first, [*front, kept, *own], graph.inputs, (PASSED, statistics), added)
+    for name in between:
+        yield unit.part(name, [kept, *own, join], (hidden, GIVEN), (PASSED, JOINED), added)
+    ending = [*own, join, *_renamed(rest, {statistics: JOINED})]
+    yield _with_idle(unit, unit.part(last, ending, (hidden, GIVEN), graph.outputs, added))
+
+
+def _with_idle(whole: Unit, last: Unit) -> Unit:
+    """Returns the last slice of a unit, with the parameters that no operator reads."""
+    read = {parameter for operator in whole.operators.values() for parameter in operator.parameters}
+    idle = {parameter: placed for parameter, placed in whole.placements.items() if parameter not in read}
+    return replace(last, placements={**last.placements, **idle})
 
 
 def _passed(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,35 +217,6 @@ def _renamed(operators: Sequence[Operator], names: Mapping[str, str]) -> list[Op
         )
         for op in operators
     ]
-
-
-def _part(
-    unit: Unit,
-    suffix: str,
-    operators: Sequence[Operator],
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    made: Mapping[str, TensorOperator],
-) -> Unit:
-    """Returns some operators of a unit as a unit."""
-    names = [op.name for op in operators]
-    within = [replace(op, ordered_after=tuple(each for each in op.ordered_after if each in names)) for op in operators]
-    own = {name: made[name] if name in made else unit.operators[name] for name in names}
-    read = {parameter for operator in own.values() for parameter in operator.parameters}
-    placements = {parameter: placed for parameter, placed in unit.placements.items() if parameter in read}
-    if not suffix:  # parameters without an operator
-        everywhere = {parameter for operator in unit.operators.values() for parameter in operator.parameters}
-        placements |= {each: placed for each, placed in unit.placements.items() if each not in everywhere}
-    graph = Graph(f"{unit.name}{suffix}", tuple(within), inputs, outputs)
-    return Unit.of(
-        graph,
-        own,
-        label=unit.label,
-        placements=placements,
-        called=unit.called,
-        logits=unit.logits,
-        loss_shape=unit.loss_shape,
-    )
 
 
 def _placed(unit: Unit, rank: int, there: Mapping[int, dict[nn.Parameter, nn.Parameter]]) -> Unit:

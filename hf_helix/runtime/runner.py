@@ -164,7 +164,7 @@ class Runner:
             return loss, None
         logits = [values[self._logits] for values in of_all if self._logits in values]
         joined = torch.cat(logits, 1) if logits else None
-        return loss, joined if self.stage.is_spread else self.share(joined)
+        return loss, joined if self.layout.is_spread else self.share(joined)
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """Returns the forward slots of a window."""

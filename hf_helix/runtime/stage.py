@@ -127,11 +127,6 @@ class Stage:
         return len(self.layout.units) - 1
 
     @property
-    def is_spread(self) -> bool:
-        """Whether every pipeline rank has a slice of the vocabulary."""
-        return any(placement.over == VOCABULARY for placement in self.placements.values())
-
-    @property
     def slice(self) -> int:
         """The index of the unit with this rank's slice of the logits; of the head where a single rank has one."""
         return next((index for index, unit in self.units.items() if unit.logits), self.head)

@@ -15,6 +15,7 @@ for slices of the vocabulary, too).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
@@ -88,15 +89,17 @@ def _placed(clock: SlotClock, stretch: float, least: float) -> tuple[Mapping[Act
 def _repeated(clock: SlotClock, starts: Mapping[Action, float], period: float) -> Schedule:
     """Returns the actions of all micro-batches in the order of their times; a W directly behind its I joins it."""
     rows: Schedule = [[] for _ in range(max(clock.ranks) + 1)]
+    # Actions without a time of their own begin at the same time as others: they keep the order of a micro-batch.
     times = [
-        (start + number * period, "FIW".index(action.computation_type), action.stage, number)
-        for action, start in starts.items()
+        (start + number * period, place, number, action)
+        for place, (action, start) in enumerate(starts.items())
         for number in range(clock.num_microbatches)
     ]
-    for _, part, stage, number in sorted(times):
-        row = rows[clock.ranks[stage]]
-        if part == 2 and row and row[-1].backward == Action(stage, "I", number):
-            row[-1] = Slot(backward=Action(stage, "B", number))
+    for _, _, number, action in sorted(times):
+        row, action = rows[clock.ranks[action.stage]], replace(action, microbatch=number)
+        joined = replace(action, computation_type="I")
+        if action.computation_type == "W" and row and row[-1].backward == joined:
+            row[-1] = Slot(backward=replace(action, computation_type="B"))
         else:
-            row.append(Slot.alone(Action(stage, "FIW"[part], number)))
+            row.append(Slot.alone(action))
     return rows

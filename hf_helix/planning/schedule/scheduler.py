@@ -23,7 +23,7 @@ from hf_helix.planning.schedule.auto import choose_schedule
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, SPREAD, split_layers, stage_ranks
-from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule, stage_costs
+from hf_helix.planning.schedule.slot_clock import SLICE, Costs, Simulated, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.profile import Profile
 
@@ -168,8 +168,11 @@ def simulate_layers(
     """
 
     def costs(ranks: Sequence[int]) -> Costs:
-        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, ranks)
-        return Costs.of_layers([len(stage) for stage in layers], **times)
+        slices = num_ranks - 1 if len(ranks) > 2 * num_ranks else 0
+        of_layers = ranks[slices : len(ranks) - slices]
+        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, of_layers)
+        ends = [SLICE] * slices
+        return Costs.of_layers([*ends, *map(len, layers), *ends], **times)
 
     label, schedule = find_schedule(name, num_ranks, num_microbatches, costs)
     ranks = stage_ranks(placement_of(schedule), num_ranks)
