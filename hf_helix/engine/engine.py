@@ -59,6 +59,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet, sum_over_ranks
@@ -132,6 +133,21 @@ class Engine(Diagnostics):
         self.graphs = self._make_graphs()
         self.seam = self._make_seam() if self._has_own_loss else None
         self._refuse_direct_use(instead)
+        say(self._summary())
+
+    def _summary(self) -> str:
+        """The model and its layout, in a line for the start of a run."""
+        config = self.config
+        tp, cp, pp, dp, ep = (self.mesh.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "ep"))
+        names = ("dp_replicate_size", "shard_optimizer", "shard_parameters", "offload")
+        shared = {name: value for name in names if (value := getattr(config, name)) not in (1, False, None)}
+        options = "".join(f", {name}" if value is True else f", {name}={value}" for name, value in shared.items())
+        schedule = f"schedule {config.schedule}, " if config.pp_size > 1 else ""
+        return (
+            f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'}) on "
+            f"{size_text(Sizes(tp, cp, pp, dp, ep))}{options}; first plan "
+            f"{self.runner.plan.rule} (plan={config.plan}), {schedule}CUDA graphs {'on' if self.graphs else 'off'}"
+        )
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
         """The first plan and its scheduler; layout, schedule and plan are equal on every rank. Collective."""

@@ -33,7 +33,7 @@ def hasty() -> Iterator[None]:
     """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
     with (
         mock.patch.object(search, "EFFORT", 20_000),
-        mock.patch.object(dhelix, "STATES", 100),
+        mock.patch.object(dhelix, "MAX_STATES", 100),
         mock.patch.object(profiler, "TRAIN", 2),
     ):
         yield

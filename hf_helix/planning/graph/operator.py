@@ -185,7 +185,7 @@ class Graph:
         raise KeyError(name)
 
     def describe(self) -> str:
-        """Returns a line for each operator; equal text means equal graphs."""
+        """Returns a line for each operator, with all facts that plans depend on."""
         repeats = " (repeats)" if self.repeats else ""
         shown = f" shows {' '.join(self.shown)}" if self.shown else ""
         lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}{shown}"]
@@ -199,6 +199,8 @@ class Graph:
                 traits += f" wgrad_fraction {op.wgrad_fraction:g}"
             lists = {
                 "after": op.ordered_after,
+                "and": op.control_deps,
+                "reads sizes": op.host_read_sizes,
                 "saves": op.saved_for_backward,
                 "without gradient": op.non_differentiable,
                 "with": op.weights,

@@ -32,7 +32,7 @@ MESH = {"tp_size": 2, "pp_size": 1}
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of a few steps."""
     monkeypatch.setattr(search, "EFFORT", 20_000)
-    monkeypatch.setattr(dhelix, "STATES", 100)
+    monkeypatch.setattr(dhelix, "MAX_STATES", 100)
     monkeypatch.setattr(auto, "TRIALS", 200)
 
 
