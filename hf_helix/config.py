@@ -41,7 +41,7 @@ NEEDED = {
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
-        for name in ("cache", "compile", "shard_optimizer", "shard_parameters")
+        for name in ("cache", "compile", "shard_optimizer", "shard_parameters", "spread_vocabulary")
     },
     "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
@@ -98,6 +98,9 @@ class HelixConfig:
             `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. `hf-helix doctor`
             writes the counts that it predicts to be the fastest. None for whole layers, the work spread as evenly as
             they allow, embedding, head and loss included.
+        spread_vocabulary: give every pipeline rank a slice of the embedding and of the head, by rows of the vocabulary,
+            instead of all of both to one rank: that rank is otherwise the busiest, with large vocabularies or few
+            layers. For schedule="auto"; `hf-helix doctor` tells what is faster. See docs/layouts.md.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
@@ -161,6 +164,7 @@ class HelixConfig:
     memory_gb: float | None = None
     cache: bool = True
     layers_per_stage: tuple[float, ...] | None = None
+    spread_vocabulary: bool = False
     shard_optimizer: bool = False
     shard_parameters: bool = False
     offload: str | None = None
@@ -235,6 +239,11 @@ class HelixConfig:
                 raise ValueError(f"inter_node_axes={axis!r} is no axis; use some of {', '.join(AXES)}")
 
     def _check_sharding(self) -> None:
+        if self.spread_vocabulary and self.pp_size == 1:
+            raise ValueError(
+                "spread_vocabulary=True with pp_size=1: a single pipeline rank has all of the vocabulary; use "
+                "spread_vocabulary=False, or pp_size=2 or more"
+            )
         if self.dp_replicate_size > 1 and self.zero_stage == 0:
             raise ValueError(
                 f"dp_replicate_size={self.dp_replicate_size} without shards: every data-parallel rank holds all of the "

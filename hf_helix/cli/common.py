@@ -102,7 +102,9 @@ def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Sched
         name: of a schedule, as in `HelixConfig`.
     """
 
-    return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
+    return Scheduler(name, profile.layout.num_ranks, stage_costs(profile), spread=profile.layout.is_spread)(
+        microbatches
+    )
 
 
 def start(words: Sequence[str], processes: int) -> None:

@@ -224,6 +224,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
         "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
         "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
+        "spread_vocabulary": case.spread_vocabulary,
         "recompute": case.recompute if case.recompute != "none" else None,
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
@@ -162,7 +163,8 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
         if name[0] in amounts.weights:
             counted = amounts.operators[name]
         else:
-            counted = OperatorAmounts(transfers=[Transfer("pp", "send", amounts.handed_on)])
+            handed = amounts.handed_over if name[0].endswith(OF_SLICES) else amounts.handed_on
+            counted = OperatorAmounts(transfers=[Transfer("pp", "send", handed)])
         times[name] = operator_seconds(counted, op.kind, axes, cluster, dtype)
         if op.kind.communicates:
             sent[name] = sum(each.bytes for each in counted.transfers)

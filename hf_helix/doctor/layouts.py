@@ -8,6 +8,7 @@ exceeds the memory of a device is never proposed; plain data parallelism is amon
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
 """Least tokens in each of the two parts of a sequence on a context-parallel rank; shorter parts never pay."""
 
+UNEVEN = 1.05  # times the mean work of a rank, from which on slices of the vocabulary are tried
 OFF = 0.1  # largest relative difference between the tokens of a step and the requested tokens
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
@@ -246,7 +248,7 @@ class Search:
                 last = last or Dropped(case, "its weights take longer to gather than another way takes in all")
                 continue
             try:
-                cases = self._fitting(case, best.case if best is not None else None)
+                cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
             steps = [simulate_step(self.amounts(each), each, self.cluster, Fidelity.QUICK) for each in cases]
@@ -279,6 +281,23 @@ class Search:
             return step
         cut = simulate_step(amounts, replace(case, layers_per_stage=counts), self.cluster, step.fidelity)
         return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
+
+    def _with_slices(self, cases: list[Case]) -> list[Case]:
+        """Returns the cases, and those with slices of the vocabulary for every pipeline rank that fit, if the rank with
+        all of the vocabulary has more than its share of the work."""
+        found = list(cases)
+        for case in cases:
+            if case.sizes.pp == 1 or case.schedule != AUTO:
+                continue
+            amounts, loads = self.amounts(case), [0.0] * case.sizes.pp
+            for rank, count in zip(case.stage_ranks, usual_counts(amounts, case), strict=True):
+                loads[rank] += count
+            loads[case.stage_ranks[-1]] += amounts.model.head_cost
+            spread = replace(case, spread_vocabulary=True)
+            with contextlib.suppress(ValueError):  # of a head without slices
+                if max(loads) * len(loads) > UNEVEN * sum(loads) and self._memory(spread) <= self.cluster.device.memory:
+                    found.append(spread)
+        return found
 
     def _gather_seconds(self, case: Case) -> float:
         """Returns the largest seconds of weight gathers of a rank in a window."""
@@ -384,7 +403,7 @@ class Search:
         return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
-        named = possible_names(case.schedule, case.sizes.pp)
+        named = possible_names(case.schedule, case.sizes.pp, case.spread_vocabulary)
         if len(named) > 1:
             return max(self._memory(replace(case, schedule=each)) for each in named)
         amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)

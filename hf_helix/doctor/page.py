@@ -55,7 +55,7 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
     programs, timeline = step.drawn
     runs = None if cluster.device.host_runs_ahead else timeline
     memory = window_memory(amounts, profile.layout, (programs, timeline), case.sharing, runs)
-    schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile))(count)
+    schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile), spread=case.spread_vocabulary)(count)
     title = f"{size_text(case.sizes)}, plan {case.plan}, {count} of {case.microbatches} micro-batches"
     return [window_part({title: bars_of_timeline(timeline, programs)}, memory), *schedule_parts(profile, schedule)]
 

@@ -149,8 +149,9 @@ def weight_gathers(
     for unit, name in enumerate(units):
         for kept in amounts.kept:
             if kept.units[0] == name and (on_host or axes[_axis(kept)].size > 1):
-                # Names of units with shared weights occur once.
-                others = (units.index(other) for other in kept.units[1:])
+                # Names of units with shared weights occur once on a rank.
+                own = layout.units_of(layout.rank_of(unit))
+                others = (next(each for each in own if units[each] == other) for other in kept.units[1:])
                 found.append((WeightGather((unit, *others), kept.name, kept.bytes), kept))
     return found
 

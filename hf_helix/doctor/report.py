@@ -36,6 +36,7 @@ def case_text(case: Case) -> str:
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
     parts += ["layers_per_stage"] if case.layers_per_stage else []
+    parts += ["spread_vocabulary"] if case.spread_vocabulary else []
     capacity = case.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []

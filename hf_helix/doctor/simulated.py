@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts
+from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts, of_slices_alone
 from hf_helix.doctor.amounts.mesh import META, SimulatedMesh, simulated_mesh
 from hf_helix.doctor.amounts.meter import meta_as
 from hf_helix.doctor.estimate import inter_node_axes
@@ -31,6 +31,7 @@ from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -79,7 +80,8 @@ class SimulatedModel:
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
-        cut = sizes.tp, sizes.cp, sizes.ep, *options, tuple(spread)
+        slices = sizes.pp if case.spread_vocabulary else 1
+        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
@@ -118,6 +120,8 @@ def _config_of(case: Case) -> HelixConfig:
         recompute=case.recompute,
         shard_parameters=bool(case.spread_weights),
         expert_capacity_factor=case.expert_capacity_factor,
+        pp_size=case.sizes.pp if case.spread_vocabulary else 1,
+        spread_vocabulary=case.spread_vocabulary,
     )
 
 
@@ -177,7 +181,8 @@ def amounts_of(
     make_buffers = kinds.family.empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
     names = [unit.name for _, unit in sorted(declared.model.items())]
-    first, *layers, last = [name for name in names if not name.startswith((FRONT, REAR))]
+    parts = (FRONT, REAR), (FIRST, NEXT)
+    first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
     about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
@@ -189,9 +194,14 @@ def amounts_of(
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
-        handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
+        side = window.prepare()
+        handed_on = sum(value.nbytes for value in make_buffers(side))
+        dtype = autocast_dtype or base.dtype
+        of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
         with meta_as(backend):
-            return count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
+            amounts = count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
+        amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
+        return of_slices_alone(amounts, stage) if config.spread_vocabulary else amounts
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
@@ -223,6 +233,7 @@ def check_cut(model_config: Any, config: HelixConfig) -> None:
 def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
     """Returns the mesh of a layout."""
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    sizes["vocabulary"] = config.tp_size * config.pp_size
     return simulated_mesh(sizes, inter_node_axes, backend == "nccl", _spread(config, dp_size))
 
 

@@ -18,12 +18,21 @@ from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory,
 from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
-from hf_helix.planning.graph.backward import transfer_graphs
+from hf_helix.operators.vocab_pipeline import slice_names
+from hf_helix.planning.graph.backward import OF_SLICES, transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of, stage_ranks
+from hf_helix.planning.schedule.placement import (
+    FRONT,
+    REAR,
+    count_layers,
+    half_name,
+    layer_ranks,
+    ranges_of,
+    stage_ranks,
+)
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
@@ -65,6 +74,7 @@ class Case:
     layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
     cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
     offload: str | None = None  # as in `HelixConfig`
+    spread_vocabulary: bool = False  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:
@@ -74,7 +84,16 @@ class Case:
     @property
     def stage_ranks(self) -> tuple[int, ...]:
         """The pipeline rank of each virtual stage."""
-        return stage_ranks(Scheduler(self.schedule, self.sizes.pp).placement, self.sizes.pp)
+        return stage_ranks(self._placement, self.sizes.pp)
+
+    @property
+    def layer_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each virtual stage with layers."""
+        return layer_ranks(self._placement, self.sizes.pp)
+
+    @property
+    def _placement(self) -> str:
+        return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
 
     @property
     def spread_weights(self) -> dict[str, int]:
@@ -144,7 +163,7 @@ class Step:
 def layout_of(amounts: Amounts, case: Case) -> Layout:
     """Returns the units of all ranks. Raises ValueError for too few layers, or for tied weights on two ranks."""
     model, ranks = amounts.model, case.stage_ranks
-    if model.tied and ranks[0] != ranks[-1]:
+    if model.tied and ranks[0] != ranks[-1] and not case.spread_vocabulary:
         raise ValueError(
             f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
             "different ranks; use schedule='auto'"
@@ -152,16 +171,21 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     cut, ranges = ranges_of(case.layers_per_stage or usual_counts(amounts, case))
     halves = {1 + place: [half_name(half, model.units[1 + place]) for half in (FRONT, REAR)] for place in cut}
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
-    names, chunks = place_names(units, ranks, ranges)
     graphs = dict(amounts.layout.graphs)
     if case.sizes.pp > 1:
-        graphs |= transfer_graphs(graphs[names[0]].forward.passing)
+        graphs |= transfer_graphs(graphs[units[0]].forward.passing)
+    if case.spread_vocabulary:
+        embedding, *layers, head = units
+        units = [*slice_names(embedding, case.sizes.pp), *layers, *slice_names(head, case.sizes.pp)]
+        graphs |= transfer_graphs((False, False), OF_SLICES)
+    names, chunks = place_names(units, ranks, ranges)
     return Layout(names, chunks, graphs, (), ranks)
 
 
 def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:
     """Returns the layers of each stage in a run without `layers_per_stage`."""
-    return tuple(count_layers(amounts.model.layers, case.stage_ranks, head_cost=amounts.model.head_cost))
+    head_cost = 0.0 if case.spread_vocabulary else amounts.model.head_cost
+    return tuple(count_layers(amounts.model.layers, case.layer_ranks, head_cost=head_cost))
 
 
 def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...]:
@@ -176,9 +200,9 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
     front, rear = (sum(seconds[name] for name in names if name.startswith(half)) for half in (FRONT, REAR))
     counts = count_layers(
         model.layers,
-        case.stage_ranks,
-        embedding_cost=seconds[names[0]] / layer,
-        head_cost=seconds[names[-1]] / layer,
+        case.layer_ranks,
+        embedding_cost=0.0 if case.spread_vocabulary else seconds[names[0]] / layer,
+        head_cost=0.0 if case.spread_vocabulary else seconds[names[-1]] / layer,
         first_half=front / (front + rear) if front else None,
     )
     return tuple(counts)
@@ -232,13 +256,14 @@ def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) ->
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     """Returns the peak memory of each pipeline rank; `case.shard_optimizer` does not change the peaks."""
     two_strands = not runs_one_strand(case.plan)
-    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches)
+    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, layout.is_spread)
     return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
 def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
     """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
-    schedule = schedule_of(clock.named, case.sizes.pp, min(case.microbatches, 2 * case.sizes.pp + 2))
+    count = min(case.microbatches, 2 * case.sizes.pp + 2)
+    schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
     planned = clock.all_layers  # memory is not linear in the number of layers, which decides the position of the peak
     layout = planned.profile.layout
     if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run

@@ -19,6 +19,7 @@ from enum import Enum
 
 from hf_helix.config import AUTO
 from hf_helix.doctor.estimate import LEAST
+from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -217,7 +218,8 @@ class WindowClock:
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        schedule = Scheduler(self._asked, self._ranks, self._costs, self._limit)(self._microbatches)
+        made = Scheduler(self._asked, self._ranks, self._costs, self._limit, self.layout.is_spread)
+        schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
@@ -254,7 +256,7 @@ class WindowClock:
         return [last + further * (last - first) for first, last in zip(*found, strict=True)]
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
-        schedule = schedule_of(self.named, self._ranks, microbatches)
+        schedule = schedule_of(self.named, self._ranks, microbatches, self.layout.is_spread)
         return predict(planned.plan, planned.profile, schedule)
 
     def _own(self, planned: Planned) -> Planned:
@@ -281,12 +283,17 @@ def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[L
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
+    with_layers = [names for names in stages if layers.intersection(names)]
     for period in range(1, PERIODS + 1):
-        runs = [_repeating(names, layers, period) for names in stages]
-        kinds = {tuple(sorted(names[start : start + period])) for names, (start, _) in zip(stages, runs, strict=True)}
+        runs = [_repeating(names, layers, period) for names in with_layers]
+        kinds = {
+            tuple(sorted(names[start : start + period])) for names, (start, _) in zip(with_layers, runs, strict=True)
+        }
         few, more = (min(length for _, length in runs) // period - number for number in numbers)
         if more > 0 and len(kinds) == 1:
-            made = [_without(layout, stages, runs, count * period) for count in (few, more)]
+            left = iter(runs)
+            starts = [next(left)[0] if names in with_layers else len(names) for names in stages]
+            made = [_without(layout, starts, count * period) for count in (few, more)]
             return made, more / (few - more)
     return [layout], 0.0
 
@@ -305,23 +312,28 @@ def _repeating(names: Sequence[str], layers: Iterable[str], period: int) -> tupl
     return best
 
 
-def _without(layout: Layout, stages: Sequence[Sequence[str]], runs: Sequence[tuple[int, int]], count: int) -> Layout:
-    """Returns a layout without `count` layers of every stage."""
-    kept: list[list[int]] = []
-    for chunk, names, (start, _) in zip(layout.chunks.values(), stages, runs, strict=True):
-        assert len(chunk) == len(names)
-        kept.append([*chunk[:start], *chunk[start + count :]])
-    return sub_layout(layout, kept, layout.ranks)
+def _without(layout: Layout, starts: Sequence[int], count: int) -> Layout:
+    """Returns a layout without `count` units of every stage, from a place on."""
+    chunks = zip(layout.chunks.values(), starts, strict=True)
+    return sub_layout(layout, [[*chunk[:start], *chunk[start + count :]] for chunk, start in chunks], layout.ranks)
 
 
 def rank_layout(layout: Layout, rank: int) -> Layout:
-    """Returns the layout of one pipeline rank alone, without transfers between ranks."""
+    """Returns the layout of one pipeline rank alone, without transfers between ranks. Its slices of the vocabulary
+    stand beside its layers, as the first ones, which read nothing of others."""
     kept = [
         [unit for unit in chunk if not layout.transfers(unit)]
         for stage, chunk in layout.chunks.items()
         if layout.ranks[stage] == rank
     ]
-    return sub_layout(layout, kept, (0,) * len(kept))
+    if not layout.is_spread:
+        return sub_layout(layout, kept, (0,) * len(kept))
+    half = len(kept) // 2
+    parts = [[unit for chunk in chunks for unit in chunk] for chunks in (kept[:half], kept[half:])]
+    made = sub_layout(layout, parts, (0, 0))
+    ends = layout.units[0].removesuffix(FIRST), layout.units[-1]
+    alike = {f"{end}{suffix}": end + FIRST for end in ends for suffix in ("", NEXT)}
+    return replace(made, units=[alike.get(name, name) for name in made.units])
 
 
 def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
@@ -336,28 +348,30 @@ def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[
 
 
 @functools.lru_cache(maxsize=64)
-def schedule_of(name: str, num_ranks: int, microbatches: int) -> Schedule:
+def schedule_of(name: str, num_ranks: int, microbatches: int, is_spread: bool = False) -> Schedule:
     """Returns the schedule of a window, made once for all layouts with these arguments."""
-    return Scheduler(name, num_ranks)(microbatches)
+    return Scheduler(name, num_ranks, spread=is_spread)(microbatches)
 
 
-def possible_names(name: str, num_ranks: int) -> Sequence[str]:
-    """Returns the named schedules behind a name: "auto" stands for the folded schedules, without a search."""
-    if name != AUTO:
+def possible_names(name: str, num_ranks: int, is_spread: bool = False) -> Sequence[str]:
+    """Returns the named schedules behind a name: "auto" stands for the folded schedules, without a search; beside
+    slices of the vocabulary, for which no schedule has a name, for itself."""
+    if name != AUTO or is_spread:
         return [name]
     return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
 
 
-def usual_schedules(name: str, num_ranks: int, microbatches: int) -> list[Schedule]:
+def usual_schedules(name: str, num_ranks: int, microbatches: int, is_spread: bool = False) -> list[Schedule]:
     """Returns the schedules for the prediction of memory, in a window long enough for the peak. Schedules that "auto"
     finds by a search keep to the memory of the run."""
     count = min(microbatches, REMEMBERED * num_ranks)
-    return [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
+    names = possible_names(name, num_ranks, is_spread)
+    return [schedule_of(each, num_ranks, count, is_spread) for each in names]
 
 
 def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:
     """Returns the fastest of the named schedules behind a name."""
-    names = possible_names(name, layout.num_ranks)
+    names = possible_names(name, layout.num_ranks, layout.is_spread)
     if len(names) == 1:
         return names[0]
     count = min(microbatches, CHOSEN * layout.num_ranks)

@@ -26,12 +26,13 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
+from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
-from hf_helix.planning.schedule.placement import stage_ranks
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.placement import layer_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler, scheduler_of
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
@@ -143,14 +144,22 @@ def declare(
     family = family_of(base)
     loss_tweaks = loss_tweaks or LossTweaks()
     ways = config.cp_method, config.expert_capacity_factor
-    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
+    spread = mesh.vocabulary if config.spread_vocabulary else None
+    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread)
     units, counts = family.units(base, sharing, loss_tweaks, places), None
-    placement = Scheduler(config.schedule, config.pp_size).placement
+    placement = scheduler_of(config).placement
     if places is not None:
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])
     elif config.layers_per_stage is not None:
-        units, modes, counts = cut_layers(units, modes, stage_ranks(placement, mesh.pipe.size), config.layers_per_stage)
+        units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes)
+    placements = {p: placed for unit in units for p, placed in unit.placements.items()}
+    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
+    if config.spread_vocabulary:
+        table, head = _ends_of(base, loss_tweaks)
+        dtype = autocast_dtype or head.dtype
+        units = spread_units(units, table, head, dtype, mesh.pipe.rank if places is None else None, config.pp_size)
+        of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
@@ -159,17 +168,34 @@ def declare(
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called, loss_tweaks.own)
-        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
+        check_placements(model, placements)
     stage = place_units(
         units,
         mesh.pipe,
-        family.empty(base, mesh.tp.size, loss_tweaks.own),
+        make_buffers,
         placement,
         family.head_cost(base),
         counts,
+        of_slice,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)
+
+
+def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Parameter]:
+    """Returns the weights of the embedding and of the head, for slices of the vocabulary.
+
+    Raises:
+        ValueError: the run has no loss of logits over a vocabulary.
+    """
+    head = base.get_output_embeddings()
+    if head is None or loss_tweaks.own:
+        why = "its loss is computed by code of the caller" if head is not None else "it has no head over the vocabulary"
+        raise ValueError(
+            f"spread_vocabulary=True with {type(base).__name__}: {why}, and the slices compute the built-in loss; use "
+            "spread_vocabulary=False"
+        )
+    return base.get_input_embeddings().weight, head.weight
 
 
 def start_runner(
@@ -185,7 +211,7 @@ def start_runner(
     with watched():
         if choose_plan is None:  # `sequential` is equal on every rank and needs no measurement
             plan = baseline_plan(stage.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
-            scheduler = Scheduler(config.schedule, config.pp_size)
+            scheduler = scheduler_of(config)
         else:
             plan, scheduler = choose_plan(stage.layout)
         _fill_parameters(model, stage, mesh, options)

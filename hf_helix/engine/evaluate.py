@@ -83,9 +83,9 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
     """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut, from the
     logits of this rank [tokens, batch, slice of the vocabulary]. Collective."""
-    tp, cp = runner.mesh.tp, runner.mesh.cp
+    placement, cp = runner.stage.model[runner.stage.slice].placements[head], runner.mesh.cp
+    tp, length = runner.mesh.axis_of(placement), placement.length
     if tp.size > 1:
-        length = runner.stage.model[runner.stage.head].placements[head].length
         lengths = [last - first for first, last in (cut_bounds(length, tp.size, r) for r in range(tp.size))]
         padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
         gathered, work = prepare_all_gather(tp, padded)

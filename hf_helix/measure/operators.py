@@ -170,7 +170,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
         if boundary not in ends:
             continue
         index, operator = ends[boundary]
-        outward = runner.layout.units[index] == SEND
+        outward = runner.layout.units[index].startswith(SEND)
         values = [value.zero_() for value in operator.make_buffers(side)]
         for forward in (True, False):
             sends = outward is forward

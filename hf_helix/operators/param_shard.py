@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TP, EXPERTS = "tp", "experts"
+TP, EXPERTS, VOCABULARY = "tp", "experts", "vocabulary"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Placement:
             the features, and must be summed.
         blocks: the full lengths of matrices side by side along the cut dimension, each cut by itself (queries, keys and
             values in a single parameter); empty for a single matrix.
-        over: the axis: `tp`, or `experts`, whose ranks together hold every expert of a replica once.
+        over: the axis: `tp`; `experts`, whose ranks together hold every expert of a replica once; or `vocabulary`, the
+            ranks of tensor parallelism and of the pipeline together.
     """
 
     dim: int | None = None

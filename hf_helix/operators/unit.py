@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,24 +88,40 @@ class Unit:
             known = {value for op in graph.operators[:end] for value in op.writes}
             is_residual = isinstance(self.operators[operator.name], Add) and len(graph.inputs) == 1
             if is_residual and not self.meters and read & {*known, *graph.inputs} == set(operator.writes):
-                front = self._part(FRONT, graph.operators[:end], graph.inputs, operator.writes)
-                rear = self._part(REAR, graph.operators[end:], operator.writes, graph.outputs)
+                front = self.part(half_name(FRONT, graph.name), graph.operators[:end], graph.inputs, operator.writes)
+                rear = self.part(half_name(REAR, graph.name), graph.operators[end:], operator.writes, graph.outputs)
+                front, rear = (
+                    replace(half, label=f"{self.label}.{name}") for half, name in ((front, FRONT), (rear, REAR))
+                )
                 placed = [*front.placements, *rear.placements]  # none twice, none without a reader
                 return (front, rear) if len(placed) == len(self.placements) == len({*placed}) else None
         return None
 
-    def _part(
-        self, name: str, operators: Sequence[Operator], inputs: tuple[str, ...], outputs: tuple[str, ...]
+    def part(
+        self,
+        name: str,
+        operators: Sequence[Operator],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        added: Mapping[str, TensorOperator] = MappingProxyType({}),
     ) -> Unit:
-        """Returns some operators of the unit as a unit; order alone does not tie them to other operators."""
+        """Returns some operators of the unit as a unit; order alone does not tie them to other operators.
+
+        Args:
+            name: of the unit.
+            operators: in canonical order.
+            inputs, outputs: the values that enter and leave the unit.
+            added: those of the operators that this unit lacks.
+        """
         names = [op.name for op in operators]
         within = [
             replace(op, ordered_after=tuple(each for each in op.ordered_after if each in names)) for op in operators
         ]
         graph = self.graphs.forward
         shown = tuple(value for op in within for value in op.writes if value in graph.shown)
-        part = Graph(half_name(name, graph.name), tuple(within), inputs, outputs, graph.repeats, shown=shown)
-        own = {each: self.operators[each] for each in names}
+        part = Graph(name, tuple(within), inputs, outputs, graph.repeats, shown=shown)
+        own = {each: added[each] if each in added else self.operators[each] for each in names}
         read = {parameter for operator in own.values() for parameter in operator.parameters}
         placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}
-        return Unit.of(part, own, label=f"{self.label}.{name}", placements=placements, called=self.called)
+        kept = {"called": self.called, "logits": self.logits, "loss_shape": self.loss_shape}
+        return Unit.of(part, own, label=self.label, placements=placements, **kept)

@@ -16,11 +16,11 @@ from hf_helix.planning.schedule.placement import stages_of_rank
 from hf_helix.planning.schedule.slot_clock import Simulated
 
 LEGEND = """F forward   B backward   I input gradient   W weight gradient   X forward beside backward
-small letters: second chunk   · idle"""
+small letters: further chunks   · idle"""
 
 
 def chunk_of(simulated: Simulated, action: Action) -> int:
-    """Returns the chunk of an action on its rank: 0 or 1."""
+    """Returns the number of the chunk of an action on its rank."""
     return stages_of_rank(simulated.ranks[action.stage], simulated.ranks).index(action.stage)
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.param_shard import VOCABULARY, Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
 from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear, start_sum
@@ -95,10 +95,10 @@ class Placed:
         if self.placement.dim == features:
             outputs = replace(self.placement, dim=value.dim() - 1)
             return self.share(self._joined(functional.linear(value, matrix, bias), shape, outputs))
-        tp = self.mesh.tp
-        parts = [value[..., first:last] for first, last in self.placement.bounds(tp.size, tp.rank)]
+        axis = self.mesh.axis_of(self.placement)
+        parts = [value[..., first:last] for first, last in self.placement.bounds(axis.size, axis.rank)]
         total = functional.linear(torch.cat(parts, -1), matrix)
-        start_sum(total, tp)()
+        start_sum(total, axis)()
         return self.share(total if bias is None else total + bias.to(total.dtype))
 
     @torch.no_grad()
@@ -109,10 +109,10 @@ class Placed:
             return self.share(weight.new_empty(shape))  # autocast leaves lookups in the type of the table
         if not self.is_cut or self.placement.dim != 0:
             return self.share(functional.embedding(ids, self._gathered(weight)))
-        tp = self.mesh.tp
-        ((first, _),) = self.placement.bounds(tp.size, tp.rank)
+        axis = self.mesh.axis_of(self.placement)
+        ((first, _),) = self.placement.bounds(axis.size, axis.rank)
         found = lookup(ids, weight, first, self.shape[0], None)
-        start_sum(found, tp)()
+        start_sum(found, axis)()
         return self.share(found)
 
     def full(self, held: Tensor) -> Tensor:
@@ -136,9 +136,10 @@ class Placed:
         return result
 
     def share(self, value: Tensor) -> Tensor:
-        """Returns the owner's value on every rank of the pipeline; other ranks give an empty one of its shape."""
+        """Returns the owner's value on every rank of the pipeline; other ranks give an empty one of its shape. Where
+        all ranks have slices, all have the value."""
         pipe = self.mesh.pipe
-        if pipe.group is not None:
+        if pipe.group is not None and self.placement.over != VOCABULARY:
             value = value.contiguous()
             dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
         return value

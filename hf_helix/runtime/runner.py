@@ -77,7 +77,7 @@ class Runner:
         self._loss: Key = (head, loss)
         self._loss_gradient: Key = (head, f"d.{loss}")
         self._shape = self.stage.model[head].loss_shape
-        self._logits: Key = (head, self.stage.model[head].logits or "")
+        self._logits: Key = (stage.slice, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
         graphs = {unit: self.layout.graph(unit, True) for unit in stage.units if not self.layout.transfers(unit)}
         self._absent: dict[Key, Tensor | None] = {
@@ -160,11 +160,13 @@ class Runner:
             keep = (self._loss, self._logits) if keep_logits else (self._loss,)
             self._programs[name] = self.build_program(self.forward_schedule(count), keep)
         kept = self.executor.run(self._programs[name], microbatches, no_sources, training=False)
-        of_head = [values for _, values in sorted(kept.items()) if self._loss in values]
-        loss = self._everywhere([values[self._loss] for values in of_head], count).sum(0)
+        of_all = [values for _, values in sorted(kept.items())]
+        loss = self._everywhere([values[self._loss] for values in of_all if self._loss in values], count).sum(0)
         if not keep_logits:
             return loss, None
-        return loss, self.share(torch.cat([values[self._logits] for values in of_head], 1) if of_head else None)
+        logits = [values[self._logits] for values in of_all if self._logits in values]
+        joined = torch.cat(logits, 1) if logits else None
+        return loss, joined if self.layout.is_spread else self.share(joined)
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """Returns the forward slots of a window."""

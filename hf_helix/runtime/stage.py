@@ -8,19 +8,27 @@ Must hold: one copy of the parameters serves both strands; every rank describes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import nn
 
 from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.param_shard import VOCABULARY, Placement
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.vocab_pipeline import Elsewhere
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostShard
-from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
-from hf_helix.planning.schedule.placement import FOLD, count_layers, ranges_of, split_layers, stage_ranks
+from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair, transfer_graphs
+from hf_helix.planning.schedule.placement import (
+    FOLD,
+    count_layers,
+    layer_ranks,
+    ranges_of,
+    split_layers,
+    stage_ranks,
+)
 from hf_helix.planning.window.layout import Layout, place_names
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import adders_of
@@ -85,12 +93,14 @@ class Stage:
 
     @property
     def all_placements(self) -> dict[nn.Parameter, Placement]:
-        """Every parameter of the model, once."""
-        return {p: placement for unit in self.model.values() for p, placement in unit.placements.items()}
+        """Every parameter of the model, once; those with slices on all ranks first, in an order equal on all ranks."""
+        found = {p: placement for unit in self.model.values() for p, placement in unit.placements.items()}
+        mine = [(p, placement) for p, placement in found.items() if not isinstance(p, Elsewhere)]
+        return dict(sorted(mine, key=lambda each: each[1].over != VOCABULARY))
 
     @property
     def owners(self) -> dict[nn.Parameter, int]:
-        """The rank of every parameter of the model."""
+        """The rank of every parameter of the model; this rank of a parameter with slices on all ranks."""
         return {
             parameter: self.layout.rank_of(index) for index, unit in self.model.items() for parameter in unit.placements
         }
@@ -110,6 +120,11 @@ class Stage:
         """The index of the unit that computes the loss."""
         return len(self.layout.units) - 1
 
+    @property
+    def slice(self) -> int:
+        """The index of the unit with this rank's slice of the logits; of the head where a single rank has one."""
+        return next((index for index, unit in self.units.items() if unit.logits), self.head)
+
 
 def place_units(
     units: Sequence[Unit],
@@ -118,39 +133,47 @@ def place_units(
     placement: str = FOLD,
     head_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
+    of_slice: Callable[[int], MakeBuffers] | None = None,
 ) -> Stage:
     """Returns the stage of a rank: the embedding goes with the first layers, the head with the last.
 
     Args:
-        units: of the whole model: the embedding, the layers, the head.
+        units: of the whole model: the embedding, the layers, the head; on the placement `spread` with slices of the
+            embedding and of the head, see `hf_helix.operators.vocab_pipeline`.
         pipe: the ranks of the pipeline; by default a single rank.
         make_buffers: allocates the buffers for receives from other ranks.
-        placement: `fold` or `linear`, see `hf_helix.planning.schedule.placement`.
+        placement: `fold`, `linear` or `spread`, see `hf_helix.planning.schedule.placement`.
         head_cost, layers_per_stage: see `split_layers`.
+        of_slice: from a slice of the head to the buffers of what it hands on.
 
     Raises:
         ValueError: too few layers, wrong `layers_per_stage`, or a weight in units of two ranks.
     """
-    embedding = units[0]
-    ranks = stage_ranks(placement, pipe.size)
-    ranges = split_layers(len(units) - 2, ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
-    passing = embedding.graphs.forward.passing
+    ranks, folded = stage_ranks(placement, pipe.size), layer_ranks(placement, pipe.size)
+    ends_of_slices = len(ranks) - len(folded)  # of the embedding and of the head, beside one of each
+    head_cost = 0.0 if ends_of_slices else head_cost
+    ranges = split_layers(
+        len(units) - 2 - ends_of_slices, folded, head_cost=head_cost, layers_per_stage=layers_per_stage
+    )
+    transfers = transfer_graphs(units[ends_of_slices // 2].graphs.forward.passing)
+    if ends_of_slices:
+        transfers |= transfer_graphs((False, False), OF_SLICES)
     names, chunks = place_names([unit.name for unit in units], ranks, ranges)
     model: dict[int, Unit] = {}
     ends: dict[int, Unit] = {}
     following = iter(units)
     for stage, index in ((stage, index) for stage, chunk in chunks.items() for index in chunk):
-        if names[index] not in (SEND, RECEIVE):
+        if names[index] not in transfers:
             model[index] = next(following)
         elif ranks[stage] == pipe.rank:
             assert make_buffers is not None, "several ranks need buffers for transfers between them"
-            ends[index] = _end(names[index], pipe, stage, ranks, make_buffers, passing)
+            ends[index] = _end(names[index], transfers, pipe, stage, ranks, make_buffers, of_slice)
     graphs = {unit.name: unit.graphs for unit in units}
     assert all(unit.graphs.forward == graphs[unit.name].forward for unit in units), (
         "units of one name have equal graphs"
     )
     if pipe.size > 1:
-        graphs |= transfer_graphs(passing)
+        graphs |= transfers
     stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
     _check_single(stage_of_rank)
     return stage_of_rank
@@ -196,12 +219,24 @@ def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int])
 
 
 def _end(
-    name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: Sequence[bool]
+    name: str,
+    transfers: Mapping[str, GraphPair],
+    pipe: Pipe,
+    stage: int,
+    ranks: Sequence[int],
+    make_buffers: MakeBuffers,
+    of_slice: Callable[[int], MakeBuffers] | None,
 ) -> Unit:
     """Returns this rank's end of the P2P link out of a stage, or into it."""
-    outward = name == SEND
+    outward = name.startswith(SEND)
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
-    return transfer_unit(name, pipe.channel(boundary, peer, outward), boundary, make_buffers, passing)
+    first = len(ranks) - pipe.size  # the boundary behind the first slice of the head
+    if name.endswith(OF_SLICES):
+        assert of_slice is not None, "slices of the head need buffers"
+        make_buffers = of_slice(boundary - first)
+    is_of_slices = OF_SLICES in "".join(transfers) and not pipe.size - 1 <= boundary < first
+    channel = pipe.channel(boundary, peer, outward, int(is_of_slices))
+    return transfer_unit(name, transfers[name], channel, boundary, make_buffers)
 
 
 def _check_single(stage: Stage) -> None:

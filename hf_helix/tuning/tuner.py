@@ -34,7 +34,7 @@ from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import RULES, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit
-from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names
+from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names, scheduler_of
 from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
@@ -177,7 +177,7 @@ class Tuner:
         self.fingerprint = fingerprint
         self.num_microbatches = num_microbatches
         self.result: TuningResult | None = None
-        self.scheduler = Scheduler(config.schedule, config.pp_size)
+        self.scheduler = scheduler_of(config)
         self._model = model
         self._mesh = config.option_sizes
         self._timed: _TimedWindow | None = None
@@ -196,7 +196,7 @@ class Tuner:
         check_same_on_all_ranks(f"plan={kind!r}\nprofile given: {is_given}\n{layout.describe()}", "plans")
         profile = self._given_profile(layout)
         if profile is not None:
-            self.scheduler = Scheduler(self.config.schedule, self.config.pp_size, stage_costs(profile))
+            self.scheduler = scheduler_of(self.config, stage_costs(profile))
         if is_file:
             return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
         if name in MEASURED and profile is None:
@@ -260,7 +260,7 @@ class Tuner:
         if limit is None:
             return runner
         costs = stage_costs(profile) if profile is not None else None
-        return runner.with_plan(runner.plan, Scheduler(self.config.schedule, self.config.pp_size, costs, limit))
+        return runner.with_plan(runner.plan, scheduler_of(self.config, costs, limit))
 
     def _measure_if_due(self, runner: Runner, timed: _TimedWindow, is_due: bool, steps_left: int | None) -> Runner:
         """The runner of a tuning, where the rest of the run is worth it; otherwise the runner in use."""
@@ -358,7 +358,9 @@ class Tuner:
         costs = stage_costs(result.profile) if result.profile is not None else None
         self.result = self._in_words(result, runner, timed)
         limit = self._memory_limit(result.profile, runner)
-        return runner.with_plan(plan, Scheduler(result.schedule, self.config.pp_size, costs, limit))
+        return runner.with_plan(
+            plan, scheduler_of(dataclasses.replace(self.config, schedule=result.schedule), costs, limit)
+        )
 
     def _memory_limit(self, profile: Profile | None, runner: Runner) -> MemoryLimit | None:
         """Returns the limit of the run's windows if `auto` chooses their schedule. Collective."""

@@ -9,7 +9,7 @@ counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.doctor.amounts.mesh import simulated_mesh
 from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
-from hf_helix.operators.param_shard import EXPERTS
+from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
+from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import OperatorMemory
@@ -28,6 +29,7 @@ from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.local_parameters import readers_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Event, Streams
 
 Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
@@ -126,6 +128,7 @@ class Amounts:
     kept: Sequence[KeptWeights] = ()  # the flat buffers of ZeRO-1; empty with sharded weights
     # number of ranks by axis over which weights are sharded; empty with full weights on every rank
     spread: Mapping[str, int] = field(default_factory=dict)
+    handed_over: int = 0  # bytes of the values handed from a slice of the head to the next
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
         """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
@@ -141,11 +144,51 @@ class Amounts:
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
         """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
-        units = list(layout.units)
+        own = {layout.units[unit]: unit for unit in layout.units_of(rank)}
         for unit in reversed(layout.units_of(rank)):
-            for made in self.gradients.get(units[unit], ()):
+            for made in self.gradients.get(layout.units[unit], ()):
                 # Gradients with adders in two units belong to weights shared by embedding and head, of one name each.
-                yield made, tuple((unit if name == units[unit] else units.index(name), op) for name, op in made.adders)
+                yield made, tuple((unit if name == layout.units[unit] else own[name], op) for name, op in made.adders)
+
+
+def of_slices_alone(amounts: Amounts, stage: Stage) -> Amounts:
+    """Returns the amounts of slices of the vocabulary, counted on one rank with the same weights, as of ranks with
+    weights of their own. `stage` has the counted units, still cut."""
+    embedding, head = amounts.model.units[0], amounts.model.units[-1]
+    ends = [[f"{name}{suffix}" for suffix in (FIRST, NEXT, "")] for name in (embedding, head)]
+    rank_of = {name: place for names in (ends[0], ends[1][::-1]) for place, name in enumerate(names)}
+    units = {unit.name: unit for unit in stage.model.values()}
+    looked_up = units[ends[0][0]].placements.keys()
+    weights, copies = dict(amounts.weights), dict(amounts.copies)
+    for first, *others in ends:
+        sliced = [
+            parameter
+            for parameter, placed in units[first].placements.items()
+            if placed.over == VOCABULARY and (first == ends[0][0] or parameter not in looked_up)
+        ]
+        trained, frozen = (sum(p.numel() for p in sliced if p.requires_grad is trains) for trains in (True, False))
+        for name in (each for each in others if each in units):
+            held = weights[name]
+            weights[name] = replace(held, trained=held.trained + trained, frozen=held.frozen + frozen)
+            copies[name] = max(copies[name], copies[first])
+
+    def by_rank(given: Iterable[str]) -> list[int]:
+        names = set(given)
+        return sorted({rank_of[name] for name in names if name in rank_of}) if len(names) > 1 else []
+
+    gradients: dict[str, list[Gradient]] = {name: [] for name in amounts.gradients}
+    for name, found in amounts.gradients.items():
+        for made in found:
+            for rank in by_rank(unit for unit, _ in made.adders) or [-1]:
+                adders = tuple(each for each in made.adders if rank < 0 or rank_of[each[0]] == rank)
+                last = name if rank < 0 else min((unit for unit, _ in adders), key=list(units).index)
+                gradients[last].append(replace(made, adders=adders))
+    kept = [
+        replace(each, units=tuple(name for name in each.units if rank < 0 or rank_of[name] == rank))
+        for each in amounts.kept
+        for rank in by_rank(each.units) or [-1]
+    ]
+    return replace(amounts, weights=weights, copies=copies, gradients=gradients, kept=kept)
 
 
 def _over(transfer: Transfer, counted: Mapping[str, int], spread: Mapping[str, int]) -> Transfer:

@@ -76,7 +76,7 @@ def simulated_mesh(
     """Returns the mesh of the first rank of a layout, with the full model on one pipeline rank.
 
     Args:
-        sizes: sizes of "tp", "cp" and "ep"; 1 by default.
+        sizes: sizes of "tp", "cp" and "ep", 1 by default; and of "vocabulary".
         inter_node_axes: the axes between nodes.
         sums_in_place: see `SimulatedTransport`.
         spread: number of ranks by axis over which weights are sharded; None for full weights.
@@ -112,5 +112,6 @@ def simulated_mesh(
         None,
         replica_axes=shard_axes(COPIES),
         expert_replica_axes=shard_axes(EXPERT_COPIES),
+        vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
     return SimulatedMesh(mesh, log)

@@ -69,6 +69,7 @@ class Builder:
         self.loss_tweaks = loss_tweaks or LossTweaks()
         self.tp = sharing.tp
         self.cp = sharing.cp
+        self.vocabulary = sharing.vocabulary or sharing.tp
         self.repeats = repeats
         self.meters: list[RouterMeter] = []
         self.called: list[nn.Module] = []
@@ -418,7 +419,7 @@ class Builder:
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
             self.place([adapter.up], COPIED_ON_SHARDS)
-        segment = _lookup_segment(table, embedding, self.tp, self.loss_tweaks.neftune_alpha, change)
+        segment = _lookup_segment(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
         return self.declare(name, segment, ())[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
@@ -430,7 +431,7 @@ class Builder:
             vocab_size: the rows of the full head.
         """
         self.logits = logits
-        first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
+        first, _ = cut_bounds(vocab_size, self.vocabulary.size, self.vocabulary.rank)
         written_by = next((op.name for op in self._declared if logits in op.writes), "")
         statistics = TokenStatistics(
             first,
@@ -557,13 +558,13 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
 def _lookup_segment(
     table: Unwrapped,
     embedding: nn.Module,
-    tp: Axis,
+    axis: Axis,
     neftune_alpha: float | None,
     change: Callable[[Tensor], Tensor] | None,
 ) -> Segment:
     """Returns the segment of a lookup in a table with adapters; `embedding` has the training mode."""
     num_rows = table.weight.shape[0]
-    first, _ = cut_bounds(num_rows, tp.size, tp.rank)
+    first, _ = cut_bounds(num_rows, axis.size, axis.rank)
     padding = table.module.padding_idx
 
     def find(ids: Tensor) -> Tensor:
@@ -582,7 +583,7 @@ def _lookup_segment(
     for adapter in table.all_adapters():
         parameters += adapter.parameters
     reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
-    if neftune_alpha is not None and tp.rank == 0:  # one of the partial sums brings the noise
+    if neftune_alpha is not None and axis.rank == 0:  # one of the partial sums brings the noise
         draws, side = (lambda: embedding.training), ("ids", "length")
         return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
     return Segment(find, parameters, ("ids",), backward_reads=reads)

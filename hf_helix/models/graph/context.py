@@ -27,6 +27,7 @@ class ParallelContext:
     Attributes:
         tp: the ranks of tensor and sequence parallelism.
         cp: the ranks of context parallelism.
+        vocabulary: the ranks with slices of the vocabulary, if these are others than those of tp.
         experts: the ranks that exchange tokens of experts: the ranks of expert parallelism and of tp together.
         cp_method: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
@@ -41,6 +42,7 @@ class ParallelContext:
     capacity_factor: float | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     compile: bool = False
+    vocabulary: Axis | None = None
 
     @property
     def ep_size(self) -> int:

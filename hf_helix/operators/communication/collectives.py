@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph.backward import RECEIVE, SEND, transfer_graphs
+from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Part
 
 
@@ -208,12 +208,8 @@ class PipelineTransfer(Communication):
                 self.channel.receive(out, forward)
 
 
-def transfer_unit(
-    name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, plain: Sequence[bool] = (False,)
-) -> Unit:
+def transfer_unit(name: str, graphs: GraphPair, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> Unit:
     """Returns the unit at an end of a channel with number `boundary`: `send` after stage `boundary`, or `receive`
-    before the next stage; see `transfer_graphs`."""
-    assert name in (SEND, RECEIVE)
+    before the next stage."""
     transfer = PipelineTransfer(channel, boundary, make_buffers)
-    label = f"{name}.{boundary}"
-    return Unit(label=label, graphs=transfer_graphs(plain)[name], operators={"transfer": transfer}, placements={})
+    return Unit(label=f"{name}.{boundary}", graphs=graphs, operators={"transfer": transfer}, placements={})

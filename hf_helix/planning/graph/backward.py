@@ -345,19 +345,21 @@ class GraphPair:
 
 
 SEND, RECEIVE = "send", "receive"
+OF_SLICES = ".slices"
+"""Ends the names of transfers between slices of the head."""
 
 
-def transfer_graphs(plain: Sequence[bool] = (False,)) -> dict[str, GraphPair]:
+def transfer_graphs(plain: Sequence[bool] = (False,), suffix: str = "") -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `plain` says of each output of
-    a layer whether it has no gradient.
+    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `plain` says of each value
+    handed on whether it has no gradient; `suffix` ends the names of the units.
     """
     names = tuple(f"x{number}" for number in range(len(plain)))
     without = tuple(name for name, is_plain in zip(names, plain, strict=True) if is_plain)
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())
     receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=names, non_differentiable=without)
     return {
-        SEND: GraphPair.of(Graph(SEND, (send,), names, (), plain_inputs=without)),
-        RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), names)),
+        SEND + suffix: GraphPair.of(Graph(SEND + suffix, (send,), names, (), plain_inputs=without)),
+        RECEIVE + suffix: GraphPair.of(Graph(RECEIVE + suffix, (receive,), (), names)),
     }

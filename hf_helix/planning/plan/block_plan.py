@@ -189,7 +189,7 @@ class _Blocks:
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
     """Every block of units with these names: each direction alone, and each forward with each backward."""
-    names = [name for name in units if name not in (SEND, RECEIVE)]
+    names = [name for name in units if not name.startswith((SEND, RECEIVE))]
     alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
     return alone + [Block(forward, backward) for forward in names for backward in names]
 

@@ -2,8 +2,9 @@
 
 In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
 Out:  the fastest schedule found: a named schedule, or a list schedule improved by local search.
-Must hold: the placement is the fold, so layers never move between ranks; the schedule is never slower than
-`folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal schedules on every machine.
+Must hold: the layers are on the fold, so layers never move between ranks; without slices of the vocabulary, the
+schedule is never slower than `folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal
+schedules on every machine.
 
     list scheduling   a free rank takes its policy's preferred action among the actions with all inputs
     local search      anneals the best schedules by small random changes, mostly on the critical path
@@ -23,6 +24,7 @@ from hf_helix.planning.annealing import anneal, threshold
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
+from hf_helix.planning.schedule.periodic import periodic_schedules
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks, stages_of_rank
 from hf_helix.planning.schedule.slot_clock import (
     ClockRun,
@@ -47,24 +49,26 @@ def choose_schedule(
     max_live: int | None = None,
     search: bool = True,
     limit: MemoryLimit | None = None,
+    placement: str = FOLD,
 ) -> tuple[str, Schedule]:
-    """Returns the fastest schedule found on the fold that fits, and its label: a name, or `SEARCHED`. If none fits, the
+    """Returns the fastest schedule found that fits, and its label: a name, or `SEARCHED`. If none fits, the
     schedule with the least excess.
 
     Args:
         max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
-            of `folded_1f1b` and `dualpipe_v`.
+            of `folded_1f1b` and `dualpipe_v`, or of the periodic schedules.
         search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
             else the choice is among the named schedules and two list schedules.
         limit: of the memory; None without a limit. If the memory of operators is unknown, the choice is among the named
             schedules.
+        placement: `fold`, or `spread`: then the choice is among periodic schedules.
 
     Raises:
         ValueError: `max_live` is less than 2.
     """
     if max_live is not None and max_live < 2:
         raise ValueError(f"max_live={max_live} is too few: a micro-batch leaves 2 activations on a rank; use 2 or more")
-    ranks = stage_ranks(FOLD, num_ranks)
+    ranks = stage_ranks(placement, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
 
     def run(label: str, schedule: Schedule) -> tuple[str, Simulated]:
@@ -74,13 +78,18 @@ def choose_schedule(
         excess = 0.0 if limit is None else max(0.0, limit.excess(candidate[1].schedule))
         return excess, candidate[1].seconds, max(candidate[1].live)
 
-    candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
+    if placement == FOLD:
+        candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
+    else:
+        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS)
+        candidates = [run(SEARCHED, each) for each in found]
     if max_live is None:
         max_live = max(max(simulated.live) for _, simulated in candidates)
     candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
     if limit is None or limit.passes is not None or not candidates:
-        policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
-        candidates.append(run(SEARCHED, _listed(clock, policies)))
+        if placement == FOLD:
+            policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
+            candidates.append(run(SEARCHED, _listed(clock, policies)))
         for _, start in sorted(candidates, key=merit)[: STARTS if search else 0]:
             candidates.append(run(SEARCHED, improve_schedule(start.schedule, clock, max_live, limit)))
     label, best = min(candidates, key=merit)

@@ -144,7 +144,7 @@ class Passes:
             if computation_type == "W":
                 return _Pass()
             passed = self._handed_on
-            taken = forward == (layout.units[unit] == RECEIVE)
+            taken = forward == layout.units[unit].startswith(RECEIVE)
             return _Pass(passed, passed, is_transfer=True) if taken else _Pass(-passed, is_transfer=True)
         parts, name = PARTS_OF[computation_type], layout.units[unit]
         ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}

@@ -23,6 +23,9 @@ WORTH_A_CUT = 0.005
 
 FOLD = "fold"
 LINEAR = "linear"
+SPREAD = "spread"
+"""The fold, with slices of the embedding before and slices of the head after: a virtual stage for each rank but the
+first, whose slices lie in the stages of its layers."""
 
 
 def half_name(half: str, layer: str) -> str:
@@ -33,7 +36,13 @@ def half_name(half: str, layer: str) -> str:
 def stage_ranks(placement: str, num_ranks: int) -> tuple[int, ...]:
     """The pipeline rank of every virtual stage. A rank folded on itself (`num_ranks=1`) holds two stages."""
     down = tuple(range(num_ranks))
-    return down + down[::-1] if placement == FOLD else down
+    fold = down + down[::-1]
+    return {FOLD: fold, LINEAR: down, SPREAD: down[:0:-1] + fold + down[1:]}[placement]
+
+
+def layer_ranks(placement: str, num_ranks: int) -> tuple[int, ...]:
+    """The pipeline rank of every virtual stage with layers."""
+    return stage_ranks(FOLD if placement == SPREAD else placement, num_ranks)
 
 
 def stages_of_rank(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_helix.config import AUTO, SCHEDULES
+from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.schedule.actions import (
     Schedule,
     format_schedule,
@@ -22,8 +22,8 @@ from hf_helix.planning.schedule.actions import (
 from hf_helix.planning.schedule.auto import choose_schedule
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, PLACEMENT_OF, build_schedule
-from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
-from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule, stage_costs
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, SPREAD, split_layers, stage_ranks
+from hf_helix.planning.schedule.slot_clock import SLICE, Costs, Simulated, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.profile import Profile
 
@@ -37,9 +37,10 @@ class Scheduler:
         name: of a schedule, `auto`, or the path of an action file.
         costs: of every virtual stage; None without a measurement.
         limit: of the memory of a window, which `auto` keeps to; None without a limit.
+        spread: whether pipeline ranks have slices of the vocabulary, see `HelixConfig.spread_vocabulary`.
 
     Attributes:
-        placement: of the virtual stages; of `auto`, the fold.
+        placement: of the virtual stages; of `auto`, the fold, with slices of the vocabulary or without.
         max_microbatches: of an action file; None without a limit.
 
     Raises:
@@ -47,7 +48,14 @@ class Scheduler:
         OSError: the action file cannot be read.
     """
 
-    def __init__(self, name: str, num_ranks: int, costs: Costs | None = None, limit: MemoryLimit | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_ranks: int,
+        costs: Costs | None = None,
+        limit: MemoryLimit | None = None,
+        spread: bool = False,
+    ) -> None:
         self.name = name
         self.num_ranks = num_ranks
         self._limit = limit
@@ -55,17 +63,29 @@ class Scheduler:
         self._made: dict[int, Schedule] = {}
         self.max_microbatches: int | None = None
         if self.name in SCHEDULES:
-            self.placement = PLACEMENT_OF.get(self.name, FOLD)
+            self.placement = PLACEMENT_OF.get(self.name, SPREAD if spread else FOLD)
         else:
             _, schedule = find_schedule(name, num_ranks, None)
             self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
+        if spread != (self.placement == SPREAD):
+            raise ValueError(
+                f"spread_vocabulary={spread} with schedule={name!r}, which is for spread_vocabulary={not spread}, since"
+                " slices of the vocabulary are virtual stages of their own; use schedule='auto'"
+            )
 
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a window."""
         if num_microbatches not in self._made:
-            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs, self._limit)
+            _, schedule = find_schedule(
+                self.name, self.num_ranks, num_microbatches, self._costs, self._limit, self.placement
+            )
             self._made[num_microbatches] = schedule
         return self._made[num_microbatches]
+
+
+def scheduler_of(config: HelixConfig, costs: Costs | None = None, limit: MemoryLimit | None = None) -> Scheduler:
+    """Returns the scheduler of a configuration."""
+    return Scheduler(config.schedule, config.pp_size, costs, limit, config.spread_vocabulary)
 
 
 def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
@@ -84,6 +104,9 @@ def candidates(
         limit: of the memory of a window; a named schedule behind `auto` that exceeds the limit is left out.
     """
     num_ranks = profile.layout.num_ranks
+    if profile.layout.is_spread:
+        measured = Scheduler(name, num_ranks, stage_costs(profile), limit, spread=True)
+        return [Scheduler(name, num_ranks, spread=True), measured]
     names = schedule_names(name, num_ranks)
     if len(names) == 1:
         return [Scheduler(name, num_ranks)]
@@ -98,6 +121,7 @@ def find_schedule(
     num_microbatches: int | None,
     costs: Callable[[Sequence[int]], Costs] | None = None,
     limit: MemoryLimit | None = None,
+    placement: str = FOLD,
 ) -> tuple[str, Schedule]:
     """Returns the schedule of a name, and its label.
 
@@ -105,6 +129,7 @@ def find_schedule(
         num_microbatches: of the window; None for all of an action file, or else three for each rank.
         costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
         limit: of the memory of a window, which `auto` keeps to; None without a limit.
+        placement: of the virtual stages of `auto`.
 
     Raises:
         ValueError: no such schedule, or as `choose_schedule`, `build_schedule` and `load_schedule`.
@@ -116,9 +141,10 @@ def find_schedule(
     if name in PLACEMENT_OF:
         return name, build_schedule(name, num_ranks, count)
     if name == AUTO:
-        ranks = stage_ranks(FOLD, num_ranks)
-        of_stages = costs(ranks) if costs else Costs.even(len(ranks))
-        return choose_schedule(num_ranks, count, of_stages, search=bool(costs), limit=limit)
+        ranks = stage_ranks(placement, num_ranks)
+        slices = num_ranks - 1 if placement == SPREAD else 0
+        of_stages = costs(ranks) if costs else Costs.even(len(ranks), slices)
+        return choose_schedule(num_ranks, count, of_stages, search=bool(costs), limit=limit, placement=placement)
     check_schedule(name)
     return name, load_schedule(name, num_ranks, num_microbatches)
 
@@ -142,8 +168,11 @@ def simulate_layers(
     """
 
     def costs(ranks: Sequence[int]) -> Costs:
-        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, ranks)
-        return Costs.of_layers([len(stage) for stage in layers], **times)
+        slices = num_ranks - 1 if len(ranks) > 2 * num_ranks else 0
+        of_layers = ranks[slices : len(ranks) - slices]
+        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, of_layers)
+        ends = [SLICE] * slices
+        return Costs.of_layers([*ends, *map(len, layers), *ends], **times)
 
     label, schedule = find_schedule(name, num_ranks, num_microbatches, costs)
     ranks = stage_ranks(placement_of(schedule), num_ranks)
@@ -181,14 +210,15 @@ def placement_of(schedule: Schedule) -> str:
     """The placement of a schedule, by its number of virtual stages.
 
     Raises:
-        ValueError: they are neither one nor two for each rank.
+        ValueError: no placement has as many.
     """
     num_ranks = len(schedule)
     num_stages = 1 + max((action.stage for slots in schedule for slot in slots for action in slot.actions), default=-1)
-    for placement in (LINEAR, FOLD):
+    for placement in (LINEAR, FOLD, SPREAD):
         if num_stages == len(stage_ranks(placement, num_ranks)):
             return placement
     raise ValueError(
         f"the schedule has {num_stages} virtual stages on {num_ranks} ranks; it needs {num_ranks} (one for each rank) "
-        f"or {2 * num_ranks} (folded, two for each):\n{format_schedule(schedule)}"
+        f"or {2 * num_ranks} (folded, two for each), or {4 * num_ranks - 2} with slices of the vocabulary:\n"
+        f"{format_schedule(schedule)}"
     )

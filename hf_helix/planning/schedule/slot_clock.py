@@ -21,6 +21,8 @@ from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, nu
 from hf_helix.planning.timing.profile import Profile
 
 USUAL_GAIN = 1.2  # of forward beside backward, where nothing is measured
+SLICE = 0.3  # the work of a slice of the vocabulary, in that of a stage's layers, likewise
+HOP = 0.7  # of a transfer, beside slices of the vocabulary: much, since what waits least is most in time
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Costs:
     @classmethod
     def of_layers(
         cls,
-        counts: Sequence[int],
+        counts: Sequence[float],
         forward: float = 1.0,
         input: float = 1.0,
         weight: float = 1.0,
@@ -72,9 +74,12 @@ class Costs:
         return cls(forwards, inputs, weights, transfer, gain)
 
     @classmethod
-    def even(cls, num_stages: int) -> Costs:
-        """The assumption without a measurement: all parts of all stages take equally long."""
-        return cls.of_layers([1] * num_stages, gain=USUAL_GAIN)
+    def even(cls, num_stages: int, slices: int = 0) -> Costs:
+        """The assumption without a measurement: all parts of all stages take equally long, but for the first and the
+        last `slices` stages, which have a slice of the vocabulary each."""
+        ends = [SLICE] * slices
+        hop = HOP if slices else 0.0
+        return cls.of_layers([*ends, *[1] * (num_stages - 2 * slices), *ends], transfer=hop, gain=USUAL_GAIN)
 
     def seconds(self, action: Action) -> float:
         """The seconds of an action alone."""

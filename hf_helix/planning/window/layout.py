@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hf_helix.planning.graph.backward import RECEIVE, SEND, GraphPair
+from hf_helix.planning.graph.backward import OF_SLICES, RECEIVE, SEND, GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 
 Key = tuple[int, str]
@@ -103,6 +103,11 @@ class Layout:
         return replace(self, gathers=()) if self.gathers else self
 
     @property
+    def is_spread(self) -> bool:
+        """Whether every pipeline rank has slices of the vocabulary."""
+        return SEND + OF_SLICES in self.graphs
+
+    @property
     def num_ranks(self) -> int:
         """The number of pipeline ranks."""
         return max(self.ranks, default=0) + 1
@@ -176,26 +181,31 @@ def place_names(
 ) -> tuple[list[str], dict[int, list[int]]]:
     """Returns the names of all units, transfers between the ranks included, and the unit indices of each virtual stage.
 
-    The embedding goes with the first layers, the head with the last.
+    The embedding goes with the first layers, the head with the last. Where more virtual stages are than `ranges`, the
+    embedding and the head have a slice for each of these, and one with the layers.
 
     Args:
         units: the names of the embedding, the layers and the head.
         ranks: the pipeline rank of each virtual stage.
-        ranges: the layers of each virtual stage.
+        ranges: the layers of each virtual stage with layers.
     """
-    embedding, *layers, head = units
+    before = (len(ranks) - len(ranges)) // 2  # stages without layers, and as many after
+    last = len(units) - 1 - before
+    members = [[index] for index in range(before)]
+    members += [[before + 1 + layer for layer in layers] for layers in ranges]
+    members += [[index] for index in range(last + 1, len(units))]
+    members[before].insert(0, before)
+    members[-1 - before].append(last)
+    # From a boundary on, values go from slice to slice of the head.
+    of_slices = [""] * (len(ranks) - 1 - before) + [OF_SLICES] * before
     names: list[str] = []
     chunks: dict[int, list[int]] = {}
-    for stage, members in enumerate(ranges):
-        chunk = [layers[index] for index in members]
-        if stage == 0:
-            chunk.insert(0, embedding)
-        elif ranks[stage - 1] != ranks[stage]:
-            chunk.insert(0, RECEIVE)
-        if stage == len(ranges) - 1:
-            chunk.append(head)
-        elif ranks[stage + 1] != ranks[stage]:
-            chunk.append(SEND)
+    for stage, indices in enumerate(members):
+        chunk = [units[index] for index in indices]
+        if stage > 0 and ranks[stage - 1] != ranks[stage]:
+            chunk.insert(0, RECEIVE + of_slices[stage - 1])
+        if stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
+            chunk.append(SEND + of_slices[stage])
         chunks[stage] = list(range(len(names), len(names) + len(chunk)))
         names += chunk
     return names, chunks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from hf_helix.operators.communication.transport import (
     SilentTransport,
     Transport,
 )
-from hf_helix.operators.param_shard import EXPERTS, Placement
+from hf_helix.operators.param_shard import EXPERTS, VOCABULARY, Placement
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -121,6 +121,7 @@ class Mesh:
         experts: the ranks that together hold every expert once: those of tensor parallelism (and of expert parallelism,
             taken from data parallelism). Tokens go to their experts over this axis.
         pipe: the ranks of the pipeline.
+        vocabulary: the ranks of tensor parallelism and of the pipeline together.
         dp_group: ranks with the same shards and other batches; None for a single rank.
         replica_group: ranks with the same shards and other tokens, dp and cp together; None for a single rank.
         expert_replica_group: ranks with the same experts and other tokens; None for a single rank.
@@ -149,6 +150,7 @@ class Mesh:
     expert_replica_axes: ReplicaAxes | None = None
     reduction_kind: Kind = Kind.INTRA_NODE
     host_link: HostLink | None = None
+    vocabulary: Axis = field(default_factory=Axis.single)
 
     def over(self, link: EmulatedLink) -> Mesh:
         """Returns a mesh of the same ranks and groups, whose operators and gradient reductions use an emulated link.
@@ -209,7 +211,7 @@ class Mesh:
 
     def axis_of(self, placement: Placement) -> Axis:
         """Returns the ranks that a parameter is cut over."""
-        return self.experts if placement.over == EXPERTS else self.tp
+        return {EXPERTS: self.experts, VOCABULARY: self.vocabulary}.get(placement.over, self.tp)
 
     def replica_group_of(self, placement: Placement) -> dist.ProcessGroup | None:
         """Returns the replicas of a parameter: ranks with the same part of it and other tokens."""
@@ -247,6 +249,7 @@ def build_mesh(
     zero_stage: int = 0,
     dp_replicate_size: int = 1,
     offload: str | None = None,
+    spread_vocabulary: bool = False,
 ) -> Mesh:
     """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
 
@@ -259,7 +262,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
         zero_stage: see `HelixConfig.zero_stage`.
-        dp_replicate_size, offload: see `HelixConfig`.
+        dp_replicate_size, offload, spread_vocabulary: see `HelixConfig`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -271,11 +274,12 @@ def build_mesh(
     check_world(world, tp_size, pp_size, cp_size, ep_size, dp_replicate_size=dp_replicate_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, zero_stage, dp_replicate_size, offload, group
+    options = zero_stage, dp_replicate_size, offload, spread_vocabulary
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, options, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, zero_stage, dp_replicate_size, offload)
+        _meshes[key] = _new_mesh(sizes, device, cross, *options)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -286,7 +290,8 @@ def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh for a configuration, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
     zero = config.zero_stage, config.dp_replicate_size, config.offload
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, *zero)
+    axes, spread = config.inter_node_axes, config.spread_vocabulary
+    return build_mesh(config.tp_size, device, *sizes, axes, config.link, *zero, spread_vocabulary=spread)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -305,6 +310,7 @@ def _new_mesh(
     zero_stage: int,
     dp_replicate_size: int,
     offload: str | None,
+    spread_vocabulary: bool,
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
@@ -328,7 +334,10 @@ def _new_mesh(
         size = rows[name].shape[-1]
         if size == 1:
             return single
-        group = batch_group if size == shared and name != "experts" else groups.group_of(rows[name])
+        if name == "vocabulary" and size == pp_size:
+            group = pipe.group
+        else:
+            group = batch_group if size == shared and name != "experts" else groups.group_of(rows[name])
         assert group is not None
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
@@ -350,7 +359,9 @@ def _new_mesh(
         gather = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
         return ReplicaAxes(gather, reduce, copies)
 
+    pipe = make_pipe(rows["pp"], backend, 1 + spread_vocabulary)
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
+    vocabulary = axis_over("vocabulary", []) if spread_vocabulary else tp
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
     replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use=groups.GRADIENTS)
     replica_axes = axes_over("shards", replica_group)
@@ -360,14 +371,15 @@ def _new_mesh(
         if rows["expert_replicas"].shape[-1] > 1:
             expert_replica_group = groups.group_of(rows["expert_replicas"], use=groups.GRADIENTS)
         expert_replica_axes = axes_over("expert_shards", expert_replica_group)
-    pipe = make_pipe(rows["pp"], backend)
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
     of_replicas = replica_axes, expert_replica_axes, reduction_kind
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload))
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload), vocabulary)
     if backend == groups.NCCL:
         kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
-        lanes = 4 * min(2, pp_size - 1)  # of the rank with the most neighbours, so that all ranks find the same
+        lanes = (
+            4 * (1 + spread_vocabulary) * min(2, pp_size - 1)
+        )  # of the rank with the most neighbours, so that all ranks find the same
         groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh
@@ -396,6 +408,7 @@ def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, 
         "ep": places.movedim(1, -1),
         "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
         "pp": places.movedim(2, -1),
+        "vocabulary": places.movedim(2, 3).flatten(3),
         "experts": places.movedim(1, 3).flatten(3),
         "replicas": places.permute(2, 4, 0, 1, 3).flatten(2),
         "expert_replicas": places.permute(1, 2, 4, 0, 3).flatten(3),

@@ -7,6 +7,7 @@ Must hold: no P2P link waits for another, and both ends of a link communicate in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from hf_helix.runtime.distributed import groups
 
 
 class Lane(NamedTuple):
-    """A direction of a P2P link: from a rank of the pipeline to a neighbour, forward or backward."""
+    """A direction of a P2P link: from a rank of the pipeline to a neighbour, forward or backward. Of two links in the
+    same direction, number 0 connects layers, and number 1 slices of the vocabulary."""
 
     source: int
     target: int
     backward: bool
+    number: int = 0
 
 
 class Pipe:
@@ -56,16 +59,17 @@ class Pipe:
         """Returns a pipe of these ranks and groups over an emulated link."""
         return Pipe(self.ranks, self.group, self.lanes, link)
 
-    def channel(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
+    def channel(self, boundary: int, peer: int, outward: bool, number: int = 0) -> P2PChannel:
         """Returns this rank's end of the P2P link between virtual stages `boundary` and `boundary` + 1.
 
         Args:
             boundary: the number of the stage before the link.
             peer: the pipeline rank at the other end.
             outward: whether forward goes from this rank to the peer.
+            number: see `Lane`.
         """
         source, target = (self.rank, peer) if outward else (peer, self.rank)
-        directions = Lane(source, target, False), Lane(target, source, True)
+        directions = Lane(source, target, False, number), Lane(target, source, True, number)
         lanes: Mapping[Any, dist.ProcessGroup] = self.lanes
         channel: P2PChannel
         if directions[0] in lanes:
@@ -85,19 +89,19 @@ class Pipe:
             dist.broadcast(value, self.ranks[lane.source], group=group)
 
 
-def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
-    """Returns the pipeline of this rank among the rows of `places`. Collective; all ranks make groups in the same
-    order."""
+def make_pipe(places: torch.Tensor, backend: str, links: int = 1) -> Pipe:
+    """Returns the pipeline of this rank among the rows of `places`, with this number of links in a direction between
+    neighbours. Collective; all ranks make groups in the same order."""
     ranks = next(row for row in places.reshape(-1, places.shape[-1]).tolist() if dist.get_rank() in row)
     if len(ranks) == 1:
         return Pipe(ranks)
     group = groups.group_of(places)
     if backend == groups.GLOO:
         return Pipe(ranks, group, {0: group, 1: groups.group_of(places)})
-    return Pipe(ranks, group, _lanes(places))
+    return Pipe(ranks, group, _lanes(places, links))
 
 
-def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:
+def _lanes(places: torch.Tensor, links: int) -> dict[Lane, dist.ProcessGroup]:
     """Returns a group for each direction of each P2P link of a pipeline, over its two ranks.
 
     Both ends of a link send and receive in the schedule's order, independent of other links. And such a group can
@@ -107,7 +111,7 @@ def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:
     lanes = {}
     for lower in range(places.shape[-1] - 1):
         for ends in ((lower, lower + 1), (lower + 1, lower)):
-            for backward in (False, True):
+            for backward, number in itertools.product((False, True), range(links)):
                 for group in groups.make_groups(places[..., lower : lower + 2], use=groups.LANE):  # none on other ranks
-                    lanes[Lane(*ends, backward)] = group
+                    lanes[Lane(*ends, backward, number)] = group
     return lanes

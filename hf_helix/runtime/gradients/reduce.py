@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
-from hf_helix.operators.param_shard import EXPERTS, TP, Placement
+from hf_helix.operators.param_shard import EXPERTS, TP, VOCABULARY, Placement
 from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
@@ -329,19 +329,19 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[FlatParameter] = ()) -> Tensor:
     """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
     total = _squares_of(placements, flats, lambda placement: placement.dim is None, mesh.device)
-    for over, axis in ((TP, mesh.tp), (EXPERTS, mesh.experts)):
+    for over, axis in (((TP, VOCABULARY), mesh.tp), ((EXPERTS,), mesh.experts)):
         is_cut = functools.partial(_is_cut_over, over)
         cut = _squares_of(placements, flats, is_cut, mesh.device)
         if axis.group is not None:
             dist.all_reduce(cut, group=axis.group)
         total += cut
-    if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
+    if mesh.pipe.group is not None:  # every element is on one rank of the pipeline
         dist.all_reduce(total, group=mesh.pipe.group)
     return total.sqrt()
 
 
-def _is_cut_over(over: str, placement: Placement) -> bool:
-    return placement.dim is not None and placement.over == over
+def _is_cut_over(over: Collection[str], placement: Placement) -> bool:
+    return placement.dim is not None and placement.over in over
 
 
 def _squares_of(

@@ -415,7 +415,7 @@ def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cl
 
 
 DRAWN: list[Any] = [
-    ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2}, SPREAD)),
+    ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "spread_vocabulary": True}, SPREAD)),
     ("gpt2", LAYERS, ({"tp_size": 2},)),
     ("phimoe", LAYERS, ({"ep_size": 2},)),
     pytest.param("mixtral", LAYERS, ({"ep_size": 2},), marks=SLOW),

@@ -86,6 +86,7 @@ def options_of(layout: str, **training: Any) -> dict[str, Any]:
     """Options of a job on a layout such as "tp2 ZeRO-3": ranks that share a batch take as many micro-batches more."""
     sizes = {f"{word[:2]}_size": int(word[2:]) for word in layout.split() if word[:2] in ("tp", "pp", "cp", "ep")}
     shards: dict[str, Any] = {option: True for word, option in SHARDS.items() if word in layout}
+    shards |= {"spread_vocabulary": True} if "slices" in layout else {}
     shards |= {"dp_replicate_size": 2} if "twice" in layout else {}
     steps = math.prod(size for name, size in sizes.items() if name != "ep_size")
     return {
@@ -151,6 +152,8 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, runs: Any, cluster_of:
     ("before", "after"),
     [
         ("tp2", "pp2"),
+        ("tp2", "pp2 slices"),
+        pytest.param("pp2 slices", "tp2", marks=SLOW),
         ("tp2", "dp2 ZeRO-1"),
         ("dp2 ZeRO-1", "dp2 ZeRO-3"),
         ("dp2 ZeRO-3", "tp2"),

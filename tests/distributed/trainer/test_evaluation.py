@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "cp2 tp2": (4, {"cp_size": 2, "tp_size": 2}, ()),
     "pp2": (2, {"pp_size": 2, "schedule": "folded_1f1b"}, ("padded left",)),
     "pp2, 1f1b": (2, {"pp_size": 2, "schedule": "1f1b"}, ()),
+    "pp2 tp2, slices": (4, {"pp_size": 2, "tp_size": 2, "spread_vocabulary": True}, ("odd number",)),
     "pp2 tp2": (4, {"pp_size": 2, "tp_size": 2, "schedule": "folded_1f1b"}, ()),
     "pp2 dp2": (4, {"pp_size": 2, "schedule": "folded_1f1b"}, ("odd number", "lengths differ")),
     "pp2 tp2 dp2": (8, {"pp_size": 2, "tp_size": 2, "schedule": "dualpipe_v"}, ()),

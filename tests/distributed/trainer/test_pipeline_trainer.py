@@ -43,6 +43,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"training": {"gradient_accumulation_steps": 4, "average_tokens_across_devices": False}},
     ),
 }
+SPREAD = {"schedule": "auto", "spread_vocabulary": True}
+CASES |= {
+    "vocabulary spread, tied, padded left": (SPREAD, jobs.PADDED),
+    "vocabulary spread, untied": (SPREAD, {"training": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}}),
+}
 SOME = ("w, tied, padded left, last window shorter", "dualpipe_v, untied, fewer micro-batches than ranks")
 
 
@@ -62,6 +67,28 @@ def test_pipelines_equal_the_stock_trainer(case: str, tp: int, dp: int, like_sto
     """Beside tensor parallelism, too; with dp, against DDP, which evaluates an odd number of samples on two ranks."""
     options, given = CASES[case]
     like_stock(2 * tp * dp, {"tp_size": tp, "pp_size": 2, **GREEDY, **options}, jobs.train, **given)
+
+
+TIED = {"num_hidden_layers": 8, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "case"),
+    [
+        (4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}),
+        pytest.param(2, {"layers_per_stage": (1.5, 1, 1.5, 1)}, {"model": {"num_hidden_layers": 5}}, marks=SLOW),
+        pytest.param(4, {"shard_optimizer": True}, jobs.PADDED, marks=SLOW),
+        (4, {"shard_parameters": True, "recompute": "selective"}, {"model": {"tie_word_embeddings": True}}),
+        pytest.param(2, {"offload": "optimizer"}, {}, marks=SLOW),
+        pytest.param(2, {}, {"training": {"label_smoothing_factor": 0.1}}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_a_spread_vocabulary_equals_the_stock_trainer(
+    ranks: int, options: dict[str, Any], case: dict[str, Any], like_stock: Any
+) -> None:
+    """Over four ranks, where slices lie between others, and with options that keep weights in other ways."""
+    like_stock(ranks, {"pp_size": 2, **GREEDY, **SPREAD, **options}, jobs.train, **case)
 
 
 # Checkpoints

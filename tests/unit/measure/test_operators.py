@@ -47,6 +47,7 @@ class SlowHost(CudaStreams):
     """A GPU that is ten times as fast as the host which launches its kernels."""
 
     def __init__(self) -> None:
+        self.late = []
         self.host = 0.0
         self.free: dict[str, float] = {}
         self.collectives: list[tuple[float, float]] = []

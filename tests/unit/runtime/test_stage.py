@@ -14,9 +14,10 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import PipelineTransfer
 from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.schedule.placement import FOLD, LINEAR
+from hf_helix.planning.schedule.placement import FOLD, LINEAR, SPREAD
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.intra_batch import tile_stage
 from hf_helix.runtime.stage import Stage, cut_layers, place_units
@@ -29,7 +30,7 @@ class FakePipe(Pipe):
         self.ranks, self.size, self.rank = list(range(size)), size, rank
         self.ways: list[tuple[int, int, bool]] = []
 
-    def channel(self, boundary: int, peer: int, outward: bool) -> Any:
+    def channel(self, boundary: int, peer: int, outward: bool, number: int = 0) -> Any:
         self.ways.append((boundary, peer, outward))
         return SimpleNamespace(boundary=boundary)
 
@@ -63,6 +64,41 @@ def test_the_fold_of_two_ranks_by_hand() -> None:
     assert stage.units == stage.model
     assert not {SEND, RECEIVE} & stage.layout.graphs.keys()
     assert stage.units[stage.head].name == "head"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_slices_of_the_vocabulary_are_stages(tied: bool) -> None:
+    """Every rank describes the same layout, and has one slice of the embedding and one of the head."""
+    stages = []
+    for rank in range(3):
+        model = llama(num_hidden_layers=6, tie_word_embeddings=tied)
+        axis = Axis(SilentTransport(3, rank))
+        units = Llama().units(model, ParallelContext(vocabulary=axis))
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        sliced = spread_units(units, table, head, torch.float32, rank, 3)
+        buffers = slice_buffers(torch.empty_like, 1, False, torch.float32)
+        stages.append(place_units(sliced, FakePipe(rank, 3), torch.empty_like, SPREAD, of_slice=buffers))
+        assert [p for p in stages[-1].placements if p is table or p is head] == ([head] if tied else [table, head])
+        assert list(stages[-1].all_placements)[: 2 - tied] == ([table] if tied else [table, head])
+        assert len(stages[-1].all_placements) == len(list(model.parameters()))
+    assert labels(stages[0])[:2] == ["receive.1", "embedding.0"]
+    assert labels(stages[0])[-2:] == ["head.0", "send.slices.7"]
+    assert labels(stages[2])[:2] == ["embedding.2", "send.0"]
+    assert labels(stages[2])[-2:] == ["receive.slices.8", "head.2"]
+    assert len({repr(stage.layout.shared) for stage in stages}) == 1
+    assert len(stages[0].layout.shared) == 3 * tied
+    assert stages[0].layout.describe().splitlines() == [
+        "stage 0 on rank 2: embedding.first send",
+        "stage 1 on rank 1: receive embedding.next send",
+        "stage 2 on rank 0: receive embedding layer send",
+        "stage 3 on rank 1: receive layer send",
+        "stage 4 on rank 2: receive layer",
+        "stage 5 on rank 2: layer send",
+        "stage 6 on rank 1: receive layer send",
+        "stage 7 on rank 0: receive layer head.first send.slices",
+        "stage 8 on rank 1: receive.slices head.next send.slices",
+        "stage 9 on rank 2: receive.slices head",
+    ]
 
 
 def test_a_layer_between_two_ranks_is_two_units() -> None:
