@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models import stock_modules
 from hf_helix.operators import vocab_parallel
+from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate
 
 aten = torch.ops.aten
@@ -255,7 +256,7 @@ def _by_token(like: Tensor, size: int) -> Tensor:
 @contextmanager
 def meta_as(backend: str) -> Iterator[None]:
     """Lets operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
-    on_gpu = (stock_modules.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
+    on_gpu = (stock_modules.DEVICES, accumulate.DEVICES, kernels.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
     vocab_parallel.CHUNK["meta"] = vocab_parallel.CHUNK["cuda" if on_gpu else "cpu"]
@@ -268,7 +269,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention and RMS norms as one kernel each; torch splits them on the meta device."""
+    """Counts attention as one kernel; torch splits it on the meta device."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -278,9 +279,4 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
-        if function is aten._fused_rms_norm.default and args[0].is_meta:
-            value, shape, weight = args[:3]
-            out, scale = torch.empty_like(value), value.new_empty(*value.shape[: -len(shape)], 1, dtype=torch.float32)
-            self._meter.note(Kernel(OTHER, 0.0, value.nbytes + weight.nbytes + out.nbytes + scale.nbytes))
-            return out, scale
         return function(*args, **kwargs)
