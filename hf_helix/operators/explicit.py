@@ -36,8 +36,13 @@ class Explicit(ABC):
 
     @abstractmethod
     def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
-        """Returns the gradients of the inputs, and adds to those of parameters. May add the call's `partials`, and then
-        sets them to an empty tuple."""
+        """Returns the gradients of the inputs, and adds to those of parameters.
+
+        Args:
+            kept: the tensors that forward has kept.
+            call: may have its `partials` added, and then set to an empty tuple.
+            gradient: of the output.
+        """
 
 
 class GatedSilu(Explicit):
