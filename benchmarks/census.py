@@ -67,6 +67,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
         {"hidden_size_per_layer_input": 0, "enable_moe_block": True, **GEMMA4_EXPERTS},
     ),
+    "GPTBigCodeForCausalLM": ({"multi_query": False},),
     "GraniteMoeSharedForCausalLM": ({"shared_intermediate_size": 32},),
     "OlmoForCausalLM": ({"clip_qkv": 0.1},),
     "PhiForCausalLM": ({"qk_layernorm": True},),

@@ -315,7 +315,11 @@ def load_study(options: argparse.Namespace) -> None:
 
 
 def _held(model: Any) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+    """Returns the bytes of this rank's own elements: to other readers, parameters are whole."""
+    from hf_helix.runtime.divided import plain_parameters
+
+    with plain_parameters():
+        return sum(parameter.nbytes for parameter in model.parameters())
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""What the copies of `offload="optimizer"` between host and device cost, on an emulated link of their own.
+"""What the copies of `offload="optimizer"` between host and device cost, on an emulated copy engine of their own.
 
-Cuts a Llama over two ranks, and traces windows under `greedy`: the seconds of copies up (weights, for the first forward
-passes) and down (gradients, beside the last backward passes), and the seconds of them beside no computation. Copies and
-transfers between ranks have a link each, of one speed. Medians; the slower rank counts.
+Cuts a Llama over two ranks, and runs windows under `greedy` with a step of fused AdamW on the host after each: the
+seconds of copies up (weights) and down (gradients), and the seconds of them in which the rank waits for a copy, and
+neither computes, steps nor issues. Copies and transfers between ranks have a link each, of one speed. Medians; the
+slower rank counts.
 
     python -m benchmarks.offload --layouts pp2 tp2 --links 500mbit 2gbit
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from typing import Any
 
 from benchmarks.common import facts, llama, options_of
@@ -43,45 +45,73 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
     import torch
 
     from hf_helix.config import HelixConfig
+    from hf_helix.engine.optimizer_shards import step_shards
     from hf_helix.engine.synthetic import Workload
     from hf_helix.planning.plan.registry import make_plan
     from hf_helix.planning.timing.profile import rough_profile
     from hf_helix.runtime.distributed.agreement import all_gather_object
+    from hf_helix.runtime.divided import plain_parameters
 
     config = HelixConfig(**OPTIONS[layout], offload="optimizer", link=link)
     made = Workload(llama(options.hidden, options.layers), config, torch.device("cpu"))
     plan = make_plan("greedy", rough_profile(made.runner.layout), model="m", mesh=config.option_sizes)
     runner, window = made.runner.with_plan(plan), made.window(options.microbatches, options.batch, options.sequence)
-    for flat in runner.stage.flat_parameters:
+    stage = runner.stage
+    for flat in stage.flat_parameters:
         flat.shard.normal_(std=0.02)
+    with plain_parameters():
+        optimizer = torch.optim.AdamW(stage.placements, lr=1e-4, fused=True)
+        step_shards(optimizer, stage, runner.executor.streams)
     runner.train_window(window)
-    rounds = [all_gather_object(seconds_of(runner, window)) for _ in range(options.repeats)]
-    whole, up, bare_up, down, bare_down = (
-        statistics.median(max(rank[place] for rank in ranks) for ranks in rounds) for place in range(5)
+    optimizer.step()
+    rounds = [all_gather_object(seconds_of(runner, optimizer, window)) for _ in range(options.repeats)]
+    whole, update, up, bare_up, down, bare_down = (
+        statistics.median(max(rank[place] for rank in ranks) for ranks in rounds) for place in range(6)
     )
     hidden = 1 - (bare_up + bare_down) / (up + down)
     return (
-        f"{layout}, {link}: window {whole:.3f} s; up {up:.3f} s, {bare_up:.3f} s of it beside nothing; "
-        f"down {down:.3f} s, {bare_down:.3f} s of it beside nothing; {hidden:.0%} hidden, "
-        f"{(bare_up + bare_down) / whole:.1%} of the window exposed"
+        f"{layout}, {link}: window and step {whole:.3f} s, {update:.3f} s of it the update; up {up:.3f} s, "
+        f"{bare_up:.3f} s of it waited for; down {down:.3f} s, {bare_down:.3f} s of it waited for; "
+        f"{hidden:.0%} hidden, {(bare_up + bare_down) / whole:.1%} of window and step exposed"
     )
 
 
-def seconds_of(runner: Any, window: Any) -> list[float]:
-    """Returns the seconds of a window on this rank, and of each direction: copies, and copies beside no computation."""
-    from hf_helix.measure.overlap import trace_window
+def seconds_of(runner: Any, optimizer: Any, window: Any) -> list[float]:
+    """Returns the seconds of a window with its step on this rank, those of the update, and of each direction: copies,
+    and waits for them, in this window, its step and the next window."""
     from hf_helix.planning.graph.operator import Kind
-    from hf_helix.runtime.streams import DOWN, UP, stream_name
     from hf_helix.runtime.trace import common, merge
 
-    spans = trace_window(runner, window, complete=True).spans
-    computing = merge((span.start, span.end) for span in spans if span.stream == "compute")
-    found = [max(span.end for span in spans) - min(span.start for span in spans)]
-    for lane in (UP, DOWN):
-        name = stream_name(Kind.GRADIENTS, lane)
-        copying = merge((span.start, span.end) for span in spans if span.stream == name)
-        total = sum(end - start for start, end in copying)
-        found += [total, total - sum(end - start for start, end in common(copying, computing))]
+    streams, waits = runner.executor.streams, []
+
+    def noted(wait: Any) -> Any:
+        def run(event: Any) -> None:
+            start = time.perf_counter()
+            wait(event)
+            if event.kind.copies or event.kind is Kind.GRADIENTS:  # a gather waits for its copy
+                waits.append((start, time.perf_counter()))
+
+        return run
+
+    plain = streams.wait
+    streams.wait = streams.wait_on_host = noted(plain)
+    with streams.tracing() as trace:
+        begin = time.perf_counter()
+        runner.train_window(window)
+        optimizer.step()
+        end = time.perf_counter()
+        optimizer.zero_grad()
+        runner.train_window(window)
+    streams.wait = streams.wait_on_host = plain
+    optimizer.step()
+    optimizer.zero_grad()
+    updates = [span.seconds for span in trace.spans if span.label == "gradients.update"]
+    found = [end - begin, sum(updates)]
+    for kind in (Kind.UP, Kind.DOWN):
+        spans = [span for span in trace.spans if span.stream == kind.value]
+        copying = merge((span.start, span.end) for span in spans if kind is Kind.UP or span.start < end)
+        found.append(sum(end - start for start, end in copying))
+        found.append(sum(end - start for start, end in common(copying, merge(waits))))
     return found
 
 

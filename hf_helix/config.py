@@ -375,7 +375,11 @@ def nearest(word: str, known: Collection[str]) -> str:
 EVEN = "even"
 EXAMPLES = "'300mbit', '10gbit', '300mbit,1ms' or 'even'"
 
-_RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_RATES = {
+    prefix + ending: bits
+    for prefix, bits in (("k", 1e3), ("m", 1e6), ("g", 1e9))
+    for ending in ("bit", "bps", "bit/s", "b/s", "be", "")
+}  # "25 gbit", and the ways in which switches and tools write it: 25Gbps, 25GbE, 25G
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 

@@ -94,13 +94,13 @@ def prove_layouts(
     configs = configs_for(subject, layouts)
     if world_size() > 1:
         for config in configs:
-            say(_layout(config))
+            say(layout_text(config))
             yield _prove_here(subject, config)
         return
     modules = list(dict.fromkeys([*registered_elsewhere(), *imports]))
     with _Ranks(modules, timeout) as ranks:
         for config in configs:
-            say(_layout(config))
+            say(layout_text(config))
             yield ranks.prove(subject, config)
 
 
@@ -132,7 +132,7 @@ def _failed(subject: Subject, config: HelixConfig, error: Exception) -> Proof:
     """The proof of a layout without a mesh or a model. Collective."""
     trace = "" if isinstance(error, ValueError) else traceback.format_exc()  # a ValueError tells users enough
     traces = all_gather_object("" if remote_description(error) else trace)
-    return Proof(subject.name, _layout(config), failure=shared_reason(error), trace=next(filter(None, traces), ""))
+    return Proof(subject.name, layout_text(config), failure=shared_reason(error), trace=next(filter(None, traces), ""))
 
 
 def _device() -> torch.device:
@@ -141,8 +141,8 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-def _layout(config: HelixConfig) -> str:
-    """The layout of a configuration, as text."""
+def layout_text(config: HelixConfig) -> str:
+    """Returns the layout of a configuration, as text."""
     return describe({axis: getattr(config, f"{axis}_size") for axis in SIZES})
 
 
@@ -201,7 +201,7 @@ class _Ranks:
             proof: Proof = answers[0]
             return proof
         self._end()
-        return Proof(subject.name, _layout(config), failure=failed.summary, trace=failed.trace)
+        return Proof(subject.name, layout_text(config), failure=failed.summary, trace=failed.trace)
 
     def _enough(self, count: int) -> list[tuple[Any, Connection]]:
         while len(self._workers) < count:

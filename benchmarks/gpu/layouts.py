@@ -104,7 +104,11 @@ CASES = (
 )
 
 
-HASTE: tuple[tuple[Any, str, int], ...] = ((search, "EFFORT", 20_000), (dhelix, "STATES", 100), (profiler, "TRAIN", 2))
+HASTE: tuple[tuple[Any, str, int], ...] = (
+    (search, "EFFORT", 20_000),
+    (dhelix, "MAX_STATES", 100),
+    (profiler, "TRAIN", 2),
+)
 """What makes tuning short, whatever becomes of the plans: module, constant, value."""
 
 

@@ -40,8 +40,9 @@ class CheckCommand(Command):
     Compared are losses, every gradient by name, and the logits of predict(), in fp32 on random weights
     large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
     divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to
-    the largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes. Without
-    any size, the usual layouts are checked.
+    the largest (1e-4). Of the model only the configuration is read. Its own sizes are cut on the meta device, without
+    memory, to see if heads, layers and experts divide; what is compared is made small, unless --as_is keeps the sizes.
+    Without any size, the usual layouts are checked.
     """
 
     model: str = argument(
@@ -61,7 +62,8 @@ class CheckCommand(Command):
     def run(self) -> None:
         """Checks every layout, and prints each verdict at once."""
         from hf_helix.engine.proof.prove import Subject, is_class
-        from hf_helix.testing import prove_layouts
+        from hf_helix.engine.proof.verdict import Proof
+        from hf_helix.testing import configs_for, layout_text, prove_layouts
 
         asked = {name: size for name, size in self.of_config().items() if size is not None}
         given = self.model if is_class(self.model) else configuration_file(self.model)
@@ -74,11 +76,18 @@ class CheckCommand(Command):
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if is_launched:
             _join_ranks()
-        proofs: list[Proof] = []
-        for proof in prove_layouts(subject, [asked] if asked else None, self.imports or [], _say_start):
-            is_again = bool(proof.refusal) and any(proof.refusal == other.refusal for other in proofs)
-            _say(replace(proof, refusal="as above") if is_again else proof, self.verbose)
+        configs = configs_for(subject, [asked] if asked else None)
+        proofs = [Proof(subject.name, layout_text(each), refusal=_misfit(subject, each)) for each in configs]
+        layouts = [each.option_sizes for each, proof in zip(configs, proofs, strict=True) if not proof.refusal]
+        proofs = [proof for proof in proofs if proof.refusal]
+        for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
             proofs.append(proof)
+            if not proof.refusal:
+                _say(proof, self.verbose)
+        for reason in dict.fromkeys(proof.refusal for proof in proofs if proof.refusal):
+            same = [proof for proof in proofs if proof.refusal == reason]
+            every = "every layout" if len(same) == len(proofs) > 1 else "; ".join(proof.layout for proof in same)
+            _say(replace(same[0], layout=every), self.verbose)
         if is_launched:
             import torch.distributed as dist
 
@@ -86,6 +95,19 @@ class CheckCommand(Command):
         bad = any(proof.verdict in ("different", "failed") for proof in proofs)
         if bad or not any(proof.ok for proof in proofs):
             sys.exit(1)
+
+
+def _misfit(subject: Subject, config: HelixConfig) -> str:
+    """Returns why a configuration cannot be cut at its own sizes; empty where it can, or for a class."""
+    from hf_helix.doctor.simulated import check_cut
+
+    if subject.config is None:
+        return ""
+    try:
+        check_cut(subject.config, config)
+    except Exception as error:  # as a proof says the reason
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:

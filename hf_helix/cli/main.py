@@ -48,7 +48,8 @@ HelixConfig(plan="plan.json") or HelixConfig(profile="profile.json").
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `hf-helix`; errors of use end with status 2 and a message."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given or ["--help"])
     try:
         options.run(options)
         sys.stdout.flush()

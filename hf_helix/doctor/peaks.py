@@ -131,8 +131,8 @@ class _LiveMemory:
         held: list[_Block] = []
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
         assert op is not None
-        if op.kind is Kind.GRADIENTS:  # copied into one bucket, while few are in flight
-            if self._amounts.spread:
+        if instruction.is_per_step:  # copied into one bucket, while few are in flight
+            if self._amounts.spread and not op.kind.copies:
                 while len(self._reduced) > MAX_COPIES:
                     self._now[GRADIENTS] -= self._reduced.popleft()
                 self._reduced.append(self._layout.reductions[instruction.reduction].bytes)

@@ -24,6 +24,7 @@ from hf_helix.planning.window.layout import (
     Layout,
     Name,
     WeightGather,
+    named_copies,
     named_gathers,
     named_operators,
     named_reductions,
@@ -66,15 +67,20 @@ def profile_with_sums(
     spread: Collection[str] = (),
     host: Host | None = None,
 ) -> Profile:
-    """Returns the profile with gradient reductions in its layout, each with the copy to the host if one is given;
+    """Returns the profile with gradient reductions in its layout, a copy to the host after each if one is given;
     unchanged without replicas and host."""
     if axes[COPIES].size == 1 and host is None:
         return profile
     found = gradient_sums(amounts, profile.layout, spread, host is not None)
-    layout = replace(profile.layout, reductions=[made for made, _ in found])
+    layout = replace(profile.layout, reductions=[made for made, _ in found], on_host=host is not None)
     names = [name for name, _ in named_reductions(layout)]
-    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread, host)) for each in found]
+    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
+    if host is not None:
+        own = [_own_bytes(*each, axes, spread) for each in found]
+        times |= {
+            name: max(LEAST, each / host.bandwidth) for (name, _), each in zip(named_copies(layout), own, strict=True)
+        }
     crosses = axes[COPIES].crosses
     sent = {
         name: axes[COPIES].sent((1 if spread else 2) * made.bytes) for name, (made, _) in zip(names, found, strict=True)
@@ -91,10 +97,8 @@ def _seconds(
     axes: Mapping[str, Ring],
     cluster: Cluster,
     spread: Collection[str],
-    host: Host | None,
 ) -> float:
-    """Returns the seconds in which gradients are copied into a bucket, reduced, and copied to the host if one is given;
-    a CPU also adds up and divides."""
+    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
@@ -103,9 +107,13 @@ def _seconds(
             method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
             sent = Transfer(axis, method, axes[axis].sent(times * held))
             seconds += transfer_seconds(sent, axes[axis], cluster)
-        if host is not None:
-            seconds += held / (axes[axis].size if axis in spread else 1) / host.bandwidth
     return seconds
+
+
+def _own_bytes(made: GradientReduction, experts: int, axes: Mapping[str, Ring], spread: Collection[str]) -> float:
+    """Returns the bytes of reduced gradients that a rank steps."""
+    parts = (COPIES, made.bytes - experts), (EXPERT_COPIES, experts)
+    return sum(held / (axes[axis].size if axis in spread else 1) for axis, held in parts)
 
 
 def _contended(
@@ -158,28 +166,31 @@ def profile_with_gathers(
     cluster: Cluster,
     host: Host | None = None,
 ) -> Profile:
-    """Returns the profile with the gathers of weights in its layout, each after the copy from the host if one is given;
+    """Returns the profile with the gathers of weights in its layout, a copy from the host before each if one is given;
     unchanged without replicas and host."""
     found = weight_gathers(amounts, profile.layout, axes, host is not None)
     if not found:
         return profile
     layout = replace(profile.layout, gathers=[gather for gather, _ in found])
-    seconds = (gather_seconds(kept, axes, cluster, host) for _, kept in found)
-    times = dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))
-    return replace(profile, layout=layout, times={**profile.times, **times})
+    seconds = (gather_seconds(kept, axes, cluster, host is not None) for _, kept in found)
+    times = {**profile.times, **dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))}
+    if host is not None:
+        up = (name for name, op in named_copies(layout) if op.kind is Kind.UP)
+        own = (kept.bytes / axes[_axis(kept)].size for _, kept in found)
+        times |= {name: max(LEAST, each / host.bandwidth) for name, each in zip(up, own, strict=True)}
+    return replace(profile, layout=layout, times=times)
 
 
-def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster, host: Host | None = None) -> float:
-    """Returns the seconds in which a rank casts its shard of some weights, if need be, or copies it from the host, and
-    gathers the full weights."""
+def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster, on_host: bool = False) -> float:
+    """Returns the seconds in which a rank casts its shard of some weights, if need be and unless the host has done so,
+    and gathers the full weights."""
     ring, device = axes[_axis(kept)], cluster.device
-    own = kept.elements / ring.size
-    cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
-    own_seconds = device.moving_seconds(cast) if host is None else own * kept.element_bytes / host.bandwidth
+    is_cast = kept.element_bytes != PARAMETER and not on_host
+    seconds = device.moving_seconds(kept.elements / ring.size * (PARAMETER + kept.element_bytes)) if is_cast else 0.0
     if ring.size == 1:
-        return max(LEAST, own_seconds)
+        return max(LEAST, seconds)
     sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
-    return max(LEAST, own_seconds + transfer_seconds(sent, ring, cluster))
+    return max(LEAST, seconds + transfer_seconds(sent, ring, cluster))
 
 
 def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:

@@ -31,7 +31,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.plan.registry import baseline_plan
-from hf_helix.planning.schedule.placement import FRONT, REAR
+from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -194,6 +194,29 @@ def amounts_of(
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
+
+
+def check_cut(model_config: Any, config: HelixConfig) -> None:
+    """Raises ValueError where a layout does not divide the sizes of a Transformers configuration, with the sizes that
+    do. The model is declared on the meta device; nothing is run."""
+    model = model_on_meta(model_config)
+    kinds = kinds_of(model)
+    split_layers(len(kinds.kinds), stage_ranks(Scheduler(config.schedule, config.pp_size).placement, config.pp_size))
+
+    def reason(tp_size: int) -> ValueError | None:
+        try:
+            kinds.family.check(model.config, tp_size)
+            tried = replace(config, tp_size=tp_size, pp_size=1)
+            _declared(model, tried, _mesh_of(tried, "nccl", 1), replace(kinds, halved=()), None)
+        except ValueError as error:
+            return error
+        return None
+
+    error = reason(config.tp_size)
+    if error is not None:
+        fits = [size for size in range(config.tp_size - 1, 0, -1) if reason(size) is None]
+        hint = f"; tp_size={fits[0]} works" if fits and "that work" not in str(error) else ""
+        raise ValueError(f"{error}{hint}") from error
 
 
 def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:

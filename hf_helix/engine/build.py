@@ -169,7 +169,7 @@ def declare(
         counts,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
-    return Declared(replace(stage, layout=layout), called)
+    return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)
 
 
 def start_runner(

@@ -29,6 +29,7 @@ from hf_helix.runtime.distributed.agreement import all_gather_object, meet
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage
@@ -126,11 +127,17 @@ class Diagnostics:
         meet(f"{asked}() is called")
         if not self.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
-        self.model.train()
         if self.graphs is not None:
+            self.graphs.keep_gradients()
             self.graphs.release()  # their memory is that of another window
-        with watched(), plain_parameters():
-            yield self.last_window
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.train()
+        try:
+            with watched(), plain_parameters(), set_aside(self.runner.stage.stepped):
+                yield self.last_window
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
     # -- the logs ------------------------------------------------------------------------------------------------
 
@@ -178,26 +185,27 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
         `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
         `helix/dropped_tokens`: the share of dropped choices.
     """
-    meters = {index: meter for index, unit in sorted(stage.model.items()) for meter in unit.meters}
+    meters = [(index, meter) for index, unit in sorted(stage.model.items()) for meter in unit.meters]
     if not meters:
         return {}
-    held = stage.units
-    sums = torch.stack(
+    held, sizes = stage.units, [meter.num_experts + 3 for _, meter in meters]
+    sums = torch.cat(
         [
-            meter.read(mesh.device) if index in held else torch.zeros(meter.num_experts + 3, device=mesh.device)
-            for index, meter in meters.items()
+            meter.read(mesh.device) if index in held else torch.zeros(size, device=mesh.device)
+            for (index, meter), size in zip(meters, sizes, strict=True)
         ]
     )
     if world_size() > 1:
         dist.all_reduce(sums)
-    load, (squares, tokens, dropped) = sums[:, :-3], sums[:, -3:].unbind(1)
+    loads, others = zip(*[(each[:-3], each[-3:]) for each in sums.split(sizes)], strict=True)
+    squares, tokens, dropped = torch.stack(others).unbind(1)
     if not bool((tokens > 0).all()):
         return {}
-    chosen = load.sum(1)
+    chosen = torch.stack([load.sum() for load in loads])
     entries = {}
     if not bool(squares.isnan().any()):
         entries["helix/router_z"] = (squares / tokens).mean()
-    entries["helix/expert_imbalance"] = (load.amax(1) / load.mean(1)).mean()
+    entries["helix/expert_imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).mean()
     if capped:
         entries["helix/dropped_tokens"] = (dropped / chosen).mean()
     return {name: round(float(value), 4) for name, value in entries.items()}

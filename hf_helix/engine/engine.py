@@ -56,9 +56,11 @@ from hf_helix.models.four_bit import open_four_bit
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
+from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet, sum_over_ranks
@@ -132,6 +134,21 @@ class Engine(Diagnostics):
         self.graphs = self._make_graphs()
         self.seam = self._make_seam() if self._has_own_loss else None
         self._refuse_direct_use(instead)
+        say(self._summary())
+
+    def _summary(self) -> str:
+        """The model and its layout, in a line for the start of a run."""
+        config = self.config
+        tp, cp, pp, dp, ep = (self.mesh.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "ep"))
+        names = ("shard_optimizer", "shard_parameters", "dp_replicate_size", "offload", "recompute")
+        shared = {name: value for name in names if (value := getattr(config, name)) != getattr(HelixConfig(), name)}
+        options = "".join(f", {name}={value}" for name, value in shared.items())
+        schedule = f"schedule {config.schedule}, " if config.pp_size > 1 else ""
+        return (
+            f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'}) on "
+            f"{size_text(Sizes(tp, cp, pp, dp, ep))}{options}; first plan "
+            f"{self.runner.plan.rule} (plan={config.plan}), {schedule}CUDA graphs {'on' if self.graphs else 'off'}"
+        )
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
         """The first plan and its scheduler; layout, schedule and plan are equal on every rank. Collective."""
@@ -368,6 +385,7 @@ class Engine(Diagnostics):
         parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
         if stage.host_shards and max_norm / (norm + 1e-6) >= 1:
             return norm  # to multiply by 1 would be a pass over the host's memory
+        arrived(parameter.grad for parameter in parameters)
         with host_threads(stage):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -435,7 +453,7 @@ class Engine(Diagnostics):
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
         cut_states(optimizer, self.runner.stage, self.mesh)
-        step_shards(optimizer, self.runner.stage)
+        step_shards(optimizer, self.runner.stage, self.runner.executor.streams)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 
 from hf_helix.checkpoint.slices import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
+from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.streams import Streams
 
 
 def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
@@ -43,10 +47,11 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
                 states[key] = placement.cut(state, axis.size, axis.rank)
 
 
-def step_shards(optimizer: Any, stage: Stage) -> None:
+def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
-    The optimizer may be wrapped by Accelerate, and may have the shards already.
+    The optimizer may be wrapped by Accelerate, and may have the shards already. Where shards lie on the host, a step
+    goes slice by slice, and copies to the device on `streams` run beside it.
     """
     shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
@@ -59,8 +64,8 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
             function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
     if stage.host_shards:
-        optimizer.register_step_pre_hook(lambda *_: _fuse(optimizer))
-    optimizer.register_step_post_hook(lambda *_: stage.note_step())
+        HostStep(optimizer, stage, streams)
+    optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
@@ -91,6 +96,62 @@ def host_threads(stage: Stage) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class HostStep:
+    """A step of an optimizer over shards on the host, slice by slice: a slice waits for its own gradients, and its new
+    weights are on their way to the device while the host steps the next; where copies are slower than steps, the next
+    window copies the rest, in the order of use. The step itself takes parameters on the device, and its hooks run once;
+    the slices follow.
+
+    An optimizer of torch counts the steps of every parameter by itself, so it can be called for a few of them. Others
+    step all at once.
+    """
+
+    def __init__(self, optimizer: Any, stage: Stage, streams: Streams) -> None:
+        self._optimizer, self._streams = optimizer, streams
+        self._steps_parts = type(optimizer).__module__.startswith("torch.optim.")
+        flats = [flat for flat in stage.flat_parameters if flat.host is not None]
+        # Weights in the order of their first use. The gradients of the first come last, so its turn is later.
+        self._first = flats[0]
+        self._flats = [*flats[1:-1], *flats[:1], *flats[1:][-1:]]
+        for flat in flats:
+            assert flat.host is not None
+            flat.host.is_followed = True
+        self._groups: list[tuple[dict[str, Any], list[Any]]] = []  # with all of their parameters
+        optimizer.register_step_pre_hook(lambda *_: self._begin())
+        optimizer.register_step_post_hook(lambda *_: self._end())
+
+    def _begin(self) -> None:
+        _fuse(self._optimizer)
+        self._groups = [(group, group["params"]) for group in self._optimizer.param_groups]
+        of_slices = {shard for flat in self._flats for shard in flat.shards.values()}
+        if self._steps_parts:
+            self._take(lambda parameter: parameter not in of_slices)
+        else:
+            arrived(shard.grad for shard in of_slices)
+
+    def _take(self, chosen: Callable[[Any], bool]) -> None:
+        """Leaves chosen parameters alone in the param groups."""
+        for group, parameters in self._groups:
+            group["params"] = [each for each in parameters if chosen(each)]
+
+    def _end(self) -> None:
+        step, before = inspect.unwrap(type(self._optimizer).step), None
+        for flat in self._flats:
+            assert flat.host is not None
+            if self._steps_parts:
+                shards = set(flat.shards.values())
+                self._take(shards.__contains__)
+                arrived(shard.grad for shard in shards)
+                with torch.no_grad():
+                    self._streams.compute(lambda: step(self._optimizer), "gradients.update")
+            flat.host.cast()
+            if flat is self._first or before is None or self._streams.is_over(before):
+                issue_copy(self._streams, flat.host, "gradients.up")
+                before = flat.host.copied
+        for group, parameters in self._groups:
+            group["params"] = parameters
 
 
 def _fuse(optimizer: Any) -> None:

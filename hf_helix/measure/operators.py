@@ -39,12 +39,21 @@ from hf_helix.measure.timing import (
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
+from hf_helix.operators.zero.host_shard import host_memory
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, slowdown_of
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
-from hf_helix.planning.window.layout import Key, Name, named_gathers, named_operators, named_per_step, named_reductions
+from hf_helix.planning.window.layout import (
+    Key,
+    Name,
+    named_copies,
+    named_gathers,
+    named_operators,
+    named_per_step,
+    named_reductions,
+)
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundInstruction, issue_gather, no_sources
 from hf_helix.runtime.gradients.buckets import Bucket
@@ -119,6 +128,35 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
         seconds[names[number]] = known[length]
         sent[names[number]] = flat.buffer.nbytes // flat.gather_axis.size * (flat.gather_axis.size - 1)
     return seconds, sent
+
+
+def time_copies(runner: Runner, repeats: int) -> Times:
+    """Returns the times of every copy between host and device of this rank. The largest is timed in both directions,
+    others take as long for a byte."""
+    hosts = runner.stage.host_shards
+    if not hosts:
+        return {}, {}
+    host = max(hosts, key=lambda each: each.copy.nbytes)
+    on_host = host_memory(host.copy, host.copy.dtype, runner.mesh.device)
+    moves = {Kind.UP: host.refresh(), Kind.DOWN: lambda: host.link.down(on_host, host.copy)}
+    streams, rank = runner.executor.streams, runner.stage.rank
+    seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
+    names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
+    for name, op in named_copies(runner.layout):
+        names[op.kind].append(name)
+    planned = [bucket.flat for bucket in runner.buckets if bucket.is_planned]
+    flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
+    for number in runner.layout.gathers_of(rank):
+        gather = runner.layout.gathers[number]
+        flats[names[Kind.UP][number]] = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+    times = {}
+    for name, flat in flats.items():
+        kind = Kind.UP if name in names[Kind.UP] else Kind.DOWN
+        bytes_moved = (
+            0 if flat is None or flat.host is None else (flat.host.copy if kind is Kind.UP else flat.shard).nbytes
+        )
+        times[name] = [max(LEAST, each * bytes_moved / host.copy.nbytes) for each in seconds[kind]]
+    return times, {}
 
 
 def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
@@ -396,6 +434,7 @@ def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[
         time_transfers(bench.runner, bench.batch, bench.length),
         time_reductions(bench.runner, bench.length),
         time_gathers(bench.runner, bench.length),
+        time_copies(bench.runner, bench.length),
     ):
         seconds |= times
         sent |= moved

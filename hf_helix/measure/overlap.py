@@ -348,8 +348,8 @@ def forget_gradients(runner: Runner) -> None:
 
 # -- bytes and links --------------------------------------------------------------------------------------------------
 
-
-AVERAGES = 8  # bytes of AdamW's two averages of an element, in float32
+STATES = 8
+"""Bytes of an optimizer's states for an element: two numbers in fp32."""
 
 
 def bytes_summed(runner: Runner) -> int:
@@ -375,7 +375,7 @@ def _sent(bucket: Bucket, runner: Runner) -> int:
 def bytes_spared(flat: FlatParameter) -> int:
     """Returns the bytes of weights and AdamW's states that this rank saves by sharding a flat parameter."""
     weight = flat.shard.element_size()
-    states = AVERAGES if any(shard.requires_grad for shard in flat.shards.values()) else 0
+    states = STATES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()
     if flat.host is not None:
         kept = flat.buffer.nbytes if isinstance(flat, Zero1FlatParameter) else flat.host.copy.nbytes

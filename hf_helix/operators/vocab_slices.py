@@ -3,7 +3,8 @@
 In:   a tensor of this rank's slice [..., slice], and the axis of the ranks with the other slices.
 Out:  what the full tensor [..., vocabulary] gives: sums, extrema, elements, losses; equal on all ranks.
 Must hold: all ranks compute with equal results, so the gradient of a result is not summed again; the gradient of a
-tensor that is equal on all ranks and used with slices is. Sums run in rank order.
+tensor that is equal on all ranks and used with slices is. Results are summed in rank order, gradients in the order of
+the backend.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -54,12 +54,14 @@ class VocabDivision:
         """Returns each id's place in this rank's slice, and whether it lies there.
 
         Raises:
-            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing).
+            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing; on a GPU, the kernel that
+                reads the place fails, as in torch).
         """
-        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.length)).any()):
+        is_outside = (ids < 0) | (ids >= self.length)
+        if ids.device.type == "cpu" and bool(is_outside.any()):
             raise IndexError(f"token ids from {ids.min()} to {ids.max()}: give ids from 0 to {self.length - 1}")
         local, size = ids - self.bounds()[0], self.size()
-        return local.clamp(0, size - 1), (local >= 0) & (local < size)
+        return local.clamp(0, size - 1).masked_fill(is_outside, size), (local >= 0) & (local < size)
 
 
 def stack_over(value: Tensor, axis: Axis) -> Tensor:
@@ -83,8 +85,7 @@ def sum_over(value: Tensor, axis: Axis) -> Tensor:
 
 def start_sum(value: Tensor, axis: Axis) -> Callable[[], object]:
     """Starts the sum of every rank's contiguous value, in place; returns the function that waits for the sum."""
-    work = None if axis.group is None else dist.all_reduce(value, group=axis.group, async_op=True)
-    return (lambda: None) if work is None else work.wait
+    return axis.transport.start_sum(value)
 
 
 class _Communicated(torch.autograd.Function):
@@ -126,8 +127,8 @@ class _Linear(torch.autograd.Function):
         (gradient,), (value, weight) = gradients, ctx.saved_tensors
         of_value = torch.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
         wait = None if of_value is None else start_sum(of_value, ctx.axis)
-        rows = gradient.flatten(0, -2)
-        of_weight = rows.t() @ value.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_weight = rows.t() @ value.reshape(-1, value.shape[-1]) if ctx.needs_input_grad[1] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if wait is not None:
             wait()
@@ -187,6 +188,7 @@ class _LogSumExp(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         local, result = ctx.saved_tensors
         return (local - result.unsqueeze(-1)).exp() * gradients[0].unsqueeze(-1), None

@@ -49,7 +49,8 @@ def speeds_around(comparison: Comparison) -> list[LinkSpeed]:
     here = link_of(comparison.profile)
     if here.rate is None:
         return []
-    return [LinkSpeed(float(f"{here.rate * factor:.3g}"), here.latency) for factor in FACTORS]
+    others = {factor: LinkSpeed(float(f"{here.rate * factor:.3g}"), here.latency) for factor in FACTORS}
+    return list({**others, 1.0: here}.values())
 
 
 def predict_around(comparison: Comparison) -> list[Predicted]:

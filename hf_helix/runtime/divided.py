@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.torch_functions import is_tagged_elementwise
+from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.runtime.distributed.agreement import meet
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
@@ -193,6 +194,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             held = _held(self)
             gradient = _GRADIENT.__get__(held)
+            arrived([gradient])
             if self._has_gradient and self._division.is_absent:
                 gradient = held.new_empty(0)
             return None if gradient is None else _divided(gradient, self._division)

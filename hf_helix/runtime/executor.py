@@ -9,7 +9,7 @@ rank waits until another rank has received a tensor; a sent tensor stays alive u
     for step in program:  (each bound once to its operator, see `BoundInstruction`)
         barrier             wait for the collectives of all micro-batches
         gradient reduction  issue the reduction of the bucket
-        ZeRO-1 gather       issue the gather, unless the buffer is current
+        ZeRO-1 gather       issue the gather, unless the buffer is current; likewise the copy from the host before it
         communication       wait for sizes; allocate; issue on its stream; note the event by its outputs
         computation         wait for the events of its inputs; run
         then                reshard and free what has no further reader
@@ -27,6 +27,7 @@ from torch import Tensor
 from hf_helix.operators.base import Communication, Method, Precision, Tensors, TransferFn, explicit_gradients
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostShard
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
 from hf_helix.operators.zero.zero3 import with_unsharded
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -34,7 +35,7 @@ from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
-from hf_helix.runtime.streams import UP, Event, Streams
+from hf_helix.runtime.streams import Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
@@ -142,12 +143,15 @@ def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[
 
 
 def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Event:
-    """Issues the gather of ZeRO-1 weights, of a shard on the host after its copy to the device; returns the event of
-    its end. Collective."""
-    kind, after = flat.reduce_axis.kind, []
-    if flat.host is not None:
-        after = [streams.issue(kind, flat.host.refresh(), (), f"{label}.up", UP)]
-    return streams.issue(kind, flat.refresh(), after, label)
+    """Issues the gather of ZeRO-1 weights; returns the event of its end. Collective."""
+    after = [flat.host.copied] if flat.host is not None and flat.host.copied is not None else []
+    return streams.issue(flat.reduce_axis.kind, flat.refresh(), after, label)
+
+
+def issue_copy(streams: Streams, host: HostShard, label: str) -> None:
+    """Issues the copy of a shard on the host to the device, unless the device has it."""
+    if not host.is_copied:
+        host.copied = streams.issue(Kind.UP, host.refresh(), (), label)
 
 
 # -- executor ------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Sources,
         training: bool,
-        reduce_gradients: Callable[[int], object] | None = None,
+        reduce_gradients: Callable[[int, Kind], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
         strands: dict[int, Strand] | None = None,
     ) -> KeptValues:
@@ -199,7 +203,8 @@ class Executor:
             microbatches: the micro-batches that the instructions number.
             sources: see `Sources`.
             training: whether there will be a backward pass.
-            reduce_gradients: called at every gradient reduction, with its index in the layout; None for no reductions.
+            reduce_gradients: called at every gradient reduction and at every copy of its results to the host, with its
+                index in the layout and the kind; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             strands: the strands that an earlier program has begun, by micro-batch; afterwards those that this program
                 has not ended. None where a program ends every strand.
@@ -211,6 +216,8 @@ class Executor:
         flats = dict.fromkeys(flat for unit in self.units.values() for flat in unit.flat_parameters.values())
         for flat in flats:
             flat.begin_window()
+            if flat.host is not None and flat.host.copied is not None and not isinstance(flat, Zero1FlatParameter):
+                self._wait(flat.host.copied)
         try:
             with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
                 strands = {} if strands is None else strands
@@ -242,7 +249,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Sources,
         training: bool,
-        reduce_gradients: Callable[[int], object] | None,
+        reduce_gradients: Callable[[int, Kind], object] | None,
         at_barrier: Callable[[], object] | None,
         strands: dict[int, Strand],
     ) -> KeptValues:
@@ -255,7 +262,7 @@ class Executor:
                 continue
             if step.reduction >= 0:
                 if reduce_gradients is not None:
-                    reduce_gradients(step.reduction)
+                    reduce_gradients(step.reduction, step.op.kind)
                 continue
             if step.gathers is not None:
                 self._gather(step, step.gathers, microbatches)
@@ -318,10 +325,16 @@ class Executor:
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
     def _gather(self, step: BoundInstruction, flat: Zero1FlatParameter, microbatches: Sequence[MicroBatch]) -> None:
-        """Issues the gather of ZeRO-1 weights, unless the buffer has them from an earlier window."""
+        """Issues the gather of ZeRO-1 weights, or their copy from the host, unless the buffer has them from an earlier
+        window."""
         if flat.is_current:
             return
+        assert step.op is not None
         label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
+        if step.op.kind.copies:
+            assert flat.host is not None
+            issue_copy(self.streams, flat.host, f"{label}.up")
+            return
         if self.streams.trace is not None:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = issue_gather(self.streams, flat, label)

@@ -10,7 +10,7 @@ A gradient on a rank is that of the full loss; where the gradients of several ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
-from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear
+from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear, start_sum
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -93,12 +93,13 @@ class Placed:
         if not self.is_cut:
             return self.share(functional.linear(value, matrix, bias))
         if self.placement.dim == features:
-            return self.share(self._joined(functional.linear(value, matrix, bias), shape))
+            outputs = replace(self.placement, dim=value.dim() - 1)
+            return self.share(self._joined(functional.linear(value, matrix, bias), shape, outputs))
         tp = self.mesh.tp
         parts = [value[..., first:last] for first, last in self.placement.bounds(tp.size, tp.rank)]
         total = functional.linear(torch.cat(parts, -1), matrix)
-        dist.all_reduce(total, group=tp.group)
-        return self.share(total if bias is None else total + bias)
+        start_sum(total, tp)()
+        return self.share(total if bias is None else total + bias.to(total.dtype))
 
     @torch.no_grad()
     def full_lookup(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class Placed:
         tp = self.mesh.tp
         ((first, _),) = self.placement.bounds(tp.size, tp.rank)
         found = lookup(ids, weight, first, self.shape[0], None)
-        dist.all_reduce(found, group=tp.group)
+        start_sum(found, tp)()
         return self.share(found)
 
     def full(self, held: Tensor) -> Tensor:
@@ -146,19 +147,13 @@ class Placed:
         """Returns the full parameter on the ranks of the cut."""
         if not self.is_cut:
             return held.view_as(held)
-        axis, full = self.mesh.axis_of(self.placement), held.new_zeros(self.shape)
-        self.placement.paste(full, held, axis.size, axis.rank)
-        dist.all_reduce(full, group=axis.group)
-        return full
+        return self._joined(held, self.shape, self.placement)
 
-    def _joined(self, part: Tensor, shape: Sequence[int]) -> Tensor:
-        """Returns the outputs of a linear [..., features] from each rank's part of them."""
-        tp, full = self.mesh.tp, part.new_zeros(shape)
-        first = 0
-        for begin, end in self.placement.bounds(tp.size, tp.rank):
-            full[..., begin:end] = part[..., first : first + end - begin]
-            first += end - begin
-        dist.all_reduce(full, group=tp.group)
+    def _joined(self, part: Tensor, shape: Sequence[int], placement: Placement) -> Tensor:
+        """Returns a full tensor from each rank's part of it."""
+        axis, full = self.mesh.axis_of(placement), part.new_zeros(shape)
+        placement.paste(full, part, axis.size, axis.rank)
+        start_sum(full, axis)()
         return full
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.zero.zero3 import casts_of
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -114,7 +115,7 @@ class Runner:
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def reduction(self) -> tuple[GradientReducer, Callable[[int], object] | None]:
+    def reduction(self) -> tuple[GradientReducer, Callable[[int, Kind], object] | None]:
         """Returns the gradient reduction of a window, and the function that issues the reduction with an index in the
         layout."""
         if self._trained() != self._trained_before:
@@ -122,7 +123,8 @@ class Runner:
         reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams)
         if not self._numbers:
             return reduction, None
-        return reduction, lambda number: reduction.reduce_bucket(self._numbers[number])
+        ways = {Kind.GRADIENTS: reduction.reduce_bucket, Kind.DOWN: reduction.copy_bucket}
+        return reduction, lambda number, kind: ways[kind](self._numbers[number])
 
     def _fill_buckets(self) -> None:
         """Finds the buckets, and the bucket of each reduction in the layout.

@@ -71,12 +71,6 @@ class Stage:
         """The shards of this rank on the host."""
         return [flat.host for flat in self.flat_parameters if flat.host is not None]
 
-    def note_step(self) -> None:
-        """Says that an optimizer has stepped."""
-        for host in self.host_shards:
-            host.cast()
-        self.mark_weights_stale()
-
     def mark_weights_stale(self) -> None:
         """Reports a possible step of an optimizer, after which ZeRO-1 weights are gathered again."""
         for flat in self.flat_parameters:

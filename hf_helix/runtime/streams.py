@@ -10,8 +10,8 @@ Operators by stream:
                            direction (F, B) over each boundary between two stages        high           a lane
     gradients              gradient reduction over ranks with other tokens (dp, cp),     one, high      a worker thread
                            gathers of ZeRO-1 weights
-    gradients, by lane     copies of shards on the host: weights up to the device,       one a lane,    a worker thread
-                           gradients down to the host                                    high           a lane
+    host_up, host_down     copies from the memory of the host, and to it: weights,       one each,      a worker thread
+                           gradients                                                     high           each
 
 Gradient reductions over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
 stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High" is
@@ -41,9 +41,6 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
 
-UP, DOWN = "up", "down"
-"""Lanes of `Kind.GRADIENTS`: copies from the host, and to the host."""
-
 
 class Event(ABC):
     """The end of a transfer.
@@ -63,12 +60,16 @@ class Streams(ABC):
     Attributes:
         trace: the record of a trace while tracing; else None.
         slots_ahead: how early to issue receives from other ranks, see `build_programs`.
+        late: events of copies to the host that may outlast their window; waited for before the next reductions.
         holds_memory: whether an event keeps the memory of its transfer until a wait for the event, not until its end.
     """
 
     trace: Trace | None = None
     slots_ahead: int
     holds_memory = False
+
+    def __init__(self) -> None:
+        self.late: list[Event] = []
 
     @abstractmethod
     def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
@@ -199,6 +200,7 @@ class CpuStreams(Streams):
     slots_ahead = 1  # a waiting receive costs nothing, and gloo sends nothing before the receive is posted
 
     def __init__(self) -> None:
+        super().__init__()
         self._workers: dict[tuple[Kind, str], _Worker] = {}
 
     def __del__(self) -> None:
@@ -259,6 +261,7 @@ class CudaStreams(Streams):
     holds_memory = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        super().__init__()
         self._device = device
         self._cuda = cuda
         self._streams: dict[tuple[Kind, str], tuple[torch.cuda.Stream, torch.cuda.Event]] = {}

@@ -287,6 +287,8 @@ class Tuner:
             "plan": self.config.plan,
             "profile": file_digest(self.config.profile),
             "schedule": self.config.schedule,
+            "stages": runner.stage.layout.describe(),
+            "memory_gb": str(self.config.memory_gb),
             "compile": str(self.config.compile),
             "cuda_graphs": str(self._graphs is not None),
         }
@@ -377,8 +379,9 @@ class Tuner:
         self._has_declined = True
         seconds = self._cost(runner, timed, self._steps.step_time * timed.share, QUICK)
         say(
-            f"plan `{runner.plan.rule}`, not measured: that would take about {about_time(seconds)} of the about "
-            f"{about_time(seconds_left)} that are left, more than tuning_share={self.config.tuning_share:g} allows"
+            f"plan `{runner.plan.rule}`, made from rough estimates: to measure operators and choose among plans would "
+            f"take about {about_time(seconds)} of the about {about_time(seconds_left)} of training that are left, more "
+            f"than tuning_share={self.config.tuning_share:g} allows"
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:

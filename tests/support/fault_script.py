@@ -28,6 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_helix import HelixTrainer
 from hf_helix.checkpoint import files
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostLink, HostShard
 from hf_helix.runtime.executor import Executor
 
 OUT = "out"
@@ -93,6 +94,8 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
     "in a gather of weights": lambda rows: before(FlatParameter, "_fill", kill, 2),
+    "in an update on the host": lambda rows: before(HostShard, "cast", kill, 1),
+    "in a copy to the host": lambda rows: before(HostLink, "down", kill, 1),
     "in saving the model": lambda rows: before(files, "write_slice", kill),
     "in saving adapters": lambda rows: before(PeftModel, "save_pretrained", kill),
     "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),

@@ -33,7 +33,7 @@ def hasty() -> Iterator[None]:
     """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
     with (
         mock.patch.object(search, "EFFORT", 20_000),
-        mock.patch.object(dhelix, "STATES", 100),
+        mock.patch.object(dhelix, "MAX_STATES", 100),
         mock.patch.object(profiler, "TRAIN", 2),
     ):
         yield
@@ -103,6 +103,12 @@ class Measured(RuntimeError):
     """Something was measured that should have been known."""
 
 
+def said_in(output: io.StringIO) -> list[str]:
+    """The lines of the library, without those on a model and its layout."""
+    lines = [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
+    return [line for line in lines if "; first plan " not in line]
+
+
 def tune(
     folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False, extras: bool = False, **options: Any
 ) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def tune(
         "schedule": trainer.helix.runner.scheduler.name,
         "measured": len(measured),
         "measured_in": measured,
-        "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
+        "said": said_in(output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],
         "eval": evaluated,

@@ -18,10 +18,12 @@ from support.models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.optimizer_shards import step_shards
 from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
@@ -86,8 +88,10 @@ def train_windows(cuda: FakeCuda, **options: Any) -> Runner:
         options: see `one_rank`.
     """
     with one_rank(cuda, **options) as (runner, window):
-        parameters = [parameter for parameter in runner.stage.stepped if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, foreach=True)
+        with plain_parameters():
+            parameters = [parameter for parameter in runner.stage.placements if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(parameters, foreach=True)
+            step_shards(optimizer, runner.stage, runner.executor.streams)
         with cuda.watch():
             for _ in range(2):
                 cuda.waits.clear()

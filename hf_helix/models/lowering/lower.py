@@ -100,6 +100,8 @@ class Lowering(Experts, Mixers):
         opaque, mine = self.trace.opaque_call(other), self.trace.opaque_call(node)
         if opaque is None or mine is None or opaque.kind != LINEAR or args_of(other)[0] is not args_of(node)[0]:
             return False
+        if opaque.path == mine.path:  # a second call
+            return False
         if len(placement(other).blocks) > 1 or len(placement(node).blocks) > 1:
             return False
         return styles[other] == styles[node] and opaque.path.rpartition(".")[0] == mine.path.rpartition(".")[0]

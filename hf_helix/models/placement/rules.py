@@ -380,11 +380,16 @@ def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement
 
 
 def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int]:
-    """Returns the parameter, buffer or input of all layers behind a value that has its elements, each perhaps changed
-    by itself, or is its product with another value; and the parameter's dimension for `dim`. None for any other."""
+    """Returns the parameter, buffer or input of all layers whose elements lie along a dimension of a value, perhaps
+    combined with values that are equal along the dimension; and the parameter's dimension. None for other values."""
     while value.op == "call_function":
-        source = args_of(value)[0]
-        is_of_one = torch.Tag.pointwise in getattr(value.target, "tags", ()) and tensors_of(value) == [source]
+        source, dims = args_of(value)[0], p.dims(value)
+        is_pointwise = torch.Tag.pointwise in getattr(value.target, "tags", ())
+        places = {each: dim - dims + p.dims(each) for each in tensors_of(value)} if is_pointwise else {}
+        long = [each for each, place in places.items() if place >= 0 and p.trace.shape(each)[place] > 1]
+        if len(long) == 1:  # others are the same along the dimension
+            value, dim = long[0], places[long[0]]
+            continue
         if name_of(value) in ("unsqueeze", "squeeze", "view", "reshape"):
             before, after = p.trace.shape(source), p.trace.shape(value)
             outer = math.prod(after[:dim])
@@ -397,7 +402,7 @@ def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int
             dim = {a: b, b: a}.get(dim, dim)
         elif name_of(value) == "matmul" and p.dims(source) == 2 and dim == p.dims(value) - 2:
             dim = 0
-        elif name_of(value) not in SAME and not is_of_one:
+        elif name_of(value) not in SAME:
             break
         value = source
     return (value if value in p.trace.attributes or value in p.trace.given else None), dim
@@ -429,10 +434,8 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
         return _pointwise(p, node)
     given = p.of(args_of(node)[0])
     dims = p.dims(args_of(node)[0])
-    argument = 2 if name_of(node) == "topk" else 1
-    default = -1 if name_of(node) in ("topk", "sort") else list(range(dims))
-    over = args_of(node)[argument] if len(args_of(node)) > argument else default
-    reduced = {dim % dims for dim in as_list(over)}
+    over = _argument(node, "dim")
+    reduced = {dim % dims for dim in (range(dims) if over in (None, []) else as_list(over))}
     where = p.join_mixing(node, any(p.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced))
     if given.dim is None:
         return ValuePlacement(where, origins=given.origins)
@@ -444,6 +447,16 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
     first = value[0] if isinstance(value, (tuple, list)) else value
     lost = 0 if first.dim() == dims else sum(dim < given.dim for dim in reduced)
     return replace(given, where=where, dim=given.dim - lost, start=None, expanded=None)
+
+
+def _argument(node: Node, name: str) -> Any:
+    """Returns an argument of an operation, given by place or by name, or its default; None if it has none."""
+    target: Any = node.target
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            by_place = args_of(node)[place] if place < len(args_of(node)) else argument.default_value
+            return node.kwargs.get(name, by_place)
+    return None
 
 
 def _matmul(p: Placements, node: Node) -> ValuePlacement:
@@ -471,6 +484,13 @@ def _scaled_dot_product(p: Placements, node: Node) -> ValuePlacement:
         heads[0].dim is not None and any(value.dim is None for value in heads)
     ):
         p.demote(p.origins_of(args_of(node)[:3]), node)
+    mask = _argument(node, "attn_mask")
+    if mask is not None and heads[0].dim is not None:
+        dim = p.dims(mask) - 3  # of heads
+        if p.of(mask).dim is None:
+            _fit(p, node, mask, dim, heads[0])
+        elif (p.of(mask).dim, p.of(mask).blocks) != (dim, heads[0].blocks):
+            p.demote(p.of(mask).origins | heads[0].origins, node)
     return replace(heads[0], where=where, start=None, expanded=None)
 
 
@@ -498,7 +518,15 @@ def _unknown(p: Placements, node: Node) -> ValuePlacement:
     origins = frozenset().union(*(p.of(v).origins for v in operands if p.of(v).dim is not None))
     if any(p.of(value).dim is not None for value in operands):
         p.demote(origins, node)
-    return ValuePlacement(p.join(operands) if operands else FREE, origins=p.origins_of(operands))
+    loses_tokens = any(_count_tokens(p, value) > _count_tokens(p, node) for value in operands)
+    return ValuePlacement(p.join_mixing(node, loses_tokens) if operands else FREE, origins=p.origins_of(operands))
+
+
+def _count_tokens(p: Placements, node: Node) -> int:
+    """Returns how many dimensions of tokens a value has."""
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return sum(p.trace.number(size) in TOKENS for size in first.shape)
 
 
 # -- table ---------------------------------------------------------------------------------------------------------
@@ -510,14 +538,21 @@ REDUCTIONS = (
     "_softmax",
     "mean",
     "sum",
+    "prod",
+    "std",
+    "var",
     "amax",
     "amin",
     "max",
+    "min",
+    "argmax",
+    "argmin",
     "topk",
     "sort",
     "cumsum",
     "logsumexp",
     "norm",
+    "linalg_vector_norm",
 )
 """Operations along some dimensions only."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -129,6 +130,13 @@ class LinkedTransport(TransportWrapper):
     def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         sent, received = bytes_moved(name, out, value, self.size, self.rank, rows)
         self._link.carry(sent, received, lambda: run(out, value, *rows))
+
+    def start_sum(self, value: Tensor) -> Callable[[], object]:
+        moved, wait = bytes_moved("start_sum", value, value, self.size, self.rank), self.inner.start_sum(value)
+        thread = ThreadPoolExecutor(1)
+        carried = thread.submit(self._link.carry, *moved, wait)
+        thread.shutdown(wait=False)  # after its work
+        return carried.result
 
 
 class LinkedChannel(P2PChannel):

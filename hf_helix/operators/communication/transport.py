@@ -56,6 +56,10 @@ class Transport(ABC):
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         """Fills `out` [n, ...] with this rank's block of the sum of every rank's `value` [size * n, ...]."""
 
+    def start_sum(self, value: Tensor) -> Callable[[], object]:
+        """Starts the sum of every rank's contiguous value, in place; returns the function that waits for the sum."""
+        return lambda: None  # where no data moves
+
     @abstractmethod
     def shift(self, out: Tensor, value: Tensor) -> None:
         """A ring step: `value` goes to the next rank, `out` receives from the previous."""
@@ -136,6 +140,8 @@ def bytes_moved(
     others = size - 1
     if name == "all_gather":
         return value.nbytes * others, value.nbytes * others
+    if name == "start_sum":  # a ring
+        return 2 * value.nbytes * others // size, 2 * value.nbytes * others // size
     if name in ("exchange", "reduce_scatter"):
         return value.nbytes * others // size, value.nbytes * others // size
     if name == "exchange_rows":
@@ -174,6 +180,9 @@ class TransportWrapper(Transport):
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         self.move("reduce_scatter", self.inner.reduce_scatter, out, value)
 
+    def start_sum(self, value: Tensor) -> Callable[[], object]:
+        return self.inner.start_sum(value)
+
     @final
     def shift(self, out: Tensor, value: Tensor) -> None:
         self.move("shift", self.inner.shift, out, value)
@@ -200,6 +209,10 @@ class Recorder(TransportWrapper):
         self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
         self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
         run(out, value, *rows)
+
+    def start_sum(self, value: Tensor) -> Callable[[], object]:
+        self.bytes_sent += bytes_moved("start_sum", value, value, self.size, self.rank)[0]
+        return self.inner.start_sum(value)
 
 
 class Axis:
@@ -267,6 +280,10 @@ class ProcessGroupTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         _reduce_scatter(out, value, group=self.group)
+
+    def start_sum(self, value: Tensor) -> Callable[[], object]:
+        work = dist.all_reduce(value, group=self.group, async_op=True)
+        return (lambda: None) if work is None else work.wait
 
     def shift(self, out: Tensor, value: Tensor) -> None:
         self._pass_on(out, value, 1)

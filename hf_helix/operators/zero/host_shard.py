@@ -9,10 +9,13 @@ computation. A shard is cast on the host, before it crosses: 2 bytes an element 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_helix.operators.base import TransferFn
 
@@ -46,8 +49,42 @@ class HostLink:
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns memory on the host with a tensor's shape, for copies to or from a device."""
+    """Returns memory on the host for copies to or from a device.
+
+    Args:
+        like: a tensor of the shape.
+        dtype: of the memory.
+        device: at the other end of the copies; pinned memory for a GPU.
+    """
     return torch.empty(like.shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass
+class OnHost:
+    """A gradient on the host.
+
+    Attributes:
+        version: torch's counter after the copy.
+        norm: of the gradient, which the device has taken.
+        wait: lets the host wait for the copy; None once it is there.
+    """
+
+    version: int
+    norm: Tensor
+    wait: Callable[[], object] | None = None
+
+
+on_host: Any = WeakTensorKeyDictionary()
+"""An `OnHost` for every gradient that was copied to the host."""
+
+
+def arrived(gradients: Iterable[Tensor | None]) -> None:
+    """Lets the host wait until copies of gradients to it have ended, before anything reads them."""
+    for gradient in gradients:
+        known = on_host.get(gradient) if gradient is not None else None
+        if known is not None and known.wait is not None:
+            known.wait()
+            known.wait = None
 
 
 class HostShard:
@@ -62,7 +99,12 @@ class HostShard:
     Attributes:
         shard: [length] on the host.
         copy, link: as given.
+        copied: the event of the last copy to the device that a stream of its own has run; None before the first.
+        is_followed: whether every step reports itself by `cast`, so that no other code has to suppose one.
     """
+
+    copied: Any = None
+    is_followed = False
 
     def __init__(self, length: int, dtype: torch.dtype, copy: Tensor, link: HostLink) -> None:
         self.copy, self.link = copy, link
@@ -78,13 +120,14 @@ class HostShard:
 
     def mark_stale(self) -> None:
         """Reports a possible step of an optimizer: fused ones leave torch's version counter as it is."""
-        self._copied_at = -1
+        if not self.is_followed:
+            self._copied_at = -1
 
     def cast(self) -> None:
         """Casts the shard to the type of its copy, after a step."""
         if self._crossing is not self.shard:
             self._crossing.copy_(self.shard)
-        self._cast_at = self.shard._version
+        self._cast_at, self._copied_at = self.shard._version, -1
 
     def refresh(self) -> TransferFn:
         """Returns a function to copy the shard to the device."""

@@ -21,7 +21,8 @@ class Kind(Enum):
 
     Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer;
     `PIPELINE` transfers a value to the next virtual stage; `GRADIENTS` are gradient reductions over replicas (dp, cp)
-    and ZeRO-1 weight gathers, which run once a step and belong to no unit.
+    and ZeRO-1 weight gathers, which run once a step and belong to no unit; `UP` copies from the memory
+    of the host to a device, and `DOWN` back.
     """
 
     COMPUTE = "compute"
@@ -29,10 +30,16 @@ class Kind(Enum):
     INTER_NODE = "inter_node"
     PIPELINE = "pipeline"
     GRADIENTS = "gradients"
+    UP = "host_up"
+    DOWN = "host_down"
 
     @property
     def communicates(self) -> bool:
         return self is not Kind.COMPUTE
+
+    @property
+    def copies(self) -> bool:
+        return self in (Kind.UP, Kind.DOWN)
 
 
 class Part(Enum):
@@ -185,7 +192,7 @@ class Graph:
         raise KeyError(name)
 
     def describe(self) -> str:
-        """Returns a line for each operator; equal text means equal graphs."""
+        """Returns a line for each operator, with all facts that plans depend on."""
         repeats = " (repeats)" if self.repeats else ""
         shown = f" shows {' '.join(self.shown)}" if self.shown else ""
         lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}{shown}"]
@@ -199,6 +206,8 @@ class Graph:
                 traits += f" wgrad_fraction {op.wgrad_fraction:g}"
             lists = {
                 "after": op.ordered_after,
+                "and": op.control_deps,
+                "reads sizes": op.host_read_sizes,
                 "saves": op.saved_for_backward,
                 "without gradient": op.non_differentiable,
                 "with": op.weights,

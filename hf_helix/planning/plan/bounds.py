@@ -44,7 +44,7 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
     emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
     yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), seconds_per_step(profile, rank)
     if emulated:
-        streams = {STREAMS.index(kind) for kind in moving}
+        streams = {STREAMS.index(kind) for kind in moving if not kind.copies}
         mine = (
             place for place in range(len(arrays)) if arrays.rank(place) == rank and arrays.streams[place] in streams
         )

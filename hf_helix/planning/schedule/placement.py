@@ -64,12 +64,12 @@ def count_layers(
 
     Raises:
         ValueError: there are no layers, or fewer than virtual stages on several ranks; or `layers_per_stage` is not
-            one count per stage, each at least one, that add up to `num_layers`.
+            one count per stage, each a multiple of 0.5 and at least 0.5, that add up to `num_layers`.
     """
     num_ranks, num_stages = max(ranks) + 1, len(ranks)
     if num_layers < 1:
         raise ValueError(f"the model has {num_layers} layers; it needs at least one")
-    if num_ranks > 1 and num_layers < num_stages:
+    if layers_per_stage is None and num_ranks > 1 and num_layers < num_stages:
         raise ValueError(
             f"the model has {num_layers} layers and pp_size={num_ranks} needs at least {num_stages}; "
             f"the largest pp_size that fits is {max(1, num_layers * num_ranks // num_stages)}"
@@ -77,6 +77,8 @@ def count_layers(
     counts: Sequence[float]
     if num_ranks == 1:  # stages of one rank may be empty, and cost what they cost on any split
         counts = [(num_layers + num_stages - 1 - stage) // num_stages for stage in range(num_stages)]
+    elif num_layers < num_stages:
+        counts = [(2 * num_layers + num_stages - 1 - stage) // num_stages / 2 for stage in range(num_stages)]
     else:
         extra = [0.0] * num_stages
         extra[0] += embedding_cost
@@ -183,7 +185,7 @@ def _check_counts(given: Sequence[float], num_layers: int, counts: Sequence[floa
     in_halves = all(count % 0.5 == 0 for count in given)
     if len(given) == len(counts) and min(given) > 0 and sum(given) == num_layers and in_halves:
         return
-    works = list(counts) if min(counts) >= 1 else None
+    works = list(counts) if min(counts) > 0 else None
     raise ValueError(
         f"layers_per_stage={list(given)} has {len(given)} counts that add up to {sum(given)}; it needs {len(counts)}, "
         f"one for each virtual stage, each at least 0.5 and a multiple of 0.5, that add up to the model's {num_layers} "

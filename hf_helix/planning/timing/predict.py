@@ -99,7 +99,8 @@ def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[P
 
 def _prediction(timeline: Timeline) -> Prediction:
     ends = zip(timeline.ends, timeline.arrays.streams, strict=True)
-    bare = max((end for end, stream in ends if STREAMS[stream] is not Kind.GRADIENTS), default=0.0)
+    after = [STREAMS.index(kind) for kind in (Kind.GRADIENTS, Kind.DOWN)]
+    bare = max((end for end, stream in ends if stream not in after), default=0.0)
     return Prediction(timeline.seconds, timeline.seconds - bare)
 
 

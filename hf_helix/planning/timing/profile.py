@@ -19,6 +19,7 @@ from hf_helix.planning.window.layout import (
     Layout,
     Name,
     is_per_step,
+    named_copies,
     named_gathers,
     named_operators,
     named_per_step,
@@ -111,7 +112,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in named_operators(self.layout)}
+        return {name: op.kind for name, op in (*named_operators(self.layout), *named_copies(self.layout))}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
@@ -130,7 +131,7 @@ class Profile:
 
     def kind(self, name: Name) -> Kind:
         """The kind of an operator."""
-        return Kind.GRADIENTS if is_per_step(name) else self._kinds[name]
+        return self._kinds.get(name, Kind.GRADIENTS)
 
     @property
     def contention(self) -> Slowdown | None:
@@ -191,8 +192,9 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
     """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_reductions(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
+    copies = {name for name, _ in named_copies(layout)}
     known = {name for name, _ in named_operators(layout)}
-    for name in sorted((known | sums | gathers) - times.keys()):
+    for name in sorted((known | sums | gathers | copies) - times.keys()):
         what = f"operator {join_name(name)!r}"
         if is_per_step(name):
             what = f"the {'sums of gradients' if name in sums else 'gathers of weights'} ({len(sums or gathers)} here)"

@@ -117,7 +117,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     memory = {_split(name): OperatorMemory(*map(int, row)) for name, row in data.get("memory", {}).items()}
     about = {str(key): str(value) for key, value in data["about"].items()}
-    layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers)
+    layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers, bool(data["layout"].get("on_host")))
     return Profile(about, layout, times, spread, pairs, like, moved, bare, memory)
 
 
@@ -164,6 +164,7 @@ def profile_json(profile: Profile) -> str:
             "ranks": list(profile.layout.ranks),
             **({"sums": sums} if sums else {}),
             **({"gathers": gathers} if gathers else {}),
+            **({"on_host": True} if profile.layout.on_host else {}),
         },
         **({"memory": memory} if memory else {}),
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},

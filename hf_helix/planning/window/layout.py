@@ -69,6 +69,8 @@ class Layout:
             would complete the gradients; empty without replicas.
         gathers: weight gathers of all pipeline ranks; gathers of a rank in the order in which a micro-batch first reads
             the weights.
+        on_host: whether the host has what the reductions and gathers are of: a copy to the host follows each reduction,
+            and a copy to the device precedes each gather.
     """
 
     units: Sequence[str]
@@ -78,6 +80,7 @@ class Layout:
     ranks: Sequence[int] = ()
     reductions: Sequence[GradientReduction] = ()
     gathers: Sequence[WeightGather] = ()
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
@@ -147,6 +150,7 @@ class Layout:
             lines.append(f"{len(self.reductions)} gradient sums of {[each.bytes for each in self.reductions]} bytes")
         if self.gathers:
             lines.append(f"{len(self.gathers)} gathers of weights of {[each.bytes for each in self.gathers]} bytes")
+        lines += ["copies to the host and back"] if self.on_host else []
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
@@ -233,14 +237,24 @@ def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
         yield (GATHERS, f"F.{op.name}"), op
 
 
+def named_copies(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Yields the copies between host and device once in a window: down after each reduction, then up before each
+    gather."""
+    for named, kind in ((named_reductions, Kind.DOWN), (named_gathers, Kind.UP)) if layout.on_host else ():
+        for number, ((unit, entry), op) in enumerate(named(layout)):
+            copy = replace(op, name=f"{kind.name.lower()}.{number}", kind=kind)
+            yield (unit, f"{entry[0]}.{copy.name}"), copy
+
+
 def named_per_step(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Yields the operators that run once a step: weight gathers and gradient reductions."""
+    """Yields the operators that run once a step: weight gathers, gradient reductions, and copies of both."""
     yield from named_gathers(layout)
     yield from named_reductions(layout)
+    yield from named_copies(layout)
 
 
 def is_per_step(name: Name) -> bool:
-    """Returns whether a name is the name of a weight gather or a gradient reduction."""
+    """Returns whether a name is the name of a weight gather, a gradient reduction, or a copy of either."""
     return name[0] in (REDUCTIONS, GATHERS)
 
 

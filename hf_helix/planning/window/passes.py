@@ -13,8 +13,9 @@ replicas issue their collectives in the same order.
                         other.
     reduce_gradients    a reduction follows the last operator that adds to its bucket. The reductions of a rank run one
                         after the other; first complete, first issued is optimal. A plan only chooses when buckets are
-                        complete, see `defer_weight_gradients` of `planning.plan.search`.
+                        complete, see `defer_weight_gradients` of `planning.plan.search`. A copy to the host follows.
     gather_weights      the gathers of a rank come first; the stream is shared with the reductions, and idle then.
+                        Copies from the host precede them.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def reduce_gradients(window: Window, order: Order) -> Order:
         numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
         last = [number for number in numbers if number not in issued]
         if last:
-            added[position] = [len(window) + number for number in last]
+            added[position] = window.with_copies([len(window) + number for number in last], before=False)
             issued.update(last)
             if len(issued) == count:
                 break
@@ -204,7 +205,7 @@ def gather_weights(window: Window, order: Order) -> Order:
         window.pattern.ranks[index] for index in {window.indices[place] for place in order if 0 <= place < len(window)}
     }
     mine = (number for number, gather in enumerate(gathers) if window.layout.rank_of(gather.units[0]) in ranks)
-    return [*(window.first_gather + number for number in mine), *order]
+    return [*window.with_copies([window.first_gather + number for number in mine], before=True), *order]
 
 
 PASSES: tuple[Callable[[Window, Order], Order], ...] = (prefetch, reduce_gradients, gather_weights)

@@ -68,7 +68,7 @@ def build_program(
 ) -> Program:
     """Returns the program of a rank."""
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
-    front = len(layout.gathers_of(rank))  # instructions before the plan's order
+    front = len(layout.gathers_of(rank)) * (1 + layout.on_host)  # instructions before the plan's order
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
         once = free_values(made.ordered.program(rank), keep)
@@ -212,7 +212,7 @@ class _PerStep:
     def __call__(self, instruction: Instruction, op: Operator) -> str | None:
         if instruction.reduction >= 0:
             self._reduced.add(instruction.reduction)
-        elif instruction.gather >= 0:
+        elif instruction.gather >= 0 and not op.kind.copies:
             self._gathered.add(instruction.gather)
         elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
             return "comes before its weights are gathered"

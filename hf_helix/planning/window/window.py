@@ -10,8 +10,9 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     indices[place]   0       1         2          0       1                  index into the pattern
     microbatches     0       0         0          1       1
 
-Places from `len(window)` on are the gradient reductions and then the weight gathers of the layout: each runs once a
-step. In an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
+Places from `len(window)` on are the gradient reductions, the weight gathers and, in the same order, the copies of both
+between host and device: each runs once a step.
+In an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
 places; places become instructions once, at the end.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -33,15 +35,15 @@ from hf_helix.planning.window.instructions import (
     slot_passes,
     transfer_key,
 )
-from hf_helix.planning.window.layout import Layout, Name, named_gathers, named_reductions
+from hf_helix.planning.window.layout import Layout, Name, named_copies, named_gathers, named_reductions
 
 Value = TypeVar("Value")
 
 Times = Mapping[Name, float]
 """Seconds of each operator."""
 
-STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE, Kind.GRADIENTS)
-COMPUTE, PIPELINE, GRADIENTS = (STREAMS.index(kind) for kind in (Kind.COMPUTE, Kind.PIPELINE, Kind.GRADIENTS))
+STREAMS = tuple(Kind)
+COMPUTE, PIPELINE, GRADIENTS = map(STREAMS.index, (Kind.COMPUTE, Kind.PIPELINE, Kind.GRADIENTS))
 NONE = -1
 
 
@@ -309,6 +311,13 @@ class Window:
         """The place of the first weight gather."""
         return len(self) + len(self.layout.reductions)
 
+    def with_copies(self, places: Sequence[int], before: bool) -> list[int]:
+        """Reductions or gathers, each with its copy after it, or `before` it, where the host has what they are of."""
+        if not self.layout.on_host:
+            return [*places]
+        behind = len(self.layout.reductions) + len(self.layout.gathers)
+        return [each for place in places for each in sorted((place, place + behind), reverse=before)]
+
     def per_place(self, values: Sequence[Value]) -> list[Value]:
         """Values of the pattern's instructions, repeated for every place."""
         return [values[index] for index in self.indices]
@@ -323,7 +332,9 @@ class Window:
         A gradient reduction has the micro-batch and the unit of the last instruction before it.
         """
         instructions, indices, microbatches = self.pattern.instructions, self.indices, self.microbatches
-        per_step = [op for _, op in (*named_reductions(self.layout), *named_gathers(self.layout))]
+        once = named_reductions(self.layout), named_gathers(self.layout), named_copies(self.layout)
+        per_step = [op for _, op in chain.from_iterable(once)]
+        sums, of_step = len(self.layout.reductions), len(self.layout.reductions) + len(self.layout.gathers)
         made: list[Instruction] = []
         last, count = NONE, len(indices)
         for place in order:
@@ -332,13 +343,14 @@ class Window:
                 last = place
             elif place < 0:
                 made.append(barrier(~place))
-            elif place < self.first_gather:
-                near, number = self.instruction(last), place - count
-                made.append(Instruction(near.microbatch, near.unit, per_step[number], reduction=number))
             else:
-                number = place - self.first_gather
-                unit, op = self.layout.gathers[number].units[0], per_step[place - count]
-                made.append(Instruction(min(microbatches, default=0), unit, op, gather=number))
+                op, number = per_step[place - count], (place - count) % of_step
+                if number < sums:
+                    near = self.instruction(last)
+                    made.append(Instruction(near.microbatch, near.unit, op, reduction=number))
+                else:
+                    unit = self.layout.gathers[number - sums].units[0]
+                    made.append(Instruction(min(microbatches, default=0), unit, op, gather=number - sums))
         return made
 
     def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
@@ -366,6 +378,7 @@ class Window:
         if per_step:
             self._add_reductions(arrays, times)
             self._add_gathers(arrays, times)
+            self._add_copies(arrays, times)
         return arrays
 
     def _add_reductions(self, arrays: WindowArrays, times: Times) -> None:
@@ -391,6 +404,15 @@ class Window:
                 for places in self.at if first != NONE else ():
                     if places[first] != NONE:
                         arrays.needs[places[first]].append(number)
+
+    def _add_copies(self, arrays: WindowArrays, times: Times) -> None:
+        """Adds the copies between host and device: to the host after each reduction, to the device before each
+        gather."""
+        for place, (name, op) in enumerate(named_copies(self.layout), len(self)):
+            after = [place] if op.kind is Kind.DOWN else []
+            number = arrays.append(STREAMS.index(op.kind), times[name], after, arrays.rank(place), name)
+            if not after:
+                arrays.needs[place].append(number)
 
     def _numbers(self) -> dict[Name, int]:
         """The operators, numbered by their first appearance."""

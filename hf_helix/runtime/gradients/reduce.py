@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
@@ -28,11 +27,11 @@ from hf_helix.operators.param_shard import EXPERTS, TP, Placement
 from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import host_memory
+from hf_helix.operators.zero.host_shard import OnHost, arrived, host_memory, on_host
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
-from hf_helix.runtime.streams import DOWN, Event, Streams
+from hf_helix.runtime.streams import Event, Streams
 
 
 class FlatParameterGradients:
@@ -77,13 +76,12 @@ class FlatParameterGradients:
         if self._flat.reduce_axis.size > 1:
             shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
         sums = self._parts_of(shard)
-        self._gradients: list[Any] = [
-            part if part.dtype is parameter.dtype else torch.empty_like(part, dtype=parameter.dtype)
-            for parameter, part in zip(self._with_gradient, sums, strict=True)
-        ]
-        gradients = self._gradients
+        self._result = shard if self._is_moved else torch.empty_like(shard, dtype=self._with_gradient[0].dtype)
+        gradients = self._parts_of(self._result)
         for parameter in self._with_gradient:
             parameter.grad = None
+        count = 0 if self._flat.host is None else len(gradients)
+        self._norms = torch.empty(count, dtype=self._result.dtype, device=self._flat.device).unbind()
         if self._flat.host is None:
             self._give(gradients)
 
@@ -98,27 +96,22 @@ class FlatParameterGradients:
                 shard.div_(divisor)
             if not self._is_moved:
                 torch._foreach_copy_(gradients, sums)
+            for norm, part in zip(self._norms, gradients, strict=False):
+                torch.linalg.vector_norm(part, out=norm)
 
         return work
 
     def copy_to_host(self) -> TransferFn:
         """Gives the shards on the host their gradients, not filled yet, and returns a function to copy these there,
         after `reduce_scatter` has filled them on the device."""
-        dtype, device = self._gradients[0].dtype, self._flat.device
-        on_host = self._parts_of(host_memory(self._flat.shard, dtype, device))
-        norms = torch.empty(len(on_host), dtype=dtype, device=device)
-        self._give(on_host)
-        assert self._flat.host is not None
-        copy = self._flat.host.link.down
-        parts = list(zip(on_host, self._gradients, norms, strict=True))
-
-        def work() -> None:
-            for gradient, part, norm in parts:
-                copy(gradient, part)
-                torch.linalg.vector_norm(part, out=norm)
-                _norms[gradient] = gradient._version, norm
-
-        return work
+        host, result = self._flat.host, self._result
+        assert host is not None
+        self.on_host = host_memory(result, result.dtype, self._flat.device)
+        self.parts, after = self._parts_of(self.on_host), self.on_host._version + 1
+        for part, norm in zip(self.parts, self._norms, strict=True):
+            on_host[part] = OnHost(after, norm)
+        self._give(self.parts)
+        return lambda: host.link.down(self.on_host, result)
 
     def _parts_of(self, shard: Tensor) -> list[Any]:
         parts = self._flat.split_shard(shard)
@@ -127,10 +120,6 @@ class FlatParameterGradients:
     def _give(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self._with_gradient, gradients, strict=True):
             self._flat.shards[parameter].grad = gradient
-
-
-_norms: Any = WeakTensorKeyDictionary()
-"""By gradient on the host: its version when its norm was taken on the device, and the norm."""
 
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
@@ -159,7 +148,20 @@ class GradientReducer:
         self._streams = streams
         self._pending = dict(enumerate(buckets))
         self._events: list[Event] = []
-        self._last_on_host: Event | None = None
+        self._down: dict[int, tuple[FlatParameterGradients, Event]] = {}  # reduced, and not on their way to the host
+        while streams.late:
+            streams.wait(streams.late.pop())
+
+    def copy_bucket(self, number: int) -> None:
+        """Copies the reduced gradients of a bucket to the host, if the host steps them. The host waits for them when it
+        reads them, see `arrived`."""
+        gradients, reduced = self._down.pop(number, (None, None))
+        if gradients is None or reduced is None:
+            return
+        event = self._streams.issue(Kind.DOWN, gradients.copy_to_host(), [reduced], "gradients.down")
+        for part in gradients.parts:
+            on_host[part].wait = functools.partial(self._streams.wait_on_host, event)
+        self._streams.late.append(event)
 
     def reduce_bucket(self, number: int) -> None:
         """Reduces a bucket whose gradients are complete on this rank."""
@@ -167,18 +169,18 @@ class GradientReducer:
         if bucket.flat is None:
             self._reduce(bucket.placements)
         else:
-            self._reduce_to_shards(bucket.flat)
+            self._reduce_to_shards(number, bucket.flat)
 
     def finish(self) -> None:
         """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
-        until every gradient is complete; the host waits for gradients on the host."""
+        until every gradient is complete; gradients on the host may still be on their way."""
         for number in list(self._pending):
             self.reduce_bucket(number)
+        for number in list(self._down):
+            self.copy_bucket(number)
         for event in self._events:
             self._streams.wait(event)
-        if self._last_on_host is not None:  # copies to the host are in order
-            self._streams.wait_on_host(self._last_on_host)
-        self._events, self._last_on_host = [], None
+        self._events = []
 
     def _reduce(self, placements: Placements) -> None:
         tp = self._mesh.tp
@@ -194,7 +196,7 @@ class GradientReducer:
             divisor = self._mesh.dp_size
             self._events += self._issue(Kind.GRADIENTS, parameters, group, divisor, summed, "gradients.average")
 
-    def _reduce_to_shards(self, flat: FlatParameter) -> None:
+    def _reduce_to_shards(self, number: int, flat: FlatParameter) -> None:
         self._limit_copies()
         gradients = FlatParameterGradients.take(flat)
         if gradients is None:
@@ -206,8 +208,7 @@ class GradientReducer:
         kind = flat.reduce_axis.kind
         event = self._streams.issue(kind, work, summed, "gradients.scatter")
         if flat.host is not None:
-            event = self._streams.issue(kind, gradients.copy_to_host(), [event], "gradients.down", DOWN)
-            self._last_on_host = event
+            self._down[number] = gradients, event
         self._events.append(event)
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
@@ -253,6 +254,7 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
+        arrived([*held.values(), *(parameter.grad for parameter in held)])
         for parameter, earlier in held.items():
             parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
@@ -368,5 +370,7 @@ def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
 
 def _norm_or_itself(gradient: Tensor) -> Tensor:
     """Returns the norm of an unchanged gradient on the host, which the device has taken; otherwise the gradient."""
-    version, norm = _norms.get(gradient, (None, gradient))
-    return norm if version == gradient._version else gradient
+    known = on_host.get(gradient)
+    if known is not None and (known.wait is not None or known.version == gradient._version):
+        return known.norm
+    return gradient

@@ -52,7 +52,8 @@ def test_other_families(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -
     ids=str,
 )
 def test_four_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
-    check(cluster_of(4).run(compared, folder=str(tmp_path), helix=helix, models=SHORT))
+    models = [*SHORT, {**FIVE, "family": "gpt2"}]  # with biases, of linears that are cut along their inputs, too
+    check(cluster_of(4).run(compared, folder=str(tmp_path), helix=helix, models=models))
 
 
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)

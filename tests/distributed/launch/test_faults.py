@@ -83,6 +83,7 @@ SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
 SPREAD = "shard_parameters: true\nplan: sequential\n"
 KEPT = "shard_optimizer: true\nplan: sequential\n"
 PIPELINE = "pp_size: 2\nplan: greedy\n"
+HOST = "offload: optimizer\nplan: greedy\n"
 SLOW = pytest.mark.slow
 
 
@@ -170,9 +171,18 @@ CASES = [(SEQUENTIAL, *case) for case in CASES] + [
     (KEPT, "in a collective", 1, DIED),
     (KEPT, "no room for the model", 0, FULL),
     (KEPT, "no room for states", 1, FULL),
+    (f"pp_size: 2\n{HOST}", "in an update on the host", 1, DIED),
+    (f"pp_size: 2\n{HOST}", "in a copy to the host", 0, DIED),
+    (f"tp_size: 2\n{HOST}", "in an update on the host", 0, DIED),
+    (f"shard_optimizer: true\n{HOST}", "in a step", 0, DIED),
+    (f"shard_parameters: true\n{HOST}", "in a copy to the host", 1, DIED),
 ]
 # A full disk is a test of its own, below.
-QUICK = [(SPREAD, "in a gather of weights", 1, DIED), (PIPELINE, "in a step", 1, DIED)]
+QUICK = [
+    (SPREAD, "in a gather of weights", 1, DIED),
+    (PIPELINE, "in a step", 1, DIED),
+    (f"pp_size: 2\n{HOST}", "in an update on the host", 1, DIED),
+]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ import sys
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
 from hf_helix.cli import main
-search.EFFORT, dhelix.STATES = 20_000, 100
+search.EFFORT, dhelix.MAX_STATES = 20_000, 100
 main({list(words)!r})
 heavy = {{"torch", "transformers", "accelerate", "numpy", "matplotlib"}} & sys.modules.keys()
 assert not heavy, heavy

@@ -23,6 +23,7 @@ from hf_helix.operators.communication.transport import Axis, GlooTransport
 from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
 from hf_helix.operators.vocab_logits import VocabLogits, divided_logits, summed_gradient
+from hf_helix.operators.vocab_slices import sliced_linear
 from hf_helix.runtime.placed import Placed
 
 VOCABULARY, HIDDEN, ROWS, LENGTH = 131, 16, 2, 7
@@ -241,6 +242,15 @@ def _hooked(dtype: torch.dtype, axis: Axis, pipe: Any) -> list[tuple[Tensor, Ten
     return [(ours.float(), whole.float()) for ours, whole in [*zip(found, expected, strict=True), *gradients]]
 
 
+def _of_a_vector(axis: Axis) -> dict[str, Tensor]:
+    """A loss of the logits of a single token, and its gradients."""
+    values, (first, end) = _values(torch.float32), cut_bounds(VOCABULARY, axis.size, axis.rank)
+    hidden, weight = nn.Parameter(values.hidden[0, 0]), nn.Parameter(values.weight[first:end].clone())
+    logits = sliced_linear(hidden, weight, None, axis)
+    logits.square().sum().backward()
+    return {"logits": _rows(logits.detach(), axis), "hidden": hidden.grad, "weight": _rows(weight.grad, axis)}
+
+
 def _differences(ours: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, float]:
     assert ours.keys() == whole.keys()
     scales = {name: value.abs().max().clamp(min=1e-3) for name, value in whole.items()}
@@ -262,6 +272,7 @@ def losses() -> dict[str, Any]:
             found[f"fused {options}", kind] = _differences(
                 _fused(dtype, axis, **options), _fused(dtype, alone, **options)
             )
+    found["vector", "float32"] = _differences(_of_a_vector(axis), _of_a_vector(alone))
     cut_fused_head()
     for layout in ((axis, SimpleNamespace(group=None)), (alone, SimpleNamespace(group=dist.group.WORLD, ranks=[0, 1]))):
         pairs = _hooked(torch.float32, *layout)

@@ -13,6 +13,7 @@ import pytest
 from support.jobs import make_trainer
 from support.models import llama
 from support.tuning_jobs import hasty
+from transformers import TrainerCallback
 
 from hf_helix.report.flops import token_flops
 from hf_helix.report.live import SHORT
@@ -46,6 +47,37 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
     return result
 
 
+class Measures(TrainerCallback):
+    """Measures between the backward passes of a step and the step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.trainer is not None:
+            self.trainer.measure_overlap(repeats=1)
+            self.trainer.measure_memory()
+
+
+def measure_between(folder: str, measures: bool) -> dict[str, Any]:
+    """Trains, with measurements in every step if asked; returns the losses, and whether `eval()` holds."""
+    callback = Measures()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = make_trainer(folder, {"tp_size": 2, "plan": "greedy"}, callbacks=[callback], **CASE)
+        callback.trainer = trainer if measures else None
+        trainer.train()
+    trainer.model.eval()
+    trainer.measure_memory()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "trains": any(module.training for module in trainer.model.modules())}
+
+
+def first_line(folder: str, helix: dict[str, Any], **options: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        make_trainer(folder, helix, **options)
+    return output.getvalue()
+
+
 def trace_untrained(folder: str) -> None:
     make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
 
@@ -58,6 +90,42 @@ CASE = {
     "training": {"gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 2},
 }
 SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
+
+
+@pytest.mark.parametrize(
+    ("helix", "model", "said"),
+    [
+        ({"tp_size": 2}, {}, "LlamaForCausalLM (declared) on tp 2; first plan greedy (plan=auto), CUDA graphs off"),
+        (
+            {"shard_parameters": True, "plan": "sequential"},
+            {"family": "gpt_neox"},
+            "GPTNeoXForCausalLM (derived) on dp 2, shard_parameters=True; first plan sequential (plan=sequential), "
+            "CUDA graphs off",
+        ),
+        (
+            {"pp_size": 2, "recompute": "full"},
+            {"num_hidden_layers": 4},
+            "LlamaForCausalLM (declared) on pp 2, recompute=full; first plan greedy (plan=auto), schedule auto, "
+            "CUDA graphs off",
+        ),
+    ],
+    ids=["tp2", "shard_parameters", "pp2"],
+)
+def test_the_first_line_says_the_layout(
+    helix: dict[str, Any], model: dict[str, Any], said: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    first, second = cluster_of(2).run(first_line, folder=str(tmp_path), helix=helix, model=model)
+    assert first.splitlines()[-1] == f"hf_helix: {said}"
+    assert second == ""
+
+
+def test_measuring_leaves_training_as_it_was(cluster_of: Any, tmp_path: Path) -> None:
+    alone, measured = (
+        cluster_of(2).run(measure_between, folder=str(tmp_path), measures=measures) for measures in (False, True)
+    )
+    assert measured == alone
+    assert not any(result["trains"] for result in measured)
+    assert measured[0]["losses"][0] != measured[0]["losses"][1]
 
 
 def tuned_case(folder: Path) -> dict[str, Any]:

@@ -110,6 +110,12 @@ def test_another_schedule_is_another_case(tuned: Any, folder: Path, cluster_of: 
     assert result["kept"] == "search"
 
 
+def test_other_stages_are_another_case(tuned: Any, folder: Path, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"plan": "auto", "schedule": "auto", "layers_per_stage": [2, 1, 1, 1]}
+    result = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix=helix)[0]
+    assert result["measured"] == 1
+
+
 # A profile that is given
 
 

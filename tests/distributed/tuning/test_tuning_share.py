@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from support.jobs import make_trainer
 from support.models import sequences, tiny
-from support.tuning_jobs import hasty
+from support.tuning_jobs import hasty, said_in
 
 from hf_helix import HelixConfig, HelixPlugin
 from hf_helix.engine.engine import Engine
@@ -154,7 +154,7 @@ def train(
         "rule": trainer.plan.rule,
         "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],
-        "said": said(counts.output),
+        "said": said_in(counts.output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
@@ -172,12 +172,7 @@ def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
             losses.append(model.train_window(window).item())
             result.append(len(counts.measured))
             norms.append(model.engine.gradient_norm().item())
-    return {"measured": result, "losses": losses, "norms": norms, "said": said(counts.output)}
-
-
-def said(output: io.StringIO) -> list[str]:
-    """The lines of the library."""
-    return [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
+    return {"measured": result, "losses": losses, "norms": norms, "said": said_in(counts.output)}
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -210,7 +205,8 @@ def test_a_run_of_a_few_steps_is_not_tuned(plain: Any, cluster_of: Any, tmp_path
     assert (one["measured"], one["said"]) == ([0], [])
     assert (plain["measured"], plain["rule"]) == ([0] * 5, "greedy")
     (said,) = plain["said"]
-    assert said.startswith("hf_helix: plan `greedy`, not measured: that would take about 1 s of the about 3 s")
+    assert said.startswith("hf_helix: plan `greedy`, made from rough estimates: to measure operators and choose ")
+    assert " would take about 1 s of the about 3 s of training that are left" in said
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from transformers import Gemma2Config, LlamaConfig, MixtralConfig
 
 from hf_helix import testing
 from hf_helix.cli.main import main
@@ -50,6 +53,39 @@ def test_what_cannot_be_checked(words: list[str], said: str, capsys: pytest.Capt
     assert said in capsys.readouterr().err
 
 
+def test_sizes_of_a_folder_that_do_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The folder's own sizes, not those of the small copy; each message names values that work."""
+    small = {"num_hidden_layers": 2, "hidden_size": 96, "head_dim": 16, "vocab_size": 128}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    for config, words, said in (
+        (
+            LlamaConfig(**small, **heads),
+            ["--tp_size", "2"],
+            "6 attention heads and 3 key-value heads; values that work: 1",
+        ),
+        (
+            Gemma2Config(**small, **heads),
+            ["--tp_size", "2"],
+            "6 attention heads and 3 key-value heads; values that work",
+        ),
+        (MixtralConfig(**small, num_local_experts=6), ["--ep_size", "4"], "values that work for ep_size: 1, 2, 3, 6"),
+        (LlamaConfig(**small), ["--pp_size", "4"], "2 layers and pp_size=4 needs at least 8; the largest pp_size"),
+    ):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(SystemExit) as ended:
+            main(["check", str(tmp_path), *words])
+        assert ended.value.code == 1
+        assert said in capsys.readouterr().out
+
+
+def test_a_refusal_of_every_layout_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    result = [Proof("Some", f"layout {n}", refusal="it is recurrent") for n in range(4)]
+    monkeypatch.setattr(testing, "prove_layouts", lambda *given: iter(result))
+    with pytest.raises(SystemExit):
+        main(["check", "LlamaForCausalLM"])
+    assert capsys.readouterr().out == "Some at every layout: refused: it is recurrent\n"
+
+
 def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """And another one is said, too."""
     reasons = ("it is recurrent", "it is recurrent", "it has one head")
@@ -58,7 +94,6 @@ def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch:
     with pytest.raises(SystemExit):
         main(["check", "LlamaForCausalLM"])
     assert capsys.readouterr().out.splitlines() == [
-        "Some at layout 0: refused: it is recurrent",
-        "Some at layout 1: refused: as above",
+        "Some at layout 0; layout 1: refused: it is recurrent",
         "Some at layout 2: refused: it has one head",
     ]

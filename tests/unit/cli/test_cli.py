@@ -32,7 +32,7 @@ MESH = {"tp_size": 2, "pp_size": 1}
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of a few steps."""
     monkeypatch.setattr(search, "EFFORT", 20_000)
-    monkeypatch.setattr(dhelix, "STATES", 100)
+    monkeypatch.setattr(dhelix, "MAX_STATES", 100)
     monkeypatch.setattr(auto, "TRIALS", 200)
 
 
@@ -340,7 +340,6 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
 @pytest.mark.parametrize(
     "words",
     [
-        (),
         ("planning",),
         ("plan",),
         ("plan", "P", "--rule", "magic"),

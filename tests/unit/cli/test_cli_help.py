@@ -88,6 +88,21 @@ def test_a_name_on_the_hub_is_its_configuration(hub: Path) -> None:
     assert configuration_file(str(hub)) == str(hub)
 
 
+def test_a_misspelt_folder_has_the_nearest_name(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny-llama").mkdir()
+    (tmp_path / "tiny-llama" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no such folder or file here \(did you mean '.*/tiny-llama'\?\)"):
+        configuration_file(str(tmp_path / "tiny-lama"))
+
+
+def test_no_command_is_a_question_for_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf-helix"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "hf-helix COMMAND --help" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model", ["org/other", "./nowhere", "/no/such/folder/here"])
 def test_a_model_that_is_nowhere(model: str, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -177,7 +177,7 @@ def test_counts():
 
 def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
     monkeypatch.setattr(search, "EFFORT", 2000)  # plans need not be good
-    monkeypatch.setattr(dhelix, "STATES", 30)
+    monkeypatch.setattr(dhelix, "MAX_STATES", 30)
     options = ["--tp_size", 2, "--microbatches", 2, "--plan", "all"]
     main(words_of("simulate", small, *options))
     said = capsys.readouterr().out

@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and schedules need not be good."""
-    monkeypatch.setattr(dhelix, "STATES", 100)
+    monkeypatch.setattr(dhelix, "MAX_STATES", 100)
     monkeypatch.setattr(auto, "TRIALS", 2000)
 
 

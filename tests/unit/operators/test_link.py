@@ -92,8 +92,9 @@ def test_the_link_counts_the_bytes_that_a_recorder_counts():
     transport.shift(torch.zeros(8, 3), value)
     transport.shift_back(torch.zeros(8, 3), value)
     transport.exchange_rows(torch.zeros(8, 3), value, [4, 1, 2, 1], [1, 2, 3, 2])
+    transport.start_sum(value)()
     shard = value.nbytes // 4
-    assert recorder.bytes_sent == link.out.bytes == 3 * 4 * shard + 2 * 3 * shard + 2 * 4 * shard + 6 * 12
+    assert recorder.bytes_sent == link.out.bytes == 3 * 4 * shard + 2 * (2 * 3 * shard) + 2 * 4 * shard + 6 * 12
     assert link.into.bytes == link.out.bytes + 12  # one more row comes than goes
     assert [move.name for move in recorder.moved][-1] == "exchange_rows"
 
@@ -103,6 +104,9 @@ def test_the_link_counts_the_bytes_that_a_recorder_counts():
     [
         ("300mbit", 300e6, 0.0, "300 Mbit/s"),
         ("2.5gbit, 50us", 2.5e9, 50e-6, "2.5 Gbit/s, 50 us"),
+        ("25Gbps", 25e9, 0.0, "25 Gbit/s"),
+        ("25GbE,50us", 25e9, 50e-6, "25 Gbit/s, 50 us"),
+        ("25G", 25e9, 0.0, "25 Gbit/s"),
         ("100 kbit,1ms", 100e3, 1e-3, "100 kbit/s, 1 ms"),
         ("Even", None, 0.0, "even"),
         ("even,0.2ms", None, 0.2e-3, "even, 200 us"),

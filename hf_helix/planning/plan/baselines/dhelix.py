@@ -8,7 +8,7 @@ The space of the paper's equation 2:
 
 - Sequences: a weight gradient may be issued anywhere from its canonical place on; all other operators, the chain, keep
   their order. The issued weight gradients are part of the state of the dynamic programme. At most `PENDING` wait at a
-  barrier; fewer in long blocks, so that there are at most `STATES` states.
+  barrier; fewer in long blocks, so that there are at most `MAX_STATES` states.
 - Segments: at most `SEGMENT` operators of each strand's chain, the weight gradients that they make ready (the paper's
   "self-overlap" with the collective after the I), and at most `MOVED` others.
 - Pairs: a segment of each strand, or of one alone, then a barrier, at which computation waits for communication. Two
@@ -36,7 +36,7 @@ from hf_helix.planning.window.window import COMPUTE, STREAMS, WindowArrays
 SEGMENT = 3
 MOVED = 2
 PENDING = 4
-STATES = 2500
+MAX_STATES = 2500
 
 LOCAL = STREAMS.index(Kind.INTRA_NODE)
 NEAR = 1e-9  # two times that differ by a smaller part are equal
@@ -268,8 +268,8 @@ class _Search:
 
     def _states(self) -> list[State]:
         for pending in range(PENDING, 0, -1):
-            states = list(islice(self._states_with(pending), STATES + 1))
-            if len(states) <= STATES:
+            states = list(islice(self._states_with(pending), MAX_STATES + 1))
+            if len(states) <= MAX_STATES:
                 return states
         return list(self._states_with(0))
 

@@ -11,6 +11,7 @@ from support import small_modules as modules
 from support.small_modules import FEATURES, HEAD_DIM, HEADS, KEY_HEADS, Through
 from support.small_traces import WIDTH, check_on_two_ranks, inferred, placement_of, styles, traced, unit_of
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_helix.models.placement.inference import infer_placements
@@ -208,12 +209,61 @@ def test_attention_in_the_code_of_a_layer_is_cut_by_heads(is_flat: bool) -> None
     check_on_two_ranks(module)
 
 
-@pytest.mark.parametrize(
-    "function", [lambda x: x.cumsum(1), lambda x: x - x.mean(1, keepdim=True)], ids=["cumsum", "mean"]
-)
-def test_what_mixes_tokens_runs_on_the_full_sequence(function: Callable[[Tensor], Tensor]) -> None:
-    module = Mixing(function)
-    assert placement_of(inferred(module), "cumsum" if "cumsum" in function.__code__.co_names else "mean").where == FULL
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumsum": lambda x: x.cumsum(1),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "std": lambda x: x / (1 + x.std(dim=1, keepdim=True)),
+    "linalg_vector_norm": lambda x: functional.normalize(x, dim=1),
+    "norm": lambda x: x / (1 + torch.norm(x, 3.0, dim=1, keepdim=True)),
+    "min": lambda x: x - x.min(dim=1, keepdim=True).values,
+    "sort": lambda x: x.sort(stable=True, dim=1).values,
+    "nansum": lambda x: x - x.nansum(1, keepdim=True).sin(),
+    "median": lambda x: x * x.median(1).values.unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_mixes_tokens_runs_on_the_full_sequence(name: str) -> None:
+    module = Mixing(MIXES[name])
+    assert placement_of(inferred(module), name).where == FULL
+    check_on_two_ranks(module)
+
+
+def test_the_order_of_a_norm_is_no_dimension() -> None:
+    module = Mixing(lambda x: x / (1 + torch.norm(x, 1, dim=-1, keepdim=True)))
+    assert placement_of(inferred(module), "norm").where == SHARD
+    check_on_two_ranks(module)
+
+
+class Biased(Plain):
+    """Attention by torch's function, with a mask that has an entry of its own for each head."""
+
+    def __init__(self) -> None:
+        super().__init__(is_flat=False)
+        self.register_buffer("slopes", torch.linspace(0.1, 1.0, HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, HEADS, 3, HEAD_DIM).permute(3, 0, 2, 1, 4).unbind(0)
+        places = torch.arange(length, device=x.device)
+        mask = (places[:, None] - places).abs() * -self.slopes.view(1, HEADS, 1, 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Twice(nn.Module):
+    """A linear that is called twice on one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, FEATURES), nn.Linear(FEATURES, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.up(x).sigmoid())
+
+
+@pytest.mark.parametrize("module", [Biased(), Twice()], ids=["a mask for each head", "a linear called twice"])
+def test_ranks_compute_the_layer(module: nn.Module) -> None:
     check_on_two_ranks(module)
 
 

@@ -235,7 +235,7 @@ def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
 def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.MonkeyPatch):
     layer, profile = llama()["layer"], profile_of(llama())
     free = seconds(dhelix(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
-    monkeypatch.setattr(dhelix_module, "STATES", 1)
+    monkeypatch.setattr(dhelix_module, "MAX_STATES", 1)
     order = dhelix(layer.forward, layer.backward, profile)
     validate_order(order, layer.forward, layer.backward)
     assert seconds(order, layer.forward, layer.backward, profile) >= free

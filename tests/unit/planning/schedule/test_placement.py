@@ -126,6 +126,10 @@ def test_layers_per_stage_is_followed():
     assert sizes(split_layers(10, (0, 1, 1, 0), layers_per_stage=counts, head_cost=9.0)) == counts
     assert split_layers(3, (0, 0), layers_per_stage=(1, 2)) == [range(1), range(1, 3)]
     assert split_layers(3, (0,), layers_per_stage=[3]) == [range(3)]
+    halves = [0.5, 1, 1, 0.5]  # of fewer layers than stages
+    assert count_layers(3, (0, 1, 1, 0), layers_per_stage=halves) == halves
+    with pytest.raises(ValueError, match=r"such as layers_per_stage=\[1\.0, 1\.0, 0\.5, 0\.5\]"):
+        count_layers(3, (0, 1, 1, 0), layers_per_stage=[1, 1, 1, 1])
 
 
 @pytest.mark.parametrize(
