@@ -2,7 +2,8 @@
 
 Measured: the calls of one layer that reach torch's dispatcher and compute or copy something, in the second window of
 training, when gradients are there to be added to. Views and allocations do not count. No device is needed: a kernel of
-CUDA is counted where CUDA has one for what the CPU computes in several steps (see `FUSED`). What is left out: the
+CUDA is counted where CUDA has one for what the CPU computes in several steps (see `FUSED`), and kernels of Triton leave
+their results as they find them. What is left out: the
 collectives themselves, and that a few calls launch more than one kernel (a matrix product split along its inner
 dimension, a sum over rows of a tall matrix). With `--compile`, a function that is compiled counts as many kernels as
 it has nests of loops in the C++ that is compiled for the CPU: at least as many as on CUDA, where more is fused.
@@ -36,9 +37,10 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph import builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators import explicit, matmul_dtype
+from hf_helix.operators import matmul_dtype
 from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.fused import kernels as fused
 from hf_helix.operators.linears import accumulate
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
@@ -53,6 +55,7 @@ from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.streams import make_streams
 
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+FREE |= {"promote_types"}
 """Calls that launch nothing, besides those that return views of what they are given."""
 
 FUSED: dict[Callable[..., Any], tuple[str, int, int]] = {functional.rms_norm: ("rms_norm", 1, 2)}
@@ -144,30 +147,6 @@ class _Fused(torch.autograd.Function):
         with ctx.kernels.run(None):
             gradients = iter(torch.autograd.grad(ctx.made, [v for v in ctx.leaves if isinstance(v, Tensor)], gradient))
         return None, None, None, *(next(gradients) if isinstance(value, Tensor) else None for value in ctx.leaves)
-
-
-@contextmanager
-def fused_norms(kernels: Kernels) -> Iterator[None]:
-    """The kernels of norms with a backward of their own, counted, and computed as the CPU can."""
-    name, forward, backward = FUSED[functional.rms_norm]
-
-    def norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        kernels.note(name, forward)
-        with kernels.run(None):
-            scale = (value.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-            return value * scale * weight, scale
-
-    def differentiate(
-        gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        kernels.note(name, backward)
-        with kernels.run(None):
-            normed, given = value * scale, gradient * weight
-            of_value = scale * (given - normed * (given * normed).mean(-1, keepdim=True))
-            return of_value, (gradient * normed).flatten(0, -2).sum(0) if trained else None
-
-    with _replaced(explicit, "fused_rms_norm", norm), _replaced(explicit, "fused_rms_norm_backward", differentiate):
-        yield
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,8 +242,9 @@ def count_layer(
     with (
         kernels,
         _AsOnCuda(kernels),
-        fused_norms(kernels),
         _replaced(stock_modules, "DEVICES", {"cpu"}),
+        _replaced(fused, "is_on", lambda value: True),
+        _replaced(fused, "launch", lambda *given, **options: None),
         _replaced(accumulate, "in_one_gemm", _adds_in_gemm),
         _weights_apart(kernels),
     ):
@@ -345,7 +325,7 @@ class _WatchedCommunication(Communication):
 
 def _is_free(function: Any) -> bool:
     schema = function._schema
-    if function.namespace != "aten" or schema.name.split("::")[1] in FREE:
+    if function.namespace not in ("aten", "hf_helix_fused") or schema.name.split("::")[1] in FREE:
         return True
     return bool(function.is_view)
 

@@ -41,7 +41,7 @@ NEEDED = {
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
     **{
         name: f"true or false, such as {name}=True"
-        for name in ("cache", "compile", "shard_optimizer", "shard_parameters", "spread_vocabulary")
+        for name in ("cache", "compile", "fused_kernels", "shard_optimizer", "shard_parameters", "spread_vocabulary")
     },
     "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
@@ -138,6 +138,8 @@ class HelixConfig:
             `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
             `True`: likewise, but a capture that fails ends the run with an error;
             `False`: never.
+        fused_kernels: run RMS norms, gated activations and ropes as one kernel each (Triton), on GPUs. The kernels were
+            checked on CPU alone, in Triton's interpreter; see docs/gpu.md.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -160,6 +162,7 @@ class HelixConfig:
     schedule: str = AUTO
     profile: str | None = None
     compile: bool = False
+    fused_kernels: bool = True
     cuda_graphs: bool | str = AUTO
     memory_gb: float | None = None
     cache: bool = True

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 from support.cluster import Cluster
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its functions then run on the CPU
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 paths = [*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]

@@ -48,7 +48,8 @@ OWNED: dict[str, str] = {
     "transformers.models.gpt2.modeling_gpt2:GPT2Attention": "_upcast_and_reordered_attn",
     "transformers.models.gpt2.modeling_gpt2": "eager_attention_forward",
     "transformers.models.gpt_neox.modeling_gpt_neox": "eager_attention_forward apply_rotary_pos_emb",
-    "transformers.models.llama.modeling_llama": "eager_attention_forward apply_rotary_pos_emb",
+    "transformers.models.llama.modeling_llama": "eager_attention_forward apply_rotary_pos_emb LlamaRMSNorm",
+    "transformers.activations": "SiLUActivation",
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts": "_apply_gate",
     "transformers.models.phimoe.modeling_phimoe:PhimoeExperts": "_apply_gate",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts": "_apply_gate",
@@ -86,7 +87,7 @@ OWNED: dict[str, str] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _flash_attention_forward "
-    "_flash_attention_backward _softmax _to_copy _unsafe_view _fused_rms_norm _fused_rms_norm_backward _log_softmax "
+    "_flash_attention_backward _softmax _to_copy _unsafe_view _log_softmax "
     "_grouped_mm",
     "torch:ops.aten.mm.default": "_schema",
 }
@@ -307,7 +308,7 @@ def check_advice(said: str) -> None:
 def every_class() -> Iterator[type]:
     """The classes of the package that stand on a class of another package."""
     for result in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
-        if not result.name.endswith("__main__"):
+        if not result.name.endswith(("__main__", ".triton_kernels")):  # no classes; needs Triton
             module = importlib.import_module(result.name)
             for kind in vars(module).values():
                 if isinstance(kind, type) and kind.__module__ == result.name:

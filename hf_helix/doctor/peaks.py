@@ -235,7 +235,7 @@ def peaks_of_schedules(
     for rank in range(layout.num_ranks):
         peak = max((passes.peak(each[rank]) for each in schedules), key=lambda each: each.total)
         is_single = all(len(_microbatches(each[rank])) == 1 for each in schedules)
-        peaks.append(replace(peak, gradients=_full_gradients(amounts, layout, rank, is_single)))
+        peaks.append(replace(peak, gradients=full_gradients(amounts, layout, rank, is_single)))
     return peaks
 
 
@@ -243,7 +243,7 @@ def _microbatches(slots: Sequence[Slot]) -> set[int]:
     return {action.microbatch for slot in slots for action in slot.actions}
 
 
-def _full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool) -> int:
+def full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool) -> int:
     """Returns the bytes of full gradients of a rank that shards them: all, but in a window of a single micro-batch only
     those in flight, and in backward or in two copies."""
     buckets: dict[object, int] = {}

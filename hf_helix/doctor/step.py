@@ -15,7 +15,7 @@ from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
-from hf_helix.doctor.peaks import peaks_of_schedules, peaks_of_window
+from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.operators.vocab_pipeline import slice_names
@@ -249,8 +249,11 @@ def memory_of_case(
 def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) -> MemoryLimit:
     """Returns the limit of the windows of a case on devices with this many bytes of memory."""
     passes = Passes(amounts.operators, layout, amounts.handed_on, not runs_one_strand(case.plan))
-    held = [memory_of(amounts, layout, rank, Peak(), case.sharing).total for rank in range(layout.num_ranks)]
-    return MemoryLimit(passes, [memory - each for each in held])
+    is_single, room = case.microbatches == 1, []
+    for rank in range(layout.num_ranks):
+        held = Peak(gradients=full_gradients(amounts, layout, rank, is_single))
+        room.append(memory - memory_of(amounts, layout, rank, held, case.sharing).total)
+    return MemoryLimit(passes, room)
 
 
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:

@@ -26,6 +26,7 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
+from hf_helix.operators.fused import kernels
 from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
@@ -145,6 +146,7 @@ def declare(
     loss_tweaks = loss_tweaks or LossTweaks()
     ways = config.cp_method, config.expert_capacity_factor
     spread = mesh.vocabulary if config.spread_vocabulary else None
+    kernels.use(config.fused_kernels)
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread)
     units, counts = family.units(base, sharing, loss_tweaks, places), None
     placement = scheduler_of(config).placement

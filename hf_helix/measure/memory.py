@@ -154,8 +154,9 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
     on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
     stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
-    # Gradients of weights on the host are on the device during a window, in full.
-    missing += sum(flat.length * flat.shard.element_size() for flat in flats if flat.host is not None)
+    # Besides, a window has the full gradients of sharded weights.
+    trained = [flat for flat in flats if any(shard.requires_grad for shard in flat.shards.values())]
+    missing += sum(flat.length * flat.shard.element_size() for flat in trained)
     states = STATES * sum(each.numel() for each in stepped)
     if device.type != "cuda":
         if gigabytes is None:

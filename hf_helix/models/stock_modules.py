@@ -3,28 +3,28 @@
 In:   a submodule of a model and its argument; queries, keys, cosines and sines.
 Out:  whether a kernel may run in the place of the module; its output, from the module itself or from the kernel.
 Must hold: a kernel replaces only modules known to compute the same, not patched, replaced or hooked. The result has the
-module's output type. A rope has the bits of `apply_rotary_pos_emb`, compiled or not.
+module's output type. For a rope see `hf_helix.operators.attention.rope`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from hf_helix.models.alike import same_code
 from hf_helix.operators.attention.rope import Pair, rotated
-from hf_helix.operators.explicit import in_one_dtype
 from hf_helix.operators.segment import has_hooks
 
-SILU = ("SiLUActivation",)
+SILU = (SiLUActivation.forward, nn.SiLU.forward)
 
-RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-"""Classes that compute the same. Others differ: that of Gemma multiplies with 1 + weight."""
+RMS_NORM = LlamaRMSNorm.forward
+"""The function that many classes copy. Others differ: that of Gemma multiplies with 1 + weight."""
 
 DEVICES = {"cuda"}
 """Devices for which torch has a fused kernel: 1 forward and 2 backward, where the modules launch 7 and 16. On a CPU it
@@ -33,27 +33,23 @@ computes the same steps as the modules, in another order."""
 
 def is_silu(module: nn.Module) -> bool:
     """Returns whether a module computes `silu(x)`, and nothing else."""
-    return is_untouched(module, SILU)
-
-
-def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
-    """Returns whether a module is an unpatched instance, without hooks, of a named class of Transformers."""
-    kind: Any = type(module)
-    if kind.__name__ not in names or not _is_of_transformers(kind, kind.forward) or "forward" in vars(module):
-        return False
-    return not has_hooks(module)
-
-
-@lru_cache
-def _is_of_transformers(kind: Any, forward: Any) -> bool:
-    """Returns whether a class is of Transformers, and its present `forward` is the function in the source."""
-    written_in = getattr(forward, "__globals__", {}).get("__name__")
-    return kind.__module__.startswith("transformers.") and written_in == kind.__module__
+    return any(_runs(module, forward) for forward in SILU)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Returns whether a module computes `rms_norm`, and nothing else."""
-    return is_untouched(module, RMS_NORMS)
+    return _runs(module, RMS_NORM)
+
+
+def _runs(module: nn.Module, stock: Any) -> bool:
+    """Returns whether a module, unpatched and without hooks, runs a stock function or a copy of its code."""
+    return "forward" not in vars(module) and not has_hooks(module) and _is_copy(type(module).forward, stock)
+
+
+@cache
+def _is_copy(forward: Any, stock: Any) -> bool:
+    is_stock = stock.__module__.startswith(("transformers.", "torch."))  # not patched before this import
+    return is_stock and same_code(forward, stock)
 
 
 def is_fused(module: nn.Module, value: Tensor) -> bool:
@@ -71,8 +67,8 @@ def normed(module: Any, value: Tensor) -> Tensor:
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Returns the RMS norm of a value [..., hidden] with a weight [hidden], computed in fp32. In bf16 it rounds once,
     the modules twice."""
-    value, weight = in_one_dtype(value, weight)
-    return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
+    dtype = torch.promote_types(value.dtype, weight.dtype)  # the kernels ask for one type; autocast may give a higher
+    return functional.rms_norm(value.to(dtype), weight.shape, weight.to(dtype), epsilon).to(dtype)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:

@@ -83,6 +83,8 @@ class Call:
         precision: the types of the forward pass; backward follows the types of saved values.
         saved: the state of forward for backward.
         shared: host-side knowledge of the micro-batch for several operators, by the object that keeps it there.
+        partials: for each gradient that backward returns, a part from other readers of the input, or None. The sums are
+            made after the operator, unless it adds the parts itself and sets them to an empty tuple.
     """
 
     side: Mapping[str, Any]
@@ -91,6 +93,7 @@ class Call:
     precision: Precision = field(default_factory=Precision)
     saved: Any = field(default=None)
     shared: dict[object, Any] = field(default_factory=dict)
+    partials: tuple[Tensor | None, ...] = ()
 
 
 @contextmanager

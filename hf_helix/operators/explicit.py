@@ -1,10 +1,10 @@
-"""Functions with explicit backward: a few kernels, without an autograd graph around them.
+"""Functions with explicit backward: a kernel or a few, without an autograd graph around them.
 
 In:   the inputs of a segment.
 Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to those of
       parameters.
-Must hold: the kernels are those of autograd, so the bits are the same. Where `applies` returns False, the segment
-leaves the function to autograd.
+Must hold: results are rounded as by autograd, except where a docstring says so. Where `applies` returns False, the
+segment leaves the function to autograd.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Precision, Tensors
+from hf_helix.operators.base import Call, Precision, Tensors
+from hf_helix.operators.fused import kernels
 
 aten = torch.ops.aten
 
@@ -34,12 +35,18 @@ class Explicit(ABC):
         """Returns the output, and the tensors for `backward`."""
 
     @abstractmethod
-    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
-        """Returns the gradients of the inputs, and adds to those of parameters."""
+    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+        """Returns the gradients of the inputs, and adds to those of parameters.
+
+        Args:
+            kept: the tensors that forward has kept.
+            call: may have its `partials` added, and then set to an empty tuple.
+            gradient: of the output.
+        """
 
 
 class GatedSilu(Explicit):
-    """`silu(gate) * up`.
+    """`silu(gate) * up`. The fused kernels keep no activated gate for backward.
 
     Args:
         is_silu: whether the activation of the model is exactly SiLU.
@@ -54,83 +61,55 @@ class GatedSilu(Explicit):
 
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
         gate, up = inputs
+        if kernels.is_on(gate):
+            return kernels.gated_silu(gate, up), inputs
         activated = functional.silu(gate)
         return activated * up, (gate, up, activated)
 
-    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
-        gate, up, activated = kept
+    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+        gate, up, *activated = kept
         gradient = gradient.to(gate.dtype)
-        return aten.silu_backward.default(gradient * up, gate), gradient * activated
+        if not activated:
+            return kernels.gated_silu_backward(gradient, gate, up).chunk(2, -1)
+        return aten.silu_backward.default(gradient * up, gate), gradient * activated[0]
 
 
 class RmsNorm(Explicit):
-    """RMS norm over the last dimension, computed in fp32 by torch's kernels. It rounds once, where the modules of
-    Transformers round twice in bf16.
+    """RMS norm over the last dimension, computed in fp32 by a fused kernel. It rounds once, where the modules of
+    Transformers round twice in bf16. The gradient of the residual stream beside the norm is added in the same kernel,
+    before the sum is rounded.
 
     Args:
         module: has a `weight` and a `variance_epsilon`.
-        is_fused: whether torch has a kernel for the module's function on the device of a value.
+        is_known: whether the module computes exactly this.
         lowers: whether the result has the type of matrix products.
     """
 
-    def __init__(self, module: Any, is_fused: Callable[[nn.Module, Tensor], bool], lowers: bool) -> None:
+    def __init__(self, module: Any, is_known: Callable[[Any], bool], lowers: bool) -> None:
         self._module = module
-        self._is_fused = is_fused
+        self._is_known = is_known
         self._lowers = lowers
 
     def applies(self, *inputs: Tensor) -> bool:
-        return self._is_fused(self._module, inputs[0])
+        return kernels.is_on(inputs[0]) and self._is_known(self._module)
 
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
         (value,) = inputs
-        given, weight = in_one_dtype(value, self._module.weight)
-        out, scale = fused_rms_norm(given, weight, self._module.variance_epsilon)
-        return precision.cast_for_matmul(out) if self._lowers else out, (value, scale)
+        weight = self._module.weight
+        dtype = torch.promote_types(value.dtype, weight.dtype)
+        if self._lowers:
+            dtype = precision.autocast_dtype or dtype
+        out, scale = kernels.rms_norm(value, weight, self._module.variance_epsilon, dtype)
+        return out, (value, scale)
 
-    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
         value, scale = kept
-        parameter = self._module.weight
-        given, weight = in_one_dtype(value, parameter)
-        of_value, of_weight = fused_rms_norm_backward(
-            gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
-        )
-        if of_weight is not None:
-            of_weight = of_weight.to(parameter.dtype)
-            parameter.grad = of_weight if parameter.grad is None else parameter.grad.add_(of_weight)
-        return (of_value.to(value.dtype),)
-
-
-def in_one_dtype(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the value and the weight of an RMS norm in one type, as the kernels require."""
-    if value.dtype is weight.dtype:
-        return value, weight
-    dtype = torch.promote_types(value.dtype, weight.dtype)
-    return value.to(dtype), weight.to(dtype)
-
-
-def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns the normed value, and the reciprocals of the roots for backward.
-
-    Args:
-        value: [..., hidden].
-        weight: [hidden].
-    """
-    out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
-    return out, scale
-
-
-def fused_rms_norm_backward(
-    gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the value and, where it is trained, of the weight.
-
-    Args:
-        gradient: of the normed value, [..., hidden].
-        value: the input of the norm, [..., hidden].
-        weight: [hidden].
-        trained: whether to return the gradient of the weight.
-    """
-    of_value, of_weight = aten._fused_rms_norm_backward.default(
-        gradient, value, weight.shape, scale, weight, [True, trained]
-    )
-    return of_value, of_weight if trained else None
+        weight = self._module.weight
+        partial = None
+        if call.partials and call.partials[0] is not None and call.partials[0].dtype is value.dtype:
+            (partial,), call.partials = call.partials, ()
+        of_value, rows = kernels.rms_norm_backward(gradient, value, scale, weight, partial)
+        if weight.requires_grad:
+            of_weight = rows.sum(0).to(weight.dtype)
+            weight.grad = of_weight if weight.grad is None else weight.grad.add_(of_weight)
+        return (of_value,)

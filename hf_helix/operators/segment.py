@@ -127,9 +127,11 @@ class Segment(Computation):
             return ()
         run: Callable[..., Tensors] = call.saved
         call.saved = None
-        return run(*gradients)
+        return run(call, *gradients)
 
-    def _run_backward(self, leaves: Tensors, edges: tuple[GradientEdge, ...], *gradients: Tensor | None) -> Tensors:
+    def _run_backward(
+        self, leaves: Tensors, edges: tuple[GradientEdge, ...], call: Call, *gradients: Tensor | None
+    ) -> Tensors:
         given = tuple([each for each in gradients if each is not None])
         if len(given) < len(edges):  # the caller of a decoder gave no gradient of a value that it can read
             edges = tuple([edge for edge, each in zip(edges, gradients, strict=True) if each is not None])

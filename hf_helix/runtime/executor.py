@@ -363,6 +363,8 @@ class Executor:
         # An operator that is recomputed in backward saves nothing in forward.
         call.training = strand.training and step.keeps
         run = step.method(values) if step.weights else step.run
+        if step.adds:
+            call.partials = tuple([None if key is None else values[key] for key in step.adds])
         if trace is None:
             outputs = run(call, *map(values.__getitem__, step.reads))
         else:
@@ -370,9 +372,10 @@ class Executor:
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
             outputs = self.streams.compute(lambda: run(call, *inputs), label)
-        if step.adds:
-            for key, partial, output in zip(step.writes, step.adds, outputs, strict=False):
-                values[key] = output if partial is None else values[partial] + output
+        if call.partials:
+            for key, partial, output in zip(step.writes, call.partials, outputs, strict=False):
+                values[key] = output if partial is None else partial + output
+            call.partials = ()
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 

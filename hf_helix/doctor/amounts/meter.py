@@ -24,6 +24,7 @@ from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models import stock_modules
 from hf_helix.models.trace.mixers import MixerCall
 from hf_helix.operators import vocab_parallel
+from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate
 
 aten = torch.ops.aten
@@ -293,7 +294,7 @@ def _by_token(like: Tensor, size: int) -> Tensor:
 @contextmanager
 def meta_as(backend: str) -> Iterator[None]:
     """Lets operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
-    on_gpu = (stock_modules.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
+    on_gpu = (stock_modules.DEVICES, accumulate.DEVICES, kernels.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
     vocab_parallel.CHUNK["meta"] = vocab_parallel.CHUNK["cuda" if on_gpu else "cpu"]
@@ -306,7 +307,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention, recurrent mixers and RMS norms as one kernel each, which the meta device has not."""
+    """Counts attention and recurrent mixers as one kernel each, which the meta device has not."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -318,9 +319,4 @@ class FusedKernels(TorchFunctionMode):
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
         if isinstance(call := getattr(function, "call", None), MixerCall):
             return _Mixer.apply(self._meter, call, *args)
-        if function is aten._fused_rms_norm.default and args[0].is_meta:
-            value, shape, weight = args[:3]
-            out, scale = torch.empty_like(value), value.new_empty(*value.shape[: -len(shape)], 1, dtype=torch.float32)
-            self._meter.note(Kernel(OTHER, 0.0, value.nbytes + weight.nbytes + out.nbytes + scale.nbytes))
-            return out, scale
         return function(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
 from hf_helix.models.peft import Unwrapped, unwrap_peft
-from hf_helix.models.stock_modules import is_fused
+from hf_helix.models.stock_modules import is_rms_norm
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
@@ -318,7 +318,7 @@ class Builder:
         def norm(value: Tensor) -> Tensor:
             return cast_for_matmul(module(value)) if lowers else module(value)
 
-        explicit = RmsNorm(module, is_fused, lowers)
+        explicit = RmsNorm(module, is_rms_norm, lowers)
         return self.segment(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Rotary position embedding of queries and keys together, with explicit backward.
 
 In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
-Out:  both rotated, in the type of their products with the cosines.
+Out:  both rotated, in the type of their products with the cosines; from the fused kernel in their own type, as products
+      of attention under autocast would have them.
 Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backward; half as many kernels, where queries
 and keys are adjacent in memory.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_helix.operators.fused import kernels
 from hf_helix.operators.side_by_side import contiguous_heads
 
 Pair = tuple[Tensor, Tensor]
@@ -39,18 +41,22 @@ class _Rotation(torch.autograd.Function):
         ctx.dtype = q.dtype
         q, k = _tokens_first(q), _tokens_first(k)
         joined = contiguous_heads((q, k))
+        parts = (q, k) if joined is None else (joined,)
+        if kernels.is_on(q) and q.dtype is k.dtype:
+            return _apart(kernels.rotate(parts, cos.squeeze(2), sin.squeeze(2), q.dtype, False), q.shape[2])
         if joined is None:
             return _heads_first(_rotate(q, cos, sin)), _heads_first(_rotate(k, cos, sin))
-        out = _rotate(joined, cos, sin)
-        heads = q.shape[2]
-        return _heads_first(out[:, :, :heads]), _heads_first(out[:, :, heads:])
+        return _apart(_rotate(joined, cos, sin), q.shape[2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        of_q, of_k = map(_tokens_first, gradients)
-        gradient, heads = _rotate_back(torch.cat((of_q, of_k), 2), cos, sin, ctx.dtype), of_q.shape[2]
-        return _heads_first(gradient[:, :, :heads]), _heads_first(gradient[:, :, heads:]), None, None
+        of_q, of_k = parts = [_tokens_first(gradient) for gradient in gradients]
+        if kernels.is_on(of_q) and of_q.dtype is of_k.dtype:
+            gradient = kernels.rotate(parts, cos.squeeze(2), sin.squeeze(2), ctx.dtype, True)
+        else:
+            gradient = _rotate_back(torch.cat(parts, 2), cos, sin, ctx.dtype)
+        return *_apart(gradient, of_q.shape[2]), None, None
 
 
 def _rotate(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,6 +70,11 @@ def _rotate_back(gradient: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype)
     turned = (gradient * sin).to(dtype)
     half = turned.shape[-1] // 2
     return (gradient * cos).to(dtype).add_(torch.cat((turned[..., half:], -turned[..., :half]), -1))
+
+
+def _apart(joined: Tensor, heads: int) -> Pair:
+    """Returns the first heads, and the others, of a value [tokens, batch, heads, head_dim]."""
+    return _heads_first(joined[:, :, :heads]), _heads_first(joined[:, :, heads:])
 
 
 def _tokens_first(value: Tensor) -> Tensor:

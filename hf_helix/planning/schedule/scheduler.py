@@ -84,7 +84,12 @@ class Scheduler:
 
 
 def scheduler_of(config: HelixConfig, costs: Costs | None = None, limit: MemoryLimit | None = None) -> Scheduler:
-    """Returns the scheduler of a configuration."""
+    """Returns the scheduler of a configuration.
+
+    Args:
+        config: with the name of the schedule, the pipeline ranks, and whether they share the vocabulary.
+        costs, limit: see `Scheduler`.
+    """
     return Scheduler(config.schedule, config.pp_size, costs, limit, config.spread_vocabulary)
 
 

@@ -164,7 +164,13 @@ class SlotClock:
         self._timed: dict[Slot, TimedSlot] = {}
 
     def number(self, part: str, stage: int, microbatch: int) -> int:
-        """The number of the result of an F or an I."""
+        """The number of the result of an F or an I.
+
+        Args:
+            part: F or I.
+            stage: the virtual stage.
+            microbatch: of the window.
+        """
         return ((part == "I") * len(self.ranks) + stage) * self.num_microbatches + microbatch
 
     def hop(self, stage: int, other: int) -> float:

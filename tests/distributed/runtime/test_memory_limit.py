@@ -22,6 +22,19 @@ MODEL = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 176}
 
 
 @plain_parameters()
+def used(folder: str, helix: dict[str, Any]) -> tuple[float, int]:
+    """The bytes that a window finds taken, and the parameters of the model."""
+    trainer = trainer_of(folder, helix, MODEL)
+    runner = trainer.helix.runner
+    profile = measure_profile(runner, window_of(trainer, 2, rows=1, lengths=(16,)), pairs=False)
+    forget_gradients(runner)
+    limit = memory_limit(profile, runner, False, 1.0)
+    runner.executor.streams.close()
+    assert limit is not None
+    return 1e9 - limit.room[0], sum(flat.length for flat in runner.stage.flat_parameters)
+
+
+@plain_parameters()
 def measured(folder: str, recompute: str) -> dict[str, Any]:
     """Predicted and counted peaks of this rank by schedule, and the peaks of schedules chosen under a limit."""
     trainer = trainer_of(folder, {"pp_size": 2, "recompute": recompute}, MODEL)
@@ -80,3 +93,12 @@ def test_auto_without_a_measurement_puts_nothing_off_where_memory_is_limited() -
     for count in (4, 12):
         assert Scheduler("auto", 4, limit=MemoryLimit())(count) in [build_schedule(each, 4, count) for each in NAMES]
     assert Scheduler("auto", 4)(4) not in [build_schedule(each, 4, 4) for each in NAMES]
+
+
+@pytest.mark.parametrize("option", ["shard_optimizer", "shard_parameters"])
+def test_full_gradients_of_sharded_weights_take_memory(option: str, cluster_of: Any, tmp_path: Any) -> None:
+    """Of each parameter: a shard with its gradient and states (16 bytes over the ranks), the full gradient (4), and the
+    full weights of ZeRO-1 (4)."""
+    for taken, count in cluster_of(2).run(used, folder=str(tmp_path), helix={option: True}):
+        expected = (16 / 2 + 4 + 4 * (option == "shard_optimizer")) * count
+        assert expected <= taken <= 1.05 * expected

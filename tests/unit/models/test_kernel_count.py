@@ -12,7 +12,7 @@ MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
     "gpt2": (19, 41),
     "gpt_neox": (30, 59),
-    "llama": (21, 42),
+    "llama": (12, 26),
     "mistral": (26, 45),
     "mixtral": (62, 75),
     "phimoe": (78, 83),

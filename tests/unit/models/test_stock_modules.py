@@ -14,7 +14,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_helix.models import stock_modules
-from hf_helix.models.stock_modules import RMS_NORMS, is_rms_norm, normed, rms_norm
+from hf_helix.models.stock_modules import is_rms_norm, normed, rms_norm
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -60,7 +60,7 @@ def test_is_as_exact_as_the_module_in_bf16(weight: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_of_families_are_known(family: str) -> None:
-    result = [module for module in tiny(family).modules() if type(module).__name__ in RMS_NORMS]
+    result = [module for module in tiny(family).modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(result) >= 7  # two in each of three layers, and the last
     assert all(map(is_rms_norm, result))
 
@@ -111,11 +111,11 @@ def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_a_layer_on_cuda() -> None:
-    """A norm is one kernel and a cast to bf16; backward a cast, two kernels, and the sum of the weight's gradient."""
+    """A norm is one kernel; backward one, the sum of the weight's gradient, and its addition."""
     result = count_layer(tiny("llama")).totals()
     assert {name: result[name] for name in result if "norm" in name} == {
-        "F.attn.norm": 2,
-        "F.mlp.norm": 2,
-        "B.mlp.norm": 4,
-        "B.attn.norm": 4,
+        "F.attn.norm": 1,
+        "F.mlp.norm": 1,
+        "B.mlp.norm": 3,
+        "B.attn.norm": 3,
     }

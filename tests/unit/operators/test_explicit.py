@@ -6,18 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.kernel_counts import Kernels, script
 from support.models import tiny
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_helix.models import stock_modules
 from hf_helix.models.graph.attention import by_heads
-from hf_helix.models.stock_modules import is_fused, is_silu, rms_norm
+from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
-from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
+from hf_helix.operators.explicit import Explicit, GatedSilu
 from hf_helix.operators.segment import Segment
 from hf_helix.operators.side_by_side import contiguous_heads
 
@@ -65,37 +63,6 @@ def test_another_activation_is_left_to_autograd() -> None:
     hooked.register_forward_hook(lambda *_: None)
     assert not is_silu(hooked)
     assert all(is_silu(layer.mlp.act_fn) for layer in tiny("llama").model.layers)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("autocast_dtype", [None, BF16])
-@pytest.mark.parametrize("weight", [FP32, BF16])
-@pytest.mark.parametrize("value", [FP32, BF16])
-def test_rms_norm_gives_what_autograd_gives(
-    value: torch.dtype,
-    weight: torch.dtype,
-    autocast_dtype: torch.dtype | None,
-    trained: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With the kernels of CUDA written out; types are those of the segment under autograd."""
-    monkeypatch.setattr(stock_modules, "DEVICES", {"cpu"})
-    module = LlamaRMSNorm(16, 1e-5).to(weight).requires_grad_(trained)
-    nn.init.normal_(module.weight, 1.0, 0.3)
-
-    def norm(x: Tensor) -> Tensor:
-        made = rms_norm(x, module.weight, 1e-5)
-        return made if autocast_dtype is None else made.to(autocast_dtype)
-
-    left, right = pair(norm, RmsNorm(module, is_fused, lowers=True), module)
-    inputs, direction = [torch.randn(5, 3, 16).to(value)], torch.randn(5, 3, 16)
-    with script.fused_norms(Kernels()):
-        result = [run(segment, inputs, direction, Precision("cpu", autocast_dtype)) for segment in (left, right)]
-    assert len(result[0]) == 2 + trained
-    lowest = torch.finfo(BF16 if BF16 in (value, weight, autocast_dtype) else FP32).eps
-    for ours, expected in zip(result[1], result[0], strict=True):
-        assert ours.dtype is expected.dtype
-        torch.testing.assert_close(ours, expected, rtol=4 * lowest, atol=4 * lowest)
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -1,0 +1,1 @@
+"""Element-wise work in kernels of Triton, which every CUDA build of torch brings along."""
