@@ -364,7 +364,8 @@ def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int
         works = [size for size in range(1, min(heads.values()) + 1) if not any(n % size for n in heads.values())]
         counts = " and ".join(f"{count} {name}" for name, count in heads.items())
         raise ValueError(
-            f"tp_size={tp_size} must divide the model's {counts}; values that work: {', '.join(map(str, works))}"
+            f"tp_size={tp_size} must divide the model's {counts}; values that work: {', '.join(map(str, works))}; "
+            "or use pp_size, which cuts no heads"
         )
     shortest = min(lengths.values())
     if shortest < tp_size:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -158,10 +159,10 @@ def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _widened(config: PretrainedConfig, layout: HelixConfig, given: PretrainedConfig | None = None) -> PretrainedConfig:
-    """A small configuration with enough heads and experts for all ranks; small configurations are enough for two. Where
-    a given configuration has fewer key-value heads than there are ranks, which then share them, they stay as few."""
+    """A small configuration with heads and experts that all ranks divide; those of small configurations divide by two.
+    Where a given configuration has fewer key-value heads than there are ranks, which then share them, they stay as few."""
     options = config.get_text_config()
-    factor = -(-layout.tp_size // 2)
+    factor = layout.tp_size // math.gcd(layout.tp_size, 2)  # times two heads: a multiple of the ranks
     if factor > 1:
         is_free = not getattr(options, "head_dim", None)  # else heads have their own size
         for name in (*HEADS, *(["hidden_size"] if is_free else [])):

@@ -74,9 +74,14 @@ def layout_of_yaml(block: Mapping[str, Any], source: str) -> Layout | None:
     """Returns the layout of the block `parallelism_config` in a YAML of `accelerate config`; None if it says none.
     Raises ValueError for an unknown key or an impossible layout; names the file."""
     given = {str(key): value for key, value in block.items() if key != "helix"}
-    known = [PREFIX + name for name in (*SIZES, *SAYING_NO_LAYOUT)]
+    known, usual = [PREFIX + name for name in (*SIZES, *SAYING_NO_LAYOUT)], {each.name for each in fields(HelixConfig)}
     for key in given:
         if key not in known:
+            if key in usual:
+                raise ValueError(
+                    f"{source}: {key!r} stands in parallelism_config itself; it belongs one level deeper, in "
+                    f"parallelism_config: helix: {key}: {given[key]}"
+                )
             near = nearest(key, ["helix"]) or nearest(PREFIX + key.removeprefix(PREFIX), known)
             raise ValueError(
                 f"{source}: parallelism_config: unknown key {key!r}{near}; known: helix, {', '.join(known)}"

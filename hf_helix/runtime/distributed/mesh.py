@@ -96,7 +96,7 @@ def check_world(
             ". Only one process runs: start the script with `accelerate launch --num_processes N`; on CPU with "
             "`distributed_type: MULTI_GPU` and `use_cpu: true` in the YAML (`MULTI_CPU` starts a single process)"
             if world == 1
-            else ""
+            else f"; or start a multiple of {world // left * size} processes (num_processes)"
         )
         if name == "ep_size":
             what += ", since experts are shared by data-parallel ranks"

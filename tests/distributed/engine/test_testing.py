@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from support.mistaken_families import FailsOnARank, ForgetsASum
 from support.models import made, tiny
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
+from hf_helix import HelixConfig
 from hf_helix.cli.main import main
 from hf_helix.engine.proof.prove import Subject
 from hf_helix.runtime.distributed import groups
@@ -52,6 +53,22 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_a_refusal_of_what_was_asked_for() -> None:
     with pytest.raises(AssertionError, match="refused: ep_size is given, and LlamaForCausalLM has no experts"):
         check_family(tiny(num_hidden_layers=2), [{"ep_size": 2}])
+
+
+@pytest.mark.parametrize("tp_size", range(1, 9))
+def test_small_models_divide_where_the_model_does(tp_size: int) -> None:
+    """Also where its heads are 3, 5 or 7 times others."""
+    given = Qwen3Config(num_attention_heads=4 * tp_size, num_key_value_heads=2 * tp_size, num_hidden_layers=2)
+    config = Subject.of(given).build(HelixConfig(tp_size=tp_size)).config
+    assert config.num_attention_heads % tp_size == config.num_key_value_heads % tp_size == 0
+    assert config.num_attention_heads > config.num_key_value_heads
+
+
+@pytest.mark.slow
+def test_three_ranks() -> None:
+    given = Qwen3Config(num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=2)
+    (proof,) = prove_layouts(Subject.of(given), [{"tp_size": 3}])
+    assert proof.verdict == "equal", proof
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_the_file_of_accelerate_config_in_the_environment(tmp_path: Path, monkey
     [
         (
             "{tp_size: 2}",
-            "launch.yaml: parallelism_config: unknown key 'tp_size' (did you mean 'parallelism_config",
+            "it belongs one level deeper, in parallelism_config: helix: tp_size: 2",
         ),
         ("{helx: {}}", "unknown key 'helx' (did you mean 'helix'?)"),
         ("{parallelism_config_tp_size: 0}", "launch.yaml: parallelism_config: tp_size must be at least 1"),
