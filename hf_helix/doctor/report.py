@@ -22,6 +22,8 @@ from hf_helix.planning.timing.sizes import size_text
 CLOSE = 0.05
 """Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
+TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
+
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
@@ -113,7 +115,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     elif rivals:
         rival = max(rivals, key=lambda each: each.step.tokens_per_second)
         ratio = best.tokens_per_second / rival.step.tokens_per_second
-        close = "; they are as good as each other, as exact as this is" if max(ratio, 1 / ratio) < 1 + CLOSE else ""
+        close = TOO_CLOSE if max(ratio, 1 / ratio) < 1 + CLOSE else ""
         name = size_text(best.case.sizes)
         if fastest is best:
             yield f"{name} is {ratio:.2f}x as fast as the best rival, {rival.name}{close}."
@@ -132,13 +134,17 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
             yield f"{each.name}: {needs_text(each.step.memory.total, cluster.device.memory)}."
     if plain is None:
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
-        yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."
+        yield f"Data parallelism of hf_helix alone does not work: {reasons[0] if reasons else 'no such layout'}."
     if len(ranking.steps) > 1:
-        margin = 1 - ranking.steps[1].tokens_per_second / best.tokens_per_second
-        close = "; they are as good as each other, as exact as this is" if margin < CLOSE else ""
-        yield f"The second layout is {margin:.1%} slower than the first{close}."
+        margins = [1 - step.tokens_per_second / best.tokens_per_second for step in ranking.steps[1:top]]
+        near = [size_text(step.case.sizes) for step, margin in zip(ranking.steps[1:top], margins, strict=False)
+                if margin < CLOSE]  # fmt: skip
+        others = f"; within {CLOSE:.0%} of the first, too close to tell: {', '.join(near)}" if near else ""
+        yield f"The second layout is {margins[0]:.1%} slower than the first{others}."
     yield from _meanings([how for _, how, _ in rows])
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
+    if any("data sheet" in source for source in cluster.sources.values()):
+        yield "Rates are from data sheets: measured steps were 10 to 60 % longer, for all rows alike (docs/doctor.md)."
 
 
 def _own_steps(ranking: Ranking, top: int) -> list[Step]:

@@ -160,7 +160,7 @@ def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
 
 def _widened(config: PretrainedConfig, layout: HelixConfig, given: PretrainedConfig | None = None) -> PretrainedConfig:
     """A small configuration with heads and experts that all ranks divide; those of small configurations divide by two.
-    Where a given configuration has fewer key-value heads than there are ranks, which then share them, they stay as few."""
+    Where a given configuration has fewer key-value heads than ranks, which then share them, they stay as few."""
     options = config.get_text_config()
     factor = layout.tp_size // math.gcd(layout.tp_size, 2)  # times two heads: a multiple of the ranks
     if factor > 1:

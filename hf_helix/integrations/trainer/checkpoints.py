@@ -38,6 +38,7 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
+from hf_helix.runtime.notices import say
 
 logger = get_logger(__name__)
 
@@ -102,6 +103,8 @@ class CheckpointHooks(TrainerAttributes):
             return str(folder), manifest
 
         folder, self._resumed = decide_on_rank_0(read)
+        saved = " x ".join(f"{name} {size}" for name, size in self._resumed.layout.items() if size > 1)
+        say(f"goes on from {folder}, saved on {saved or 'one process'}")
         self._first_epoch = Path(folder)
         return folder
 

@@ -24,12 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from hf_helix.config import AUTO
 from hf_helix.planning.annealing import anneal
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS, SLACK, ListScheduler, Priorities, Priority
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators
@@ -107,6 +109,8 @@ def search(
 
 def usual_schedule(layout: Layout) -> Schedule:
     """Returns the default schedule of plans."""
+    if layout.is_spread:
+        return Scheduler(AUTO, layout.num_ranks, spread=True)(USUAL_MICROBATCHES)
     name = "folded_1f1b" if len(layout.chunks) > layout.num_ranks else "1f1b"
     return build_schedule(name, layout.num_ranks, USUAL_MICROBATCHES)
 

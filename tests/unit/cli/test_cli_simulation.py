@@ -107,7 +107,7 @@ def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: A
     file = tmp_path / "helix.yaml"
     main(words_of("doctor", scarce, "--batch_tokens", "8k", "--write", file))
     said = capsys.readouterr().out
-    assert "Plain data parallelism does not work: needs " in said
+    assert "Data parallelism of hf_helix alone does not work: needs " in said
     config = HelixConfig.from_file(file)
     assert config.tp_size * config.pp_size == 2
     assert load_config_from_file(str(file)).num_processes == 2

@@ -46,7 +46,7 @@ def share(lines: list[str], name: str) -> str:
     ("stock", "verdict"),
     [
         (2.0, "Plain data parallelism is the fastest of these: no layer has to be cut."),
-        (0.97, "FSDP (ZeRO-3) is the fastest of these, 3.1% ahead of dp 2; they are as good as each other"),
+        (0.97, "FSDP (ZeRO-3) is the fastest of these, 3.1% ahead of dp 2; less than 5% apart is too close to tell"),
         (0.5, "FSDP (ZeRO-3) is the fastest of these, 100.0% ahead of dp 2: train with that."),
     ],
 )
