@@ -159,6 +159,7 @@ class Search:
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
         """
         budget, found = self.cluster.device.memory, quick
+        allowed = budget  # falls in every round, so that two cases do not take turns for ever
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
@@ -168,7 +169,8 @@ class Search:
             needed, seemed = step.memory.total, found.memory.total
             if needed <= budget:
                 return self._with_cut_layers(step)
-            device = replace(self.cluster.device, memory=min(0.99, budget / needed) * seemed)
+            allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
+            device = replace(self.cluster.device, memory=allowed)
             other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
                 return Dropped(case, needs_text(needed, budget))

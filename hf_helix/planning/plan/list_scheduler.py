@@ -13,7 +13,7 @@ go through every unit in the schedule's order, and gradients of every parameter 
                         not a forward one while the memory limit of the rank is reached, and
                         not a recomputation while two layers of the rank hold recomputed activations
         issue it; its end is the arrival of its readers; readers without other predecessors become ready
-    if no rank can begin: the oldest recomputation goes on, over the limit
+    if no rank can begin: the oldest recomputation goes on, over the limit, or else the oldest instruction
 
 So nothing is aligned to layers or slots: the next layer fills the gaps of a layer, and warm-up and cool-down are
 ordered like the steady state. A rank has two micro-batches under way: one forward and one backward, or two of one
@@ -144,9 +144,11 @@ class ListScheduler:
                 heappop(begins)
             rank = ranks[begins[0][1]]
             chosen = rank.chosen
-            if chosen < 0:  # every rank is at its limit for recomputed activations
+            if chosen < 0:  # every rank is at a limit
                 chosen = min(map(self._oldest_recomputation, ranks))
-                assert chosen < len(self.window), "the oldest action of a valid schedule can always go on"
+                if chosen == len(self.window):  # periodic schedules do not count activations
+                    chosen = min(min(each.computing, default=chosen) for each in ranks)
+                assert chosen < len(self.window), "some instruction of a valid schedule is always ready"
                 rank = ranks[of[chosen]]
             end = arrives[chosen] if arrives[chosen] > rank.now else rank.now
             if streams[chosen] == COMPUTE:
