@@ -20,7 +20,7 @@ from hf_helix.cli.options import Command, argument, config_option, option
 from hf_helix.config import HelixConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
@@ -77,9 +77,9 @@ class CheckCommand(Command):
         if is_launched:
             _join_ranks()
         configs = configs_for(subject, [asked] if asked else None)
-        proofs = [Proof(subject.name, layout_text(each), refusal=_misfit(subject, each)) for each in configs]
-        layouts = [each.option_sizes for each, proof in zip(configs, proofs, strict=True) if not proof.refusal]
-        proofs = [proof for proof in proofs if proof.refusal]
+        misfits = _misfits(subject, configs)
+        proofs = [Proof(subject.name, layout_text(each), refusal=reason) for each, reason in misfits]
+        layouts = [each.option_sizes for each in configs if each not in dict(misfits)]
         for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
             proofs.append(proof)
             if not proof.refusal:
@@ -97,17 +97,26 @@ class CheckCommand(Command):
             sys.exit(1)
 
 
-def _misfit(subject: Subject, config: HelixConfig) -> str:
-    """Returns why a configuration cannot be cut at its own sizes; empty where it can, or for a class."""
-    from hf_helix.doctor.simulated import check_cut
+def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[HelixConfig, str]]:
+    """Returns the layouts that cannot cut a configuration at its own sizes, each with the reason; none for a class."""
+    from hf_helix.doctor.simulated import check_cut, kinds_of
+    from hf_helix.engine.proof.prove import reason_of
+    from hf_helix.engine.synthetic import model_on_meta
 
     if subject.config is None:
-        return ""
+        return []
     try:
-        check_cut(subject.config, config)
+        model = model_on_meta(subject.config)
+        kinds = kinds_of(model)
     except Exception as error:  # as a proof says the reason
-        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return ""
+        return [(config, reason_of(error)) for config in configs]
+    found = []
+    for config in configs:
+        try:
+            check_cut(model, kinds, config)
+        except Exception as error:
+            found.append((config, reason_of(error)))
+    return found
 
 
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:

@@ -136,15 +136,18 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
         yield f"Data parallelism of hf_helix alone does not work: {reasons[0] if reasons else 'no such layout'}."
     if len(ranking.steps) > 1:
-        margins = [1 - step.tokens_per_second / best.tokens_per_second for step in ranking.steps[1:top]]
-        near = [size_text(step.case.sizes) for step, margin in zip(ranking.steps[1:top], margins, strict=False)
-                if margin < CLOSE]  # fmt: skip
-        others = f"; within {CLOSE:.0%} of the first, too close to tell: {', '.join(near)}" if near else ""
-        yield f"The second layout is {margins[0]:.1%} slower than the first{others}."
+        second, *_ = others = ranking.steps[1 : max(2, top)]
+        near = [size_text(each.case.sizes) for each in others if _margin(each, best) < CLOSE]
+        close = f"; within {CLOSE:.0%} of the first, too close to tell: {', '.join(near)}" if near else ""
+        yield f"The second layout is {_margin(second, best):.1%} slower than the first{close}."
     yield from _meanings([how for _, how, _ in rows])
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
     if any("data sheet" in source for source in cluster.sources.values()):
         yield "Rates are from data sheets: measured steps were 10 to 60 % longer, for all rows alike (docs/doctor.md)."
+
+
+def _margin(step: Step, best: Step) -> float:
+    return 1 - step.tokens_per_second / best.tokens_per_second
 
 
 def _own_steps(ranking: Ranking, top: int) -> list[Step]:

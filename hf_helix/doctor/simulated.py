@@ -207,11 +207,15 @@ def amounts_of(
             parameter.data, parameter.grad = value, None
 
 
-def check_cut(model_config: Any, config: HelixConfig) -> None:
-    """Raises ValueError where a layout does not divide the sizes of a Transformers configuration, with the sizes that
-    do. The model is declared on the meta device; nothing is run."""
-    model = model_on_meta(model_config)
-    kinds = kinds_of(model)
+def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
+    """Raises ValueError where a layout does not divide the sizes of a model, with the sizes that do. The model is
+    declared on the meta device; nothing is run.
+
+    Args:
+        model: on the meta device.
+        kinds: of its layers, see `kinds_of`.
+        config: the layout.
+    """
     split_layers(len(kinds.kinds), stage_ranks(Scheduler(config.schedule, config.pp_size).placement, config.pp_size))
 
     def reason(tp_size: int) -> ValueError | None:

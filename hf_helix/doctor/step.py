@@ -19,7 +19,7 @@ from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_w
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.operators.vocab_pipeline import slice_names
-from hf_helix.planning.graph.backward import OF_SLICES, transfer_graphs
+from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
@@ -173,11 +173,10 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
     graphs = dict(amounts.layout.graphs)
     if case.sizes.pp > 1:
-        graphs |= transfer_graphs(graphs[units[0]].forward.passing)
+        graphs |= transfer_graphs(graphs[units[0]].forward.passing, case.spread_vocabulary)
     if case.spread_vocabulary:
         embedding, *layers, head = units
         units = [*slice_names(embedding, case.sizes.pp), *layers, *slice_names(head, case.sizes.pp)]
-        graphs |= transfer_graphs((False, False), OF_SLICES)
     names, chunks = place_names(units, ranks, ranges)
     return Layout(names, chunks, graphs, (), ranks)
 

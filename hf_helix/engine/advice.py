@@ -117,7 +117,7 @@ def known_layouts(base: Any, machine: Machine) -> Any:
 
 def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int) -> str | None:
     """Returns the sentence about a layout; None where nothing better is known."""
-    mine = Sizes(sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"], sizes["ep"])
+    mine = Sizes.of(sizes)
     try:
         if not _near(length, data["length"]) or not _near(tokens, data["tokens"]):
             return None

@@ -138,15 +138,14 @@ class Engine(Diagnostics):
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""
-        config = self.config
-        tp, cp, pp, dp, ep = (self.mesh.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "ep"))
+        config, usual = self.config, HelixConfig()
         names = ("shard_optimizer", "shard_parameters", "dp_replicate_size", "offload", "recompute")
-        shared = {name: value for name in names if (value := getattr(config, name)) != getattr(HelixConfig(), name)}
-        options = "".join(f", {name}={value}" for name, value in shared.items())
+        given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
+        options = "".join(f", {name}={value}" for name, value in given.items())
         schedule = f"schedule {config.schedule}, " if config.pp_size > 1 else ""
         return (
             f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'}) on "
-            f"{size_text(Sizes(tp, cp, pp, dp, ep))}{options}; first plan "
+            f"{size_text(Sizes.of(self.mesh.sizes))}{options}; first plan "
             f"{self.runner.plan.rule} (plan={config.plan}), {schedule}CUDA graphs {'on' if self.graphs else 'off'}"
         )
 

@@ -49,8 +49,8 @@ def speeds_around(comparison: Comparison) -> list[LinkSpeed]:
     here = link_of(comparison.profile)
     if here.rate is None:
         return []
-    others = {factor: LinkSpeed(float(f"{here.rate * factor:.3g}"), here.latency) for factor in FACTORS}
-    return list({**others, 1.0: here}.values())
+    rates = [here.rate if factor == 1 else float(f"{here.rate * factor:.3g}") for factor in FACTORS]
+    return [LinkSpeed(rate, here.latency) for rate in rates]
 
 
 def predict_around(comparison: Comparison) -> list[Predicted]:

@@ -155,9 +155,7 @@ def place_units(
     ranges = split_layers(
         len(units) - 2 - ends_of_slices, folded, head_cost=head_cost, layers_per_stage=layers_per_stage
     )
-    transfers = transfer_graphs(units[ends_of_slices // 2].graphs.forward.passing)
-    if ends_of_slices:
-        transfers |= transfer_graphs((False, False), OF_SLICES)
+    transfers = transfer_graphs(units[ends_of_slices // 2].graphs.forward.passing, ends_of_slices > 0)
     names, chunks = place_names([unit.name for unit in units], ranks, ranges)
     model: dict[int, Unit] = {}
     ends: dict[int, Unit] = {}
@@ -234,7 +232,7 @@ def _end(
     if name.endswith(OF_SLICES):
         assert of_slice is not None, "slices of the head need buffers"
         make_buffers = of_slice(boundary - first)
-    is_of_slices = OF_SLICES in "".join(transfers) and not pipe.size - 1 <= boundary < first
+    is_of_slices = SEND + OF_SLICES in transfers and not pipe.size - 1 <= boundary < first
     channel = pipe.channel(boundary, peer, outward, int(is_of_slices))
     return transfer_unit(name, transfers[name], channel, boundary, make_buffers)
 

@@ -392,8 +392,13 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def reason_of(error: Exception) -> str:
+    """Returns the reason of a refusal on this rank."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 def shared_reason(error: Exception) -> str:
     """Returns the reason of a refusal, in the words of the first rank with a reason. Collective."""
-    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    text = reason_of(error)
     reasons = all_gather_object("" if remote_description(error) else text)
     return next(filter(None, reasons), text)

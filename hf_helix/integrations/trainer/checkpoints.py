@@ -32,6 +32,7 @@ from hf_helix.checkpoint.training_state import Generators, generators, load_stat
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
@@ -103,8 +104,7 @@ class CheckpointHooks(TrainerAttributes):
             return str(folder), manifest
 
         folder, self._resumed = decide_on_rank_0(read)
-        saved = " x ".join(f"{name} {size}" for name, size in self._resumed.layout.items() if size > 1)
-        say(f"goes on from {folder}, saved on {saved or 'one process'}")
+        say(f"goes on from {folder}, saved on {size_text(Sizes.of(self._resumed.layout))}")
         self._first_epoch = Path(folder)
         return folder
 

@@ -171,6 +171,5 @@ def all_reduce(value: Tensor, group: dist.ProcessGroup, link: EmulatedLink | Non
     if link is None:
         dist.all_reduce(value, group=group)
         return
-    size = dist.get_world_size(group)
-    moved = 2 * value.nbytes * (size - 1) // size
-    link.carry(moved, moved, lambda: dist.all_reduce(value, group=group))
+    moved = bytes_moved("start_sum", value, value, dist.get_world_size(group), dist.get_rank(group))
+    link.carry(*moved, lambda: dist.all_reduce(value, group=group))

@@ -349,12 +349,17 @@ OF_SLICES = ".slices"
 """Ends the names of transfers between slices of the head."""
 
 
-def transfer_graphs(plain: Sequence[bool] = (False,), suffix: str = "") -> dict[str, GraphPair]:
+def transfer_graphs(plain: Sequence[bool] = (False,), has_slices: bool = False) -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
     Their backward is derived, too: gradients come in at `send` and go out at `receive`. `plain` says of each value
-    handed on whether it has no gradient; `suffix` ends the names of the units.
+    handed on whether it has no gradient. With `has_slices`, there are further units between slices of the head, which
+    hand on its input and statistics.
     """
+    return _ends(plain, "") | (_ends((False, False), OF_SLICES) if has_slices else {})
+
+
+def _ends(plain: Sequence[bool], suffix: str) -> dict[str, GraphPair]:
     names = tuple(f"x{number}" for number in range(len(plain)))
     without = tuple(name for name, is_plain in zip(names, plain, strict=True) if is_plain)
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())

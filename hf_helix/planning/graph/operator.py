@@ -21,8 +21,8 @@ class Kind(Enum):
 
     Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer;
     `PIPELINE` transfers a value to the next virtual stage; `GRADIENTS` are gradient reductions over replicas (dp, cp)
-    and ZeRO-1 weight gathers, which run once a step and belong to no unit; `UP` copies from the memory
-    of the host to a device, and `DOWN` back.
+    and ZeRO-1 weight gathers, which run once a step and belong to no unit; `UP` copies from the memory of the host to a
+    device, and `DOWN` back.
     """
 
     COMPUTE = "compute"
@@ -182,10 +182,10 @@ class Graph:
                 raise ValueError(f"graph {self.name!r}: {what} {name!r} a second time")
             known.add(name)
 
-    @property
-    def plain(self) -> set[str]:
+    @cached_property
+    def plain(self) -> frozenset[str]:
         """The values without a gradient."""
-        return {*self.plain_inputs, *(value for op in self.operators for value in op.non_differentiable)}
+        return frozenset({*self.plain_inputs, *(value for op in self.operators for value in op.non_differentiable)})
 
     @property
     def passing(self) -> tuple[bool, ...]:

@@ -254,10 +254,9 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
        the bits; interleaving the last two backwards would keep twice the activations of a stage.
 
     No more activations are alive than without deferring, or than the memory limit allows; the window is never longer.
-    With slices of the vocabulary nothing is deferred.
     """
     layout = profile.layout
-    if not layout.reductions or layout.is_spread:  # with slices of the vocabulary, a trial would take minutes
+    if not layout.reductions:
         return priorities
     trial = _Trial(priorities, profile, schedule)
     count = max(len([u for u in layout.units_of(rank) if not layout.transfers(u)]) for rank in range(layout.num_ranks))

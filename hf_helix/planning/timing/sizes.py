@@ -7,6 +7,7 @@ Must hold: nothing here imports more than the standard library: every run reads 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 COPIES, EXPERT_COPIES = "copies", "expert_copies"
@@ -32,6 +33,11 @@ class Sizes:
     dp: int = 1
     ep: int = 1
     stages_outermost: bool = False
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Sizes:
+        """Returns the sizes of a mesh, by the names of its axes."""
+        return cls(sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"], sizes["ep"])
 
     @property
     def devices(self) -> int:

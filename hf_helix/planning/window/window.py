@@ -11,9 +11,8 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     microbatches     0       0         0          1       1
 
 Places from `len(window)` on are the gradient reductions, the weight gathers and, in the same order, the copies of both
-between host and device: each runs once a step.
-In an order of issue, `~unit` stands for a barrier. The passes of `planning.window.passes` change orders of
-places; places become instructions once, at the end.
+between host and device: each runs once a step. In an order of issue, `~unit` stands for a barrier. The passes of
+`planning.window.passes` change orders of places; places become instructions once, at the end.
 """
 
 from __future__ import annotations

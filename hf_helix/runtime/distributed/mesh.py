@@ -377,9 +377,8 @@ def _new_mesh(
     mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload), vocabulary)
     if backend == groups.NCCL:
         kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
-        lanes = (
-            4 * (1 + spread_vocabulary) * min(2, pp_size - 1)
-        )  # of the rank with the most neighbours, so that all ranks find the same
+        # Of the rank with the most neighbours, so that all ranks find the same.
+        lanes = 4 * (1 + spread_vocabulary) * min(2, pp_size - 1)
         groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh

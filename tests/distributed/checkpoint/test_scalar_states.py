@@ -46,7 +46,7 @@ class Stepped:
         flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), axes.gather, axes.reduce)
         flat.shard_in_place(torch.device("cpu"))
         stage = SimpleNamespace(flat_parameters=[flat], shards=flat.shards, host_shards=[])
-        stage.note_step = stage.mark_weights_stale = flat.mark_stale
+        stage.mark_weights_stale = flat.mark_stale
         step_shards(self.optimizer, stage, None)  # type: ignore[arg-type]
         self.local = {}
         for name, parameter in self.parameters.items():

@@ -72,6 +72,19 @@ def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
     assert any(line.startswith("HSDP: needs ") for line in lines)
 
 
+@pytest.mark.parametrize("top", [1, 5])
+def test_layouts_that_are_too_close_to_tell_are_named(step: Step, top: int) -> None:
+    others = [
+        replace(slower(step, factor), case=replace(step.case, sizes=replace(step.case.sizes, tp=tp)))
+        for tp, factor in ((2, 1.02), (4, 1.04), (8, 1.5))
+    ]
+    lines = [*ranking_lines(Ranking([step, *others], []), CLUSTER, top)]
+    near = "tp 2 x dp 2" if top == 1 else "tp 2 x dp 2, tp 4 x dp 2"
+    assert (
+        f"The second layout is 2.0% slower than the first; within 5% of the first, too close to tell: {near}." in lines
+    )
+
+
 def test_what_helps_is_said_where_little_fits(step: Step) -> None:
     assert helps(step, dropped=9) == ["Little fits: 1 of 10 layouts.", "What helps, predicted: --gpus 2x2."]
     assert helps(step, fitting=4, dropped=9) == []
