@@ -22,7 +22,7 @@ from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.sizes import size_text
+from hf_helix.planning.timing.sizes import is_named, size_text
 
 if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
@@ -61,8 +61,9 @@ class DoctorCommand(OnCluster):
         choices=(AUTO, "none", *OFFLOADS),
     )
     top: int = option(5, "how many layouts are shown")
+    layout: str = option("", "the layout to show and write, such as 'tp 2 x pp 4'; left out, the best")
     why: bool = option(False, "also say why each other layout was dropped")
-    write: Path | None = option(None, "write the YAML that launches the best layout")
+    write: Path | None = option(None, "write the YAML that launches the best layout, or that of --layout")
 
     @without_collection
     def run(self) -> None:
@@ -97,6 +98,7 @@ class DoctorCommand(OnCluster):
                 f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
             )
         best = ranking.steps[0]
+        chosen = self._chosen(ranking) if self.layout else best
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
         if not supposes:  # a run is told nothing that was only supposed
@@ -115,23 +117,40 @@ class DoctorCommand(OnCluster):
         print("\n".join(lines))
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
-        _print_best(best, simulated, cluster)
+        _print_step(chosen, "The best" if chosen is best else "As asked", simulated, cluster)
         if self.html:
             self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
             print("\nDropped:")
             print("\n".join(dropped_lines(ranking.dropped)))
         if not self.write:
-            print("\n--write helix.yaml writes the file that launches it.")
+            others = [size_text(step.case.sizes) for step in ranking.steps if step is not chosen]
+            another = f"; --layout '{others[0]}' takes that row" if others else ""
+            print(f"\n--write helix.yaml writes the file that launches it{another}.")
         else:
-            self.write.write_text(launch_file(best, cluster))
-            case, several = best.case, cluster.nodes > 1
+            self.write.write_text(launch_file(chosen, cluster))
+            case, several = chosen.case, cluster.nodes > 1
             node = f"{OF_A_NODE} " if several else ""
             print(
                 f"\nWith per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches} and "
                 f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
+
+    def _chosen(self, ranking: Ranking) -> Step:
+        """Returns the step of `layout`.
+
+        Raises:
+            ValueError: no such layout fits; says why not, or which do.
+        """
+        for step in ranking.steps:
+            if is_named(step.case.sizes, self.layout):
+                return step
+        why = [each.reason for each in ranking.dropped if is_named(each.case.sizes, self.layout)]
+        raise ValueError(
+            f"--layout {self.layout!r}: {why[0] if why else 'there is no such layout of these devices'}; use one of "
+            f"{', '.join(repr(size_text(step.case.sizes)) for step in ranking.steps)}"
+        )
 
     def _what_helps(self, tokens: int, least: float = 0.0) -> list[str]:
         """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
@@ -180,27 +199,28 @@ class DoctorCommand(OnCluster):
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=leading,
+                layout=self.layout,
             ).run()
 
 
-def _print_best(best: Step, simulated: SimulatedModel, cluster: Cluster) -> None:
-    """Prints the parts of the best step, and the gain over one strand or of sharding the optimizer."""
+def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Cluster) -> None:
+    """Prints the parts of a step, and the gain over one strand or of sharding the optimizer."""
 
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
     from hf_helix.doctor.step import simulate_step
 
-    print("\nThe best:")
-    print("\n".join(step_lines(best, cluster)))
-    if best.case.plan != ONE_STRAND:
-        single = replace(best.case, plan=ONE_STRAND)
-        alone = simulate_step(simulated.amounts(single), single, cluster, best.fidelity)
+    print(f"\n{title}:")
+    print("\n".join(step_lines(step, cluster)))
+    if step.case.plan != ONE_STRAND:
+        single = replace(step.case, plan=ONE_STRAND)
+        alone = simulate_step(simulated.amounts(single), single, cluster, step.fidelity)
         print(
-            f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
+            f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / step.seconds:.2f}x as fast"
         )
-    if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
-        shared = replace(best.case, shard_optimizer=True)
-        print(shards_line(best, simulate_step(simulated.amounts(shared), shared, cluster, best.fidelity)))
+    if step.case.sizes.spread() and not (step.case.shard_optimizer or step.case.shard_parameters):
+        shared = replace(step.case, shard_optimizer=True)
+        print(shards_line(step, simulate_step(simulated.amounts(shared), shared, cluster, step.fidelity)))
 
 
 def parse_count(text: str) -> int:

@@ -35,7 +35,7 @@ from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
-from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.planning.timing.sizes import Sizes, is_named
 
 BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
@@ -110,6 +110,7 @@ class Search:
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
+    layout: str = ""  # the name of a further layout to predict at higher fidelity
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
@@ -141,7 +142,8 @@ class Search:
         while True:
             steps = sorted(steps, key=lambda step: -step.tokens_per_second)
             plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
-            leading = (*steps[: self.leading], *plain)
+            asked = [step for step in steps if is_named(step.case.sizes, self.layout)]
+            leading = (*steps[: self.leading], *plain, *asked)
             quick = {step.case: step for step in leading if step.fidelity is Fidelity.QUICK}
             if self.progress is not None:
                 self.progress(1 - (1 - SEARCHING) * min(1.0, len(quick) / max(1, self.leading)))

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.config import AUTO
+from hf_helix.doctor.estimate import rings
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.sizes import size_text
+from hf_helix.planning.timing.sizes import Sizes, size_text
 
 CLOSE = 0.05
 """Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
@@ -27,6 +28,8 @@ TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
 
 WIDTH = 116  # columns of lists of layouts
 
@@ -53,6 +56,8 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     peak = cluster.device.peaks[case.dtype] / 1e12
     yield f"{size_text(case.sizes)} on {cluster.name}: {case_text(case)}, {case.length:,} tokens a sequence"
     yield f"  step          {step.seconds:10.3f} s     {step.tokens_per_second:,.0f} tokens/s of {case.tokens:,} tokens"
+    if cluster.nodes > 1:
+        yield f"  network       {_network_text(cluster, case.sizes)}"
     if case.layers_per_stage:
         yield f"  layers        {' '.join(f'{count:g}' for count in case.layers_per_stage)} on the stages"
     causal, full = step.tflops
@@ -91,6 +96,19 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         yield f"  host          {bytes_text(step.host):>13}    of each node, for weights, states and gradients"
     if step.memory.total > budget:
         yield "  It does not fit."
+
+
+def _network_text(cluster: Cluster, sizes: Sizes) -> str:
+    """Returns which axes of a layout have ranks on several nodes, and which stay inside a node."""
+    by_axis = rings(cluster, sizes)
+    used = {name: by_axis["experts" if name == "ep" else name] for name in AXES if getattr(sizes, name) > 1}
+    across = [
+        f"{name} ({ring.within[-1]} neighbouring ranks on a node)" if ring.within[-1] > 1 else name
+        for name, ring in used.items()
+        if ring.crosses
+    ]
+    inside = [name for name, ring in used.items() if not ring.crosses]
+    return f"between nodes: {', '.join(across)}; inside a node: {', '.join(inside) or 'no axis'}"
 
 
 def shards_line(best: Step, shared: Step) -> str:

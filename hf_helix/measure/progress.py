@@ -1,15 +1,20 @@
-"""Progress of long work: a bar on a terminal; where standard error is a file or a pipe, a line for each stage.
+"""Progress of long work: a bar on a terminal; where standard error is a file or a pipe, a line now and then.
 
 In:   the name of the current stage, and its finished share.
-Out:  a bar until all is done, or a line when a stage begins.
+Out:  a bar until all is done, or a line when a stage begins, and then every 15 seconds.
 Must hold: control characters go to terminals only, so that log files stay readable. Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+SECONDS = 15.0
+"""Between two lines of a stage in a file or a pipe."""
 
 Progress = Callable[[float], object]  # called with the finished share of some work, from 0 to 1
 StageProgress = Callable[[str, float], object]
@@ -45,11 +50,13 @@ def progress_bar(is_shown: bool = True) -> Iterator[StageProgress]:
 
             yield move
     else:
-        begun: set[str] = set()
+        said: dict[str, float] = {}  # when a line of the stage was last printed
 
         def tell(stage: str, share: float) -> None:
-            if stage not in begun:
-                begun.add(stage)
-                print(f"hf_helix: {stage} ...", file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if now - said.get(stage, -math.inf) >= SECONDS:
+                done = f" {share:.0%}" if stage in said else ""
+                said[stage] = now
+                print(f"hf_helix: {stage} ...{done}", file=sys.stderr, flush=True)
 
         yield tell

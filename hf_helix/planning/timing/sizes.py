@@ -65,3 +65,8 @@ def size_text(sizes: Sizes) -> str:
     named = {"tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "dp": sizes.dp}
     text = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
     return text + (f" (ep {sizes.ep})" if sizes.ep > 1 else "")
+
+
+def is_named(sizes: Sizes, text: str) -> bool:
+    """Returns whether a text names parallel sizes, with or without spaces: "tp 8 x pp 2", "tp8xpp2"."""
+    return "".join(text.lower().split()) == size_text(sizes).replace(" ", "")

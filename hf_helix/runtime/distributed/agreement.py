@@ -8,8 +8,11 @@ Must hold: ranks never issue mismatched collectives.
 from __future__ import annotations
 
 import hashlib
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +49,7 @@ def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
     global awaited
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(flags)
-    awaited, mark = what, zlib.crc32(what.encode())
+    awaited, mark = what + _script_line(), zlib.crc32(what.encode())
     most = torch.tensor([mark, -mark, *flags, *[0] * (NUM_FLAGS - len(flags))])
     of_ranks = [torch.empty_like(most) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(most, of_ranks, dst=0, group=control_group())  # with a broadcast: fewer turns than an all-reduce
@@ -55,11 +58,20 @@ def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
     dist.broadcast(most, src=0, group=control_group())
     highest, lowest, *shared = most.tolist()
     if highest != -lowest:
-        said = all_gather_object(what)
-        odd = next(rank for rank, text in enumerate(said) if text != said[0])
-        raise RuntimeError(f"{said[0]} on rank 0 while {said[odd]} on rank {odd}: {TOGETHER}")
+        said = all_gather_object((what, awaited))
+        odd = next(rank for rank, (text, _) in enumerate(said) if text != said[0][0])
+        raise RuntimeError(f"{said[0][1]} on rank 0 while {said[odd][1]} on rank {odd}: {TOGETHER}")
     awaited = ""  # after failed communication the text stays, for the error message
     return [bool(flag) for flag in shared[: len(flags)]]
+
+
+def _script_line() -> str:
+    """Returns where the script is, such as " (train.py:31)"; nothing where no file is the script."""
+    frame: FrameType | None = sys._getframe()
+    script = vars(sys.modules["__main__"])
+    while frame is not None and frame.f_globals is not script:
+        frame = frame.f_back
+    return f" ({Path(script['__file__']).name}:{frame.f_lineno})" if frame is not None and "__file__" in script else ""
 
 
 def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:

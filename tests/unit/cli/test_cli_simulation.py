@@ -113,6 +113,20 @@ def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: A
     assert load_config_from_file(str(file)).num_processes == 2
 
 
+def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsys: Any, tmp_path: Path):
+    nodes = {"nodes": 2, "devices_per_node": 1, "network": {"gb_per_s": 0.1, "latency_us": 100}}
+    two, file = cluster_file(tmp_path / "two.yaml", **nodes), tmp_path / "helix.yaml"
+    words = words_of("doctor", two, "--batch_tokens", "8k", "--top", 1)
+    main([*words, "--layout", "PP2", "--write", str(file)])
+    parts = capsys.readouterr().out.partition("As asked:\n")[2]
+    assert parts.startswith("pp 2 on two CPUs")
+    assert "network       between nodes: pp; inside a node: no axis" in parts
+    assert "  pipeline " in parts, "a row below the shown ones is predicted as exactly"
+    assert HelixConfig.from_file(file).pp_size == 2
+    said = refused(capsys, [*words, "--layout", "tp 3"])
+    assert "--layout 'tp 3': there is no such layout of these devices; use one of 'dp 2', " in said
+
+
 def test_a_capacity_of_experts_is_in_the_file(small: Path, one_process: None, capsys: Any, tmp_path: Path):
     model, file = ROOT / "recipes" / "models" / "tiny-mixtral", tmp_path / "helix.yaml"
     options = ["--model", model, "--batch_tokens", "8k", "--expert_capacity_factor", 1.5, "--write", file]

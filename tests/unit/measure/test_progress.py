@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
+import time
 
 import pytest
 
@@ -23,6 +25,20 @@ def test_a_file_gets_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -
     # Other ranks stay silent.
     work(is_shown=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_stage_in_a_file_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(0.0, 4.0)  # seconds, at each call
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    work()
+    lines = [
+        f"hf_helix: {stage} ...{done}\n"
+        for stage in ("measuring operators", "timing plans")
+        for done in ("", " 40%", " 80%")
+    ]
+    assert capsys.readouterr().err == "".join(lines)
 
 
 class Terminal(io.StringIO):
