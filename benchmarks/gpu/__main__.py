@@ -1,6 +1,7 @@
 """The acceptance on a GPU.
 
     python -m benchmarks.gpu                     every piece, in order of value
+    python -m benchmarks.gpu --call 1            those of the first of three calls of at most ten minutes
     python -m benchmarks.gpu parity ranks        some of them
     python -m benchmarks.gpu --dry               on a machine without a GPU: shows that the pieces run
 
@@ -34,6 +35,7 @@ def main() -> int:
         print("torch.cuda.is_available() is False: no GPU is seen here; --dry runs the pieces on the CPU")
         return 2
     chosen = [piece for piece in PIECES if not options.pieces or piece.name in options.pieces]
+    chosen = [piece for piece in chosen if options.call in (None, piece.call)]
     environment = describe()
     print("  ".join(f"{name}: {value}" for name, value in environment.items()), flush=True)
     kind = "gpu-dry" if options.dry else "gpu"
@@ -66,13 +68,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     names = [piece.name for piece in PIECES]
     parser.add_argument("pieces", nargs="*", metavar="piece", help=f"some of {', '.join(names)}; all by default")
+    parser.add_argument("--call", type=int, choices=sorted({piece.call for piece in PIECES}), help="those of one call")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes and gloo in place of NCCL")
     parser.add_argument("--output", type=Path, help="folder for results; benchmarks/results, or runs/gpu when dry")
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--jobs", type=int, default=max(1, min(3, cores // 4)), help="pieces that need not be alone run side by side"
     )
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for all pieces together (1500)")
+    parser.add_argument("--limit", type=float, default=1700.0, help="seconds for all pieces together (1700)")
     options = parser.parse_args()
     unknown = sorted(set(options.pieces) - set(names))
     if unknown:

@@ -101,6 +101,12 @@ CASES = (
     Case("dp2 parameters graphs bf16", {"shard_parameters": True, "plan": "greedy", "cuda_graphs": True}, bf16=True),
     Case("tp2 auto graphs", {"tp_size": 2, "cuda_graphs": True, **MEASURED}),
     Case("pp2 auto", {"pp_size": 2, "schedule": "auto", **MEASURED}),
+    Case("cp2 gemma3", {"cp_size": 2, "plan": "greedy"}, "gemma3"),
+    Case("pp2 phi3", {"pp_size": 2, "plan": "greedy"}, "phi3"),
+    Case("tp2 gpt_oss bf16", {"tp_size": 2, "plan": "greedy"}, "gpt_oss", bf16=True),
+    Case("tp2 deepseek_v3", {"tp_size": 2, "plan": "greedy"}, "deepseek_v3"),
+    Case("ep2 qwen2_moe", {"ep_size": 2, "plan": "greedy"}, "qwen2_moe"),
+    Case("dp2 parameters olmo2", {"shard_parameters": True, "plan": "greedy"}, "olmo2"),
 )
 
 
@@ -200,9 +206,10 @@ def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float]
 
 
 def optimizer_of(engine: Engine) -> Any:
-    """AdamW, which steps this rank's parts of the parameters where the options spread them."""
+    """AdamW in one kernel, as the Trainer's default is, which steps this rank's parts of the parameters where the
+    options spread them."""
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER, fused=True)
     engine.step_shards(optimizer)
     return optimizer
 

@@ -16,6 +16,18 @@ from torch import Tensor
 VOCABULARY = 512
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 EXPERTS = {"num_local_experts": 4}
+MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "topk_group": 1,
+}
 BIASES = {"attention_bias": True, "lm_head_bias": True}
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -29,19 +41,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {"rope_parameters": ROPE}),
     "mixtral": ("Mixtral", EXPERTS),
     "phimoe": ("Phimoe", {**EXPERTS, **BIASES}),
-    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "qwen3_moe": ("Qwen3Moe", MANY_EXPERTS),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3", {}),
+    "olmo2": ("Olmo2", {}),
+    "gpt_oss": ("GptOss", {**EXPERTS, "head_dim": 16, "sliding_window": 24, "attn_implementation": "eager"}),
+    "qwen2_moe": ("Qwen2Moe", {**MANY_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}),
 }
 """By family the start of its class names, and what its configuration needs."""
 
-MIXTURES = ("mixtral", "phimoe", "qwen3_moe")
+MIXTURES = ("mixtral", "phimoe", "qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v3")
 
 
 def tiny(family: str, **changes: Any) -> Any:
     """A model of two layers. All sizes suit the kernels of a GPU: rows of at least 16 bytes, heads of 16 or 32."""
     start, needed = FAMILIES[family]
-    changes = dict(changes)
-    attention = changes.pop("attn_implementation", "sdpa")
     options = {
+        "attn_implementation": "sdpa",
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -53,9 +70,10 @@ def tiny(family: str, **changes: Any) -> Any:
         **needed,
         **changes,
     }
-    config = getattr(transformers, f"{start}Config")(**options, attn_implementation=attention)
+    made = getattr(transformers, f"{start}LMHeadModel" if family == "gpt2" else f"{start}ForCausalLM")
+    config = made.config_class(**options)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{start}LMHeadModel" if family == "gpt2" else f"{start}ForCausalLM")(config)
+    model = made(config)
     with torch.no_grad():  # biases and norms start as constants, which would hide mistakes
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

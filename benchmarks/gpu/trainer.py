@@ -191,12 +191,10 @@ def _train(name: str, case: Case, device: torch.device) -> Trained:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    sizes = _options(case.sizes)
-    with device:
-        model = make_model(sizes)
+    model = model_of(case, device)
     timer = DeviceTimer(device)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(name, model, case, folder, on_gpu)
+        trainer = make_trainer_of(name, model, case, folder, on_gpu)
         trainer.add_callback(timer)
         loss = trainer.train().training_loss
         trainer.accelerator.free_memory()
@@ -206,7 +204,14 @@ def _train(name: str, case: Case, device: torch.device) -> Trained:
     return Trained(list(ran), list(issued), loss, peak, flops)
 
 
-def _trainer(name: str, model: LlamaForCausalLM, case: Case, folder: str, on_gpu: bool) -> Trainer:
+def model_of(case: Case, device: torch.device) -> LlamaForCausalLM:
+    """A case's model, on the device."""
+    with device:
+        return make_model(_options(case.sizes))
+
+
+def make_trainer_of(name: str, model: LlamaForCausalLM, case: Case, folder: str, on_gpu: bool) -> Trainer:
+    """The trainer of a case, `HELIX` or `STOCK` by name."""
     arguments = {"use_cpu": not on_gpu, "bf16": True, **case.arguments}
     return make_trainer(name, model, _options(case.sizes), folder, case.helix, **arguments)
 

@@ -166,7 +166,9 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
     if not shares and p.tp_size == 1:  # such as a single head of keys
         return ValuePlacement(FULL, dim=2, blocks=(p.trace.shape(q)[1],))
     if not shares:
-        raise Underivable("no projection of its attention can be cut by heads; use tp_size=1 with pp_size or shard_parameters")
+        raise Underivable(
+            "no projection of its attention can be cut by heads; use tp_size=1 with pp_size or shard_parameters"
+        )
     kept = heads[:1] if is_shared(p, k) and heads[1].dim is None and heads[2].dim is None else heads
     if any(value.dim != 1 or len(value.blocks) > 1 for value in kept):
         p.demote(frozenset().union(*(value.origins for value in shares)), node)
