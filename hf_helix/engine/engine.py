@@ -116,7 +116,7 @@ class Engine(Diagnostics):
         full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._has_said_link = False
+        self._has_said_link = self._has_said_images = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, mesh, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
@@ -318,7 +318,17 @@ class Engine(Diagnostics):
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
     def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses a step in which some replicas alone have gradients of a tower. Collective."""
+        """Refuses a step in which some replicas alone have gradients of a tower, and says once that the split of layers
+        over stages counts no tower. Collective."""
+        config, towers = self.config, self.family.towers
+        splits = config.pp_size > 1 and config.layers_per_stage is None and not config.image_share
+        if splits and towers is not None and not self._has_said_images and towers.have_images(batches[0]):
+            say(
+                "the batch has images, and the split of layers over pipeline stages counts no tower: use image_share="
+                f"{towers.share_of(batches[0]):.2f}, the part of this batch's tokens that are of images, or the "
+                "layers_per_stage of hf-helix doctor"
+            )
+            self._has_said_images = True
         if self.mesh.dp_size == 1 or not self.family.trains_towers():
             return
         has_images = any(map(self.family.reads_images, batches))
