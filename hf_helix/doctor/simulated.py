@@ -197,7 +197,8 @@ def amounts_of(
     images: int = 0,
 ) -> Amounts:
     """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks, with as many
-    sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
+    sample images as `images` says in all (`Towers.sample`). The model, on the meta
+    device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or replace(kinds_of(model), halved=())

@@ -106,7 +106,8 @@ def count_layers(
         if num_ranks > 1 and layers_per_stage[0] < first_least:
             raise ValueError(
                 f"layers_per_stage={list(layers_per_stage)} has {layers_per_stage[0]} layers on the first stage; it "
-                f"needs {first_least}, behind which features of images are added, such as layers_per_stage={list(counts)}"
+                f"needs {first_least}, behind which features of images are added, such as "
+                f"layers_per_stage={list(counts)}"
             )
         counts = layers_per_stage
     return list(counts)
