@@ -153,8 +153,7 @@ def declare(
     if places is not None:
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])
     elif config.layers_per_stage is not None:
-        ranks, least = layer_ranks(placement, mesh.pipe.size), family.first_least
-        units, modes, counts = cut_layers(units, modes, ranks, config.layers_per_stage, least)
+        units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
     make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
@@ -181,7 +180,7 @@ def declare(
         counts,
         of_slice,
         family.embedding_cost(base, config.image_share),
-        family.first_least if places is None and counts is None else 1,
+        family.first_least,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)

@@ -59,6 +59,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
@@ -318,9 +319,18 @@ class Engine(Diagnostics):
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
     def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses a step in which some replicas alone have gradients of a tower, and says once that the split of layers
-        over stages counts no tower. Collective."""
-        config, towers = self.config, self.family.towers
+        """Refuses a step in which some replicas alone have gradients of a tower, or whose features reach beyond the
+        first stage; says once that the split of layers over stages counts no tower. Collective."""
+        config, towers, layout = self.config, self.family.towers, self.runner.layout
+        if config.pp_size > 1 and any(map(self.family.reads_images, batches)):
+            stages = ([layout.units[unit] for unit in layout.chunks[stage]] for stage in sorted(layout.chunks))
+            wholes = ([n for n in names if layout.graphs[n].forward.repeats and FRONT not in n] for names in stages)
+            first, needed = len(next(filter(None, wholes), [])), self.family.first_least
+            if first < needed:
+                raise ValueError(
+                    f"the first pipeline stage has {first} whole layers, and images add features behind {needed}; use "
+                    f"layers_per_stage with {needed} or more at its start, or a smaller pp_size than {config.pp_size}"
+                )
         splits = config.pp_size > 1 and config.layers_per_stage is None and not config.image_share
         if splits and towers is not None and not self._has_said_images and towers.have_images(batches[0]):
             say(

@@ -188,7 +188,6 @@ def cut_layers(
     modes: Sequence[str],
     ranks: Sequence[int],
     layers_per_stage: Sequence[float],
-    first_least: int = 1,
 ) -> tuple[list[Unit], list[str], list[int]]:
     """Returns the units of a model with every layer that two stages share as two units, the modes of all layers and
     halves, and how many of these each virtual stage has.
@@ -197,12 +196,12 @@ def cut_layers(
         units: of the whole model: the embedding, the layers, the head.
         modes: the recompute mode of every layer.
         ranks: the rank of each virtual stage.
-        layers_per_stage, first_least: see `count_layers`.
+        layers_per_stage: see `count_layers`.
 
     Raises:
         ValueError: too few layers, wrong `layers_per_stage`, or halves of layers that cannot be cut.
     """
-    counts = count_layers(len(units) - 2, ranks, layers_per_stage=layers_per_stage, first_least=first_least)
+    counts = count_layers(len(units) - 2, ranks, layers_per_stage=layers_per_stage)
     cut, ranges = ranges_of(counts)
     return *in_halves(units, modes, cut), list(map(len, ranges))
 

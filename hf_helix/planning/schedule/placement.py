@@ -71,23 +71,20 @@ def count_layers(
         head_cost: the same of the head and the loss, on the last stage.
         layers_per_stage: how many layers each virtual stage gets, instead.
         first_half: the share of a layer's time before the middle; None to keep layers whole.
-        first_least: the fewest layers of the first of several ranks' stages: those that add features of images.
+        first_least: the fewest layers of the first stage, as far as there are so many: those that add features of
+            images.
 
     Raises:
         ValueError: there are no layers, or fewer than virtual stages on several ranks; or `layers_per_stage` is not
-            one count per stage, each a multiple of 0.5 and at least 0.5, that add up to `num_layers`; or the first
-            stage has fewer than `first_least`.
+            one count per stage, each a multiple of 0.5 and at least 0.5, that add up to `num_layers`.
     """
     num_ranks, num_stages = max(ranks) + 1, len(ranks)
     if num_layers < 1:
         raise ValueError(f"the model has {num_layers} layers; it needs at least one")
-    needed = num_stages - 1 + first_least
-    if layers_per_stage is None and num_ranks > 1 and num_layers < needed:
-        why = f" ({first_least} on the first stage, behind which features of images are added)"
+    if layers_per_stage is None and num_ranks > 1 and num_layers < num_stages:
         raise ValueError(
-            f"the model has {num_layers} layers and pp_size={num_ranks} needs at least {needed}"
-            f"{why if first_least > 1 else ''}; the largest pp_size that fits is "
-            f"{max(1, (num_layers + 1 - first_least) * num_ranks // num_stages)}"
+            f"the model has {num_layers} layers and pp_size={num_ranks} needs at least {num_stages}; "
+            f"the largest pp_size that fits is {max(1, num_layers * num_ranks // num_stages)}"
         )
     counts: Sequence[float]
     if num_ranks == 1:  # stages of one rank may be empty, and cost what they cost on any split
@@ -98,17 +95,12 @@ def count_layers(
         extra = [0.0] * num_stages
         extra[0] += embedding_cost
         extra[-1] += head_cost
-        counts = _lightest(num_layers, ranks, extra, min(first_least, num_layers - num_stages + 1))
+        first_least = min(first_least, num_layers - num_stages + 1)
+        counts = _lightest(num_layers, ranks, extra, first_least)
         if first_half is not None and layers_per_stage is None:
             counts = _in_halves(counts, ranks, extra, first_half, first_least)
     if layers_per_stage is not None:
         _check_counts(layers_per_stage, num_layers, counts)
-        if num_ranks > 1 and layers_per_stage[0] < first_least:
-            raise ValueError(
-                f"layers_per_stage={list(layers_per_stage)} has {layers_per_stage[0]} layers on the first stage; it "
-                f"needs {first_least}, behind which features of images are added, such as "
-                f"layers_per_stage={list(counts)}"
-            )
         counts = layers_per_stage
     return list(counts)
 
