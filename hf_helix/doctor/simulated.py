@@ -218,7 +218,8 @@ def amounts_of(
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
-        side = {**window.prepare(), **({IMAGES: kinds.family.towers.sample(images)} if images else {})}
+        towers = kinds.family.towers
+        side = {**window.prepare(), **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
         window = replace(window, prepare=lambda: side)
         handed_on = sum(value.nbytes for value in make_buffers(side))
         dtype = autocast_dtype or base.dtype

@@ -183,7 +183,8 @@ class Towers:
         needed = [
             name for name, each in named.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD
         ]
-        side, patch = getattr(vision, "image_size", IMAGE_SIDE), getattr(vision, "patch_size", None)
+        side: Any = getattr(vision, "image_size", IMAGE_SIDE)
+        patch: Any = getattr(vision, "patch_size", None)
         side, patch = (each[0] if isinstance(each, (list, tuple)) else each for each in (side, patch))
         is_known = {*needed} <= {"pixel_values", "image_sizes", "image_grid_thw"} and patch is not None
         if self.problem or not is_known or "pixel_values" not in named or "pixel_attention_mask" in named:
@@ -192,7 +193,7 @@ class Towers:
         device = self.parameters[0].device
         if "image_grid_thw" in named:
             high = max(1, IMAGE_SIDE // (patch * (merge := getattr(vision, "spatial_merge_size", 2)))) * merge
-            channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+            channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
             width = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
             pixels = torch.empty(count * high * high, width, device=device)
             return Images(
@@ -275,10 +276,10 @@ class Towers:
         """Returns the embeddings, and the features that are added behind the first layers, one after the other. On the
         meta device, where ids have no values, features take the first places."""
         if x.is_meta:
-            found, *deep = (each[: x[..., 0].numel()].to(x.dtype) for each in self.features(images))
-            rest = x.flatten(0, 1)[len(found) :]
+            first, *deep = (each[: x[..., 0].numel()].to(x.dtype) for each in self.features(images))
+            rest = x.flatten(0, 1)[len(first) :]
             return [
-                torch.cat([each, others]).view_as(x) for each, others in [(found, rest), *((d, 0 * rest) for d in deep)]
+                torch.cat([each, others]).view_as(x) for each, others in [(first, rest), *((d, 0 * rest) for d in deep)]
             ]
         mine = images.places[rank * len(x) :][: len(x)]
         length = images.given["input_ids"].shape[1]
