@@ -21,7 +21,7 @@ from pathlib import Path
 import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig, described_options
-from hf_helix.models.census import read_census
+from hf_helix.models.census import instead_of, read_census
 
 DOCS = Path(__file__).parent
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")
@@ -68,13 +68,14 @@ def census() -> str:
     lines = [
         f"**{headline(taken)}.**",
         "",
-        f"| class | {' | '.join(layouts)} | why not |",
-        "|---" * (len(layouts) + 2) + "|",
+        f"| class | {' | '.join(layouts)} | why not | instead |",
+        "|---" * (len(layouts) + 3) + "|",
     ]
     for name, findings in taken.classes.items():
         statuses = [findings[layout].status if layout in findings else "" for layout in layouts]
         reasons = dict.fromkeys(found.reason for found in findings.values() if found.reason)
         cells = [f"`{name}`", *statuses, "<br>".join(_cell(reason) for reason in reasons)]
+        cells.append("<br>".join(_cell(each) for each in dict.fromkeys(map(instead_of, reasons))))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

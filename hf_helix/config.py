@@ -45,6 +45,7 @@ NEEDED = {
     },
     "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
+    "image_share": "a number from 0 to 1, such as 0.3",
     "layers_per_stage": "a list of whole or half numbers, such as [4, 4, 4, 4] or [4.5, 3.5, 4, 4]",
     "expert_capacity_factor": "a number, such as 1.25, or None",
     "offload": "a string, such as offload='optimizer', or None",
@@ -98,6 +99,9 @@ class HelixConfig:
             `1f1b`), in halves: 4.5 ends a stage between attention and MLP of its fifth layer. `hf-helix doctor`
             writes the counts that it predicts to be the fastest. None for whole layers, the work spread as evenly as
             they allow, embedding, head and loss included.
+        image_share: the part of the tokens of a batch that are of images, such as 0.3: the split of layers over stages
+            counts the work of the model's tower for them, on the first stage. 0.0 for batches of text. For
+            layers_per_stage=None.
         spread_vocabulary: give every pipeline rank a slice of the embedding and of the head, by rows of the vocabulary,
             instead of all of both to one rank: that rank is otherwise the busiest, with large vocabularies or few
             layers. For schedule="auto"; `hf-helix doctor` tells what is faster. See docs/layouts.md.
@@ -167,6 +171,7 @@ class HelixConfig:
     memory_gb: float | None = None
     cache: bool = True
     layers_per_stage: tuple[float, ...] | None = None
+    image_share: float = 0.0
     spread_vocabulary: bool = False
     shard_optimizer: bool = False
     shard_parameters: bool = False
@@ -208,6 +213,10 @@ class HelixConfig:
         share, factor = self.tuning_share, self.expert_capacity_factor
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
+        if not 0 <= self.image_share <= 1:
+            raise ValueError(
+                f"image_share={self.image_share} is no part of the tokens; use a number from 0 to 1, such as 0.3"
+            )
         if self.memory_gb is not None and not self.memory_gb > 0:
             raise ValueError(f"memory_gb={self.memory_gb} is no memory of a device; use a number, such as memory_gb=22")
         if factor is not None and not factor >= 1:

@@ -115,6 +115,8 @@ class DoctorCommand(OnCluster):
         lines = [*ranking_lines(ranking, cluster, self.top)]
         lines += help_lines(ranking, lambda: self._what_helps(tokens, (1 + CLOSE) * best.tokens_per_second))
         print("\n".join(lines))
+        for line in self.images_lines(simulated):
+            print(line)
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
         _print_step(chosen, "The best" if chosen is best else "As asked", simulated, cluster)
@@ -196,6 +198,7 @@ class DoctorCommand(OnCluster):
                 state_bytes=self.state_bytes,
                 cuda_graphs=self.cuda_graphs,
                 offload=self.offload if self.offload in OFFLOADS else None,
+                image_share=simulated.image_share(self.sequence_length),
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=leading,
@@ -244,6 +247,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
         "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
         "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
+        "image_share": round(case.image_share, 3) if case.sizes.pp > 1 and not case.layers_per_stage else 0.0,
         "spread_vocabulary": case.spread_vocabulary,
         "recompute": case.recompute if case.recompute != "none" else None,
         "expert_capacity_factor": case.expert_capacity_factor,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_helix.cli.options import Command, argument
-from hf_helix.models.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, read_census
+from hf_helix.models.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
 
 AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
@@ -65,7 +65,8 @@ The census cuts a small model of every causal-LM class of Transformers, with the
 the options in brackets; [text]: on text alone; [classifier]: up to the head), and compares
 losses, every gradient and logits with those of the unsplit model. proven: all
 are equal. refused: such a model cannot be trained cut like this, and says so before it starts. failed: it must not be
-used. `hf-helix check NAME` compares a class or a checkpoint's own configuration here and now.
+used. Behind -> stands what to do instead. `hf-helix check NAME` compares a class or a checkpoint's own configuration
+here and now.
 """
 
 
@@ -123,11 +124,14 @@ def headline(census: Census) -> str:
 
 
 def describe(findings: Findings) -> str:
-    """Returns the findings for a class, layouts of the same finding together: "tp2 pp2 proven; cp2 refused: ..."."""
+    """Returns the findings for a class, layouts of the same finding together, and what to do instead:
+    "tp2 pp2 proven; cp2 refused: ... -> ..."."""
     layouts: dict[str, list[str]] = {}
     for layout, (status, reason) in findings.items():
         layouts.setdefault(f"{status}: {reason}" if reason else status, []).append(layout)
-    return "; ".join(f"{' '.join(names)} {text}" for text, names in layouts.items())
+    found = "; ".join(f"{' '.join(names)} {text}" for text, names in layouts.items())
+    instead = dict.fromkeys(filter(None, (instead_of(reason) for _, reason in findings.values())))
+    return f"{found} -> {'; '.join(instead)}" if instead else found
 
 
 def _wrapped(head: str, text: str) -> str:

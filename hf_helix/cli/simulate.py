@@ -7,7 +7,7 @@ Must hold: nothing is measured, and no process is started.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isinf, prod
 from pathlib import Path
@@ -42,6 +42,11 @@ class OnCluster(Command):
         "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
     )
     sequence_length: int = option(4096, "tokens in a sequence")
+    images_per_row: int | None = option(
+        None,
+        "images in a row, for a model with a tower of images; 1 where its work can be counted. Images are square, of "
+        "the tower's own size, or of 448 pixels",
+    )
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
     expert_capacity_factor: float | None = config_option("expert_capacity_factor")
     dtype: str = option("bf16", "the type of matrix products", choices=("bf16", "fp32"))
@@ -78,11 +83,25 @@ class OnCluster(Command):
                 f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself"
             )
         dtype = TYPES[self.dtype] or torch.float32
-        simulated = SimulatedModel(adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path, cluster)
+        if (images := self.images_per_row) is not None and images < 0:
+            raise ValueError(f"--images_per_row {images}: give 1 or more, or 0 for rows of text")
+        model = adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path
+        simulated = SimulatedModel(model, cluster, images)
+        if images and not simulated.image_tokens:
+            raise ValueError(f"--images_per_row {images}: {simulated.name} has no tower of images; leave it out")
         capacity = self.expert_capacity_factor
         if capacity is not None and simulated.experts == 1:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: {simulated.name} has no experts; leave it out")
         return simulated
+
+    def images_lines(self, simulated: SimulatedModel) -> Iterator[str]:
+        """Yields what is supposed about the images of a row, for a model with a tower."""
+        if simulated.without_images:
+            yield f"Rows have text alone here: {simulated.without_images}."
+        elif share := simulated.image_share(self.sequence_length):
+            count, tokens = simulated.images_per_row, round(share * self.sequence_length)
+            images = "1 image" if count == 1 else f"{count} images"
+            yield f"Every row has {images}, {tokens:,} of its {self.sequence_length:,} tokens (--images_per_row)."
 
     def write_page(self, simulated: SimulatedModel, cluster: Cluster, steps: Mapping[str, Step], table: str) -> None:
         """Writes the page of the fastest of some steps, by name, with their table; FSDP is no step of ours."""
@@ -161,11 +180,12 @@ class SimulateCommand(OnCluster):
         cluster = self.scaled_cluster()
         case = self._case(cluster)
         simulated = self.simulated_model(cluster)
+        case = replace(case, image_share=simulated.image_share(self.sequence_length))
         amounts = simulated.amounts(case)
         rules = RULES if self.plan == ALL else (self.plan,)
         steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
-        print("\n".join(step_lines(shown, cluster)))
+        print("\n".join([*self.images_lines(simulated), *step_lines(shown, cluster)]))
         if len(steps) > 1:
             print(f"\n{_table(steps)}")
         if self.html:

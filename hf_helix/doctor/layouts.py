@@ -107,6 +107,7 @@ class Search:
     state_bytes: float = STATES
     cuda_graphs: str = AUTO
     offload: str | None = None
+    image_share: float = 0.0
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -296,6 +297,7 @@ class Search:
             amounts, loads = self.amounts(case), [0.0] * case.sizes.pp
             for rank, count in zip(case.stage_ranks, usual_counts(amounts, case), strict=True):
                 loads[rank] += count
+            loads[case.stage_ranks[0]] += case.image_share * amounts.model.tower_cost
             loads[case.stage_ranks[-1]] += amounts.model.head_cost
             spread = replace(case, spread_vocabulary=True)
             with contextlib.suppress(ValueError):  # of a head without slices
@@ -333,6 +335,7 @@ class Search:
             state_bytes=self.state_bytes,
             cuda_graphs=self.cuda_graphs,
             offload=self.offload,
+            image_share=self.image_share,
         )
 
     def rival(self, name: str) -> RivalStep | None:

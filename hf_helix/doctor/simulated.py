@@ -18,7 +18,7 @@ from torch import nn
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts, of_slices_alone
 from hf_helix.doctor.amounts.mesh import META, SimulatedMesh, simulated_mesh
-from hf_helix.doctor.amounts.meter import meta_as
+from hf_helix.doctor.amounts.meter import Meter, meta_as
 from hf_helix.doctor.estimate import inter_node_axes
 from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
@@ -29,6 +29,7 @@ from hf_helix.models.family import Family
 from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
+from hf_helix.models.towers import IMAGES
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
@@ -48,11 +49,20 @@ TYPES = {"bf16": torch.bfloat16, "fp32": None}
 
 class SimulatedModel:
     """A model with the amounts of its layouts, each counted once. The model is on the meta device, or a configuration
-    or its path; the cluster decides which axes leave a node, and so the kind of their communication."""
+    or its path; the cluster decides which axes leave a node, and so the kind of their communication. Every row has
+    `images_per_row` images, None for one where the model has a tower whose work can be counted."""
 
-    def __init__(self, model: Any, cluster: Cluster) -> None:
+    def __init__(self, model: Any, cluster: Cluster, images_per_row: int | None = None) -> None:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
         self.cluster = cluster
+        self.without_images, self.image_tokens = "", 0  # why a tower is not counted; the tokens of an image
+        try:
+            self.image_tokens = _image_tokens(base_of(self.model)) if images_per_row != 0 else 0
+        except ValueError as error:
+            if images_per_row:
+                raise
+            self.without_images = str(error)
+        self.images_per_row = (1 if images_per_row is None else images_per_row) if self.image_tokens else 0
         self._amounts: dict[object, Amounts | ValueError] = {}
         self._layouts: dict[object, Layout] = {}
         self._kinds: Kinds | None = None
@@ -73,6 +83,16 @@ class SimulatedModel:
         """Number of experts of a layer; 1 for a dense model."""
         weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
         return max((len(weight) for weight in weights if weight.dim() == 3), default=1)
+
+    def image_share(self, length: int) -> float:
+        """Returns the part of the tokens of a row that are of images. Raises ValueError if they are longer than it."""
+        tokens = self.images_per_row * self.image_tokens
+        if tokens > length:
+            raise ValueError(
+                f"--images_per_row {self.images_per_row}: images of {self.image_tokens:,} tokens in rows of {length:,}"
+                f"; give {length // self.image_tokens} or less, or a longer --sequence_length"
+            )
+        return tokens / length
 
     def amounts(self, case: Case) -> Amounts:
         """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
@@ -107,7 +127,8 @@ class SimulatedModel:
             kinds.family.check(base_of(self.model).config, sizes.tp)
             config, backend = _config_of(case), self.cluster.backend
             with assuming(case.imbalance):
-                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp)
+                images = self.images_per_row * case.batch
+                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp, images)
         except ValueError as error:
             return error
 
@@ -154,7 +175,8 @@ def kinds_of(model: Any) -> Kinds:
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
     flops = token_flops(base)
-    about = Model(type(base).__name__, (), family.head_cost(base), tied, flops.linear, flops.attention_per_length)
+    costs = family.head_cost(base), family.embedding_cost(base, 1.0), family.first_least
+    about = Model(type(base).__name__, (), *costs, tied, flops.linear, flops.attention_per_length)
     kinds = [distinct.index(key) for key in keys]
     halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
     named = {unit.name: unit for unit in whole.model.values() if unit.graphs.forward.repeats}
@@ -172,9 +194,11 @@ def amounts_of(
     backend: str = "nccl",
     kinds: Kinds | None = None,
     dp_size: int = 1,
+    images: int = 0,
 ) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks. The model, on the
-    meta device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks, with as many
+    sample images as `images` says in all (`Towers.sample`). The model, on the meta
+    device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     simulated = _mesh_of(config, backend, dp_size)
     kinds = kinds or replace(kinds_of(model), halved=())
@@ -194,7 +218,9 @@ def amounts_of(
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
-        side = window.prepare()
+        towers = kinds.family.towers
+        side = {**window.prepare(), **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
+        window = replace(window, prepare=lambda: side)
         handed_on = sum(value.nbytes for value in make_buffers(side))
         dtype = autocast_dtype or base.dtype
         of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
@@ -205,6 +231,22 @@ def amounts_of(
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
+
+
+def _image_tokens(base: Any) -> int:
+    """Returns the tokens of a sample image in the text; 0 for a model without a tower. Raises ValueError if the work of
+    the tower cannot be counted."""
+    towers = family_of(base).towers
+    if towers is None:
+        return 0
+    try:
+        with torch.no_grad(), Meter():
+            return len(towers.features(towers.sample(1))[0])
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"the tower of {type(base).__name__} is not counted: its code reads values of images ({reason})"
+        ) from error
 
 
 def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:

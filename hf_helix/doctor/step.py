@@ -75,6 +75,7 @@ class Case:
     cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
     offload: str | None = None  # as in `HelixConfig`
     spread_vocabulary: bool = False  # as in `HelixConfig`
+    image_share: float = 0.0  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:
@@ -184,7 +185,16 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:
     """Returns the layers of each stage in a run without `layers_per_stage`."""
     head_cost = 0.0 if case.spread_vocabulary else amounts.model.head_cost
-    return tuple(count_layers(amounts.model.layers, case.layer_ranks, head_cost=head_cost))
+    tower_cost = case.image_share * amounts.model.tower_cost
+    return tuple(
+        count_layers(
+            amounts.model.layers,
+            case.layer_ranks,
+            embedding_cost=tower_cost,
+            head_cost=head_cost,
+            first_least=amounts.model.first_least,
+        )
+    )
 
 
 def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, ...]:
@@ -200,9 +210,10 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
     counts = count_layers(
         model.layers,
         case.layer_ranks,
-        embedding_cost=0.0 if case.spread_vocabulary else seconds[names[0]] / layer,
+        embedding_cost=seconds[model.units[0]] / layer if case.image_share or not case.spread_vocabulary else 0.0,
         head_cost=0.0 if case.spread_vocabulary else seconds[names[-1]] / layer,
         first_half=front / (front + rear) if front else None,
+        first_least=model.first_least,
     )
     return tuple(counts)
 
@@ -367,8 +378,9 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
 
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
-    capacity) or takes gradients."""
+    capacity, or images) or takes gradients."""
     reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
+    reads |= case.image_share > 0
     return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not case.offload
 
 
@@ -391,4 +403,12 @@ def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
     """Returns the floating-point operations of a device in a step, see `Step.model_flops`."""
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     causal, full = (model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0))
-    return causal * tokens, full * tokens
+    of_images = (
+        kernel.flops
+        for (unit, _), counted in amounts.operators.items()
+        if unit == model.units[0]
+        for kernel in counted.kernels
+    )
+    shared = case.sizes.tp * case.sizes.cp * case.sizes.pp  # by ranks with the same images
+    towers = sum(of_images) * case.microbatches / shared
+    return causal * tokens + towers, full * tokens + towers

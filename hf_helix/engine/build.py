@@ -179,6 +179,8 @@ def declare(
         family.head_cost(base),
         counts,
         of_slice,
+        family.embedding_cost(base, config.image_share),
+        family.first_least,
     )
     layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)

@@ -59,6 +59,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
@@ -116,7 +117,7 @@ class Engine(Diagnostics):
         full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._has_said_link = False
+        self._has_said_link = self._has_said_images = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, mesh, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
@@ -318,7 +319,26 @@ class Engine(Diagnostics):
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
     def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses a step in which some replicas alone have gradients of a tower. Collective."""
+        """Refuses a step in which some replicas alone have gradients of a tower, or whose features reach beyond the
+        first stage; says once that the split of layers over stages counts no tower. Collective."""
+        config, towers, layout = self.config, self.family.towers, self.runner.layout
+        if config.pp_size > 1 and any(map(self.family.reads_images, batches)):
+            stages = ([layout.units[unit] for unit in layout.chunks[stage]] for stage in sorted(layout.chunks))
+            wholes = ([n for n in names if layout.graphs[n].forward.repeats and FRONT not in n] for names in stages)
+            first, needed = len(next(filter(None, wholes), [])), self.family.first_least
+            if first < needed:
+                raise ValueError(
+                    f"the first pipeline stage has {first} whole layers, and images add features behind {needed}; use "
+                    f"layers_per_stage with {needed} or more at its start, or a smaller pp_size than {config.pp_size}"
+                )
+        splits = config.pp_size > 1 and config.layers_per_stage is None and not config.image_share
+        if splits and towers is not None and not self._has_said_images and towers.have_images(batches[0]):
+            say(
+                "the batch has images, and the split of layers over pipeline stages counts no tower: use image_share="
+                f"{towers.share_of(batches[0]):.2f}, the part of this batch's tokens that are of images, or the "
+                "layers_per_stage of hf-helix doctor"
+            )
+            self._has_said_images = True
         if self.mesh.dp_size == 1 or not self.family.trains_towers():
             return
         has_images = any(map(self.family.reads_images, batches))

@@ -19,7 +19,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions, build_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
-from hf_helix.models.causal_lm import build_causal_lm
+from hf_helix.models.causal_lm import build_language_model
 from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
@@ -31,7 +31,7 @@ def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
     if isinstance(model_config, (str, PathLike)):
         model_config = AutoConfig.from_pretrained(model_config)
     with torch.device("meta"):
-        return build_causal_lm(model_config, dtype=dtype).train()
+        return build_language_model(model_config, dtype=dtype).train()
 
 
 def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -11,7 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -105,6 +110,19 @@ def build_causal_lm(config: Any, **options: Any) -> Any:
         name, advice = type(config).__name__, _advice(type(config))
         raise ValueError(f"Transformers has no causal language model for {name}: {advice}{part}")
     return AutoModelForCausalLM.from_config(config, **options)
+
+
+def build_language_model(config: Any, **options: Any) -> Any:
+    """Returns the model that a configuration names: with towers of images, or else its causal language model.
+
+    Raises:
+        ValueError: Transformers has neither for the configuration.
+    """
+    named = (getattr(config, "architectures", None) or ("",))[0]
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (not is_causal or named in text_classes()):
+        return AutoModelForImageTextToText.from_config(config, **options)
+    return build_causal_lm(config, **options)
 
 
 def text_part(model: Any) -> str:

@@ -9,6 +9,7 @@ named in the file; with other versions, nothing is proven.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -25,6 +26,32 @@ TEXT = "[text]"
 
 CLASSIFIER = "[classifier]"
 """What the name of a sequence classifier ends with: its decoder is proven, its head is the model's own code above."""
+
+
+INSTEAD = {
+    r"requires the .* library|No module named": "install the package that is named, then hf-helix check FOLDER",
+    r"pixel_values|image_embeds|flattened_patches|'state'|input_features|encoder_outputs|inputs_embeds": "the stock "
+    "Trainer: the model does not train without its other inputs",
+    r"the unsplit model does not train": "hf-helix check FOLDER with a real configuration: the sizes of the small one "
+    "may be at fault",
+    r"^cp_size=": "tp_size or pp_size, with cp_size=1; for long rows tp_size with recompute='full'",
+    r"^ep_size is given": "ep_size=1: the class has no experts on the layers that are cut",
+    r"the experts .* cannot be spread": "tp_size or pp_size, with ep_size=1",
+    r"train its text part by itself": "the text part as a causal language model, as the message says",
+    r"code that would never run": "the class without the replaced method, or the stock Trainer",
+    r"heads|cut values|cut again|several values|laid out by tokens|tensor of constants": "pp_size where it is "
+    "proven; else the stock Trainer, or a family that you declare: docs/adding_a_model.md",
+    r"decoder layers|without its layers|every layer|cannot trace it|has no operator|loss of its own|not built|"
+    r"not followed|something else for rows|mixes tokens|get_input_embeddings|has no attribute": "the stock Trainer, or "
+    "another class, proven here",
+    r"^different ": "the stock Trainer: the cut model computes other results",
+}
+"""What a user does instead, by a pattern in the reason of a finding; the first that is found counts."""
+
+
+def instead_of(reason: str) -> str:
+    """Returns what a user does where a class is refused, or failed, for a reason; "" for an unknown reason."""
+    return next((instead for pattern, instead in INSTEAD.items() if re.search(pattern, reason)), "")
 
 
 class Finding(NamedTuple):

@@ -25,6 +25,7 @@ from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, form_of
 from hf_helix.models.causal_lm import has_towers, text_part
 from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.attention import causal_masks
 from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
 from hf_helix.models.graph.builder import Builder
@@ -115,8 +116,8 @@ class DerivedFamily(Family):
             self._windows = {mask.sliding_window for mask in masks}
             self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
-            self._towers = Towers(base, self.calls) if has_towers(base) else None
-            self.unread = {**documents, **({} if self._towers is None else REFUSED)}
+            self.towers = Towers(base, self.calls) if has_towers(base) else None
+            self.unread = {**documents, **({} if self.towers is None else REFUSED)}
 
     def _calls_of(self, base: Any) -> LayerCalls:
         """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
@@ -195,8 +196,8 @@ class DerivedFamily(Family):
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         x = Lowering(plan, b, model, {}).run()
-        if self._towers is not None and all(opaque.kind != TOWERS for opaque in plan.trace.opaque_calls):
-            self._towers.leave_idle(b)
+        if self.towers is not None and all(opaque.kind != TOWERS for opaque in plan.trace.opaque_calls):
+            self.towers.leave_idle(b)
         has_handed = self._kind(0, 1, 0).handed is not None
         handed = (b.indices(HANDED, _nothing, side=("ids",)),) if has_handed else ()
         features = (FEATURES,) if self._has_features else ()
@@ -219,8 +220,12 @@ class DerivedFamily(Family):
     @property
     def _has_features(self) -> bool:
         """Whether layers pass on features of images that are added behind the first layers."""
-        towers = None if self._ends_at_decoder else self._towers
+        towers = None if self._ends_at_decoder else self.towers
         return towers is not None and towers.are_deep and not towers.problem
+
+    @property
+    def first_least(self) -> int:
+        return max(1, self.towers.deep_layers) if self.towers is not None and self._has_features else 1
 
     def _last(self, b: Builder, x: str) -> str:
         """Returns the output of the last layer, behind which no features are left."""
@@ -339,8 +344,8 @@ class DerivedFamily(Family):
             inner, outer = (module.get_submodule(path) for path in (decoder.path, decoder.path.rpartition(".")[0]))
             with self.calls.decoder.masks(outer), self.calls.decoder.masks(inner):
                 called = inner if self._ends_at_decoder else module
-                if self._towers is not None and called is not inner:
-                    self._towers.trace(opaque_calls, inner, module.get_input_embeddings())
+                if self.towers is not None and called is not inner:
+                    self.towers.trace(opaque_calls, inner, module.get_input_embeddings())
                 result = called(input_ids=ids, position_ids=given[0], use_cache=False)
                 return (result[0] if self._ends_at_decoder else result.logits), None
 
@@ -419,8 +424,8 @@ class DerivedFamily(Family):
             mask = batch.get("attention_mask")
             is_hiding = mask is not None and mask.dim() == 2 and form_of(batch).is_masked
             side[SEEN] = cut.take(batch["attention_mask"], 1).t() if is_hiding else None
-        if self._towers is not None:
-            tensors, of_images = self._towers.side_inputs(batch, cut)
+        if self.towers is not None:
+            tensors, of_images = self.towers.side_inputs(batch, cut)
             side |= of_images | (tensors if cut.cp_size == 1 else self._taken(tensors, batch["input_ids"], cut))
         if not self._has_experts:
             return side
@@ -429,8 +434,8 @@ class DerivedFamily(Family):
 
     def check_batch(self, batch: Mapping[str, Any]) -> None:
         super().check_batch(batch)
-        if self._towers is not None:
-            self._towers.check_batch(batch)
+        if self.towers is not None:
+            self.towers.check_batch(batch)
 
     def loss_adds_up(self, model: Any) -> bool:
         # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
@@ -438,10 +443,15 @@ class DerivedFamily(Family):
         return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
 
     def reads_images(self, batch: Mapping[str, Any]) -> bool:
-        return self._towers is not None and self._towers.have_images(batch)
+        return self.towers is not None and self.towers.have_images(batch)
 
     def trains_towers(self) -> bool:
-        return self._towers is not None and self._towers.are_trained
+        return self.towers is not None and self.towers.are_trained
+
+    def embedding_cost(self, model: Any, image_share: float) -> float:
+        if self.towers is None or not image_share:
+            return 0.0
+        return image_share * self.towers.work / sum(matrix_sizes(self.calls.decoder.layers[0]).values())
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         counted = None if self.calls.count is None else self.calls.count(ids, mask)

@@ -24,6 +24,7 @@ from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
+from hf_helix.models.towers import Towers
 from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS, MASKED
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit
@@ -42,6 +43,7 @@ class Family(ABC):
         needs_proof: whether a model of the family is compared with the unsplit model before its first training, see
             `hf_helix.engine.proof.first_use`.
         is_recurrent: whether layers mix tokens by a recurrence or a convolution.
+        towers: of images beside the language model; None for a model without them.
         unread: entries of a batch that the cut model would not read; for each, what it is for, and what to do instead.
         traced: where the operators come from the model's own code, patched forwards included: the forward of each
             module at the time of the trace, by the module's id.
@@ -51,6 +53,7 @@ class Family(ABC):
     packs_by_positions: bool = True
     needs_proof: bool = False
     is_recurrent: bool = False
+    towers: Towers | None = None
     unread: Mapping[str, str] = MappingProxyType({})
     traced: Mapping[int, Any] = MappingProxyType({})
 
@@ -250,6 +253,16 @@ class Family(ABC):
         layer, head = next(iter(self.layers(model))), model.get_output_embeddings()
         matrices = sum(matrix_sizes(layer).values())
         return 0.0 if head is None else float(head.weight.numel() / matrices)
+
+    @property
+    def first_least(self) -> int:
+        """The fewest layers of the first pipeline stage of the latest units, see `count_layers`."""
+        return 1
+
+    def embedding_cost(self, model: Any, image_share: float) -> float:
+        """Returns the work of a tower relative to a layer's work, by the sizes of the matrices; `image_share` is the
+        part of the tokens that are of images."""
+        return 0.0
 
     def side_inputs(
         self,

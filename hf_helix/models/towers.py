@@ -63,6 +63,10 @@ class Images:
     padded: int
 
 
+IMAGE_SIDE = 448
+"""Pixels of the side of a sample image, where the tower takes any size."""
+
+
 class Towers:
     """The towers of a model.
 
@@ -75,6 +79,7 @@ class Towers:
         modules: the modules that hold them.
         problem: why images cannot be read; "" where they can.
         are_deep: whether features are added behind the first layers, too.
+        deep_layers: how many layers these are, where the configuration tells; else 0.
     """
 
     def __init__(self, base: Any, calls: LayerCalls) -> None:
@@ -91,6 +96,8 @@ class Towers:
         self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *REFUSED)]
         further = [name for name in _parameters_of(decoder.module) if name not in _DECODER]
         self.are_deep, self._adds = any("deepstack" in name for name in further), False
+        vision = getattr(base.config, "vision_config", None)
+        self.deep_layers = len(getattr(vision, "deepstack_visual_indexes", None) or ()) if self.are_deep else 0
         refused = further and not self.are_deep
         self.problem = f"its decoder takes {' and '.join(further)} of them beside its embeddings" if refused else ""
 
@@ -154,6 +161,60 @@ class Towers:
         found = self._calls.tensors(ids, positions)  # some layers get no positions then
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}, side
 
+    # -- cost ------------------------------------------------------------------------------------------------------
+
+    @property
+    def work(self) -> float:
+        """The elements of matrices that patches of images meet for each of their tokens in the text; a third for towers
+        that are not trained, which run forward alone."""
+        tables = {module.weight for module in self.modules if isinstance(module, nn.Embedding)}
+        sizes = [size for module in self.modules for p, size in _own_matrices(module).items() if p not in tables]
+        return sum(sizes) * _patches_per_token(self._base.config) / (1 if self.are_trained else 3)
+
+    def sample(self, count: int) -> Images:
+        """Returns square images, without places: pixels on the device of the model, sizes on the host. They have the
+        side that the tower takes, or `IMAGE_SIDE`.
+
+        Raises:
+            ValueError: the model reads images in another form.
+        """
+        named = inspect.signature(getattr(self._outer, "get_image_features", lambda: None)).parameters
+        vision = getattr(self._base.config, "vision_config", None)
+        needed = [
+            name for name, each in named.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+        ]
+        side: Any = getattr(vision, "image_size", IMAGE_SIDE)
+        patch: Any = getattr(vision, "patch_size", None)
+        side, patch = (each[0] if isinstance(each, (list, tuple)) else each for each in (side, patch))
+        is_known = {*needed} <= {"pixel_values", "image_sizes", "image_grid_thw"} and patch is not None
+        if self.problem or not is_known or "pixel_values" not in named or "pixel_attention_mask" in named:
+            why = self.problem or f"its code reads {', '.join(needed) or 'none'} for images, or their values"
+            raise ValueError(f"the tower of {type(self._base).__name__} is not counted: {why}")
+        device = self.parameters[0].device
+        if "image_grid_thw" in named:
+            high = max(1, IMAGE_SIDE // (patch * (merge := getattr(vision, "spatial_merge_size", 2)))) * merge
+            channels: Any = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+            width = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
+            pixels = torch.empty(count * high * high, width, device=device)
+            return Images(
+                {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, high, high]] * count)}, pixels, 0
+            )
+        pixels = torch.empty(count, 3, side, side, device=device)
+        sizes = {"image_sizes": torch.tensor([[side, side]] * count)} if "image_sizes" in needed else {}
+        return Images({"pixel_values": pixels, **sizes}, pixels, 0)
+
+    def share_of(self, batch: Mapping[str, Any]) -> float:
+        """Returns the part of the tokens of a batch that are of images. Waits for the device."""
+        config = self._base.config
+        return float((batch["input_ids"] == getattr(config, "image_token_id", None)).float().mean())
+
+    def features(self, images: Images) -> list[Tensor]:
+        """Returns the features of images [tokens of images, hidden]: those among the embeddings, and those of each
+        layer behind which more are added."""
+        found = self._outer.get_image_features(**images.given)
+        each = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return [torch.cat([leaf.flatten(0, -2) for leaf in tree_leaves(value)]) for value in each]
+
     # -- the operator ----------------------------------------------------------------------------------------------
 
     def trace(self, opaque_calls: OpaqueCalls, decoder: Any, table: Any) -> None:
@@ -212,7 +273,14 @@ class Towers:
         b.place(self.parameters, COPIED)
 
     def _merge(self, x: Tensor, images: Images, rank: int) -> list[Tensor]:
-        """Returns the embeddings, and the features that are added behind the first layers, one after the other."""
+        """Returns the embeddings, and the features that are added behind the first layers, one after the other. On the
+        meta device, where ids have no values, features take the first places."""
+        if x.is_meta:
+            first, *deep = (each[: x[..., 0].numel()].to(x.dtype) for each in self.features(images))
+            rest = x.flatten(0, 1)[len(first) :]
+            return [
+                torch.cat([each, others]).view_as(x) for each, others in [(first, rest), *((d, 0 * rest) for d in deep)]
+            ]
         mine = images.places[rank * len(x) :][: len(x)]
         length = images.given["input_ids"].shape[1]
         whole = x.new_zeros(images.padded, *x.shape[1:]).index_copy(0, mine, x)
@@ -328,6 +396,24 @@ def _is_read_by_towers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_read_by_towers, value))
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _own_matrices(module: nn.Module) -> dict[Tensor, int]:
+    return {p: p.numel() for p in module.parameters(recurse=False) if p.dim() > 1}
+
+
+def _patches_per_token(config: Any) -> float:
+    """Returns the patches of an image for each of its tokens in the text, by the names that configurations have."""
+    vision = config.vision_config
+
+    def value(name: str) -> Any:
+        return getattr(config, name, None) or getattr(vision, name, None)
+
+    for name, power in (("spatial_merge_size", 2), ("scale_factor", 2), ("downsample_ratio", -2)):
+        if value(name):
+            return float(value(name)) ** power
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    return float((vision.image_size // vision.patch_size) ** 2 / tokens) if tokens else 1.0
 
 
 def _drops(module: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.models.causal_lm import has_towers
 from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
 
@@ -58,16 +59,19 @@ class TokenFlops:
 def token_flops(model: Any) -> TokenFlops:
     """Returns the work of a token in a decoder model, before the model is cut: 6 per weight that a token meets, 4 per
     frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture. The
-    states of recurrent layers are not counted, since their work is small beside that of their projections."""
+    states of recurrent layers are not counted, since their work is small beside that of their projections, nor is the
+    work of towers, which depends on the images of a batch."""
     config = model.config.get_text_config()
     experts = {weight for module in model.modules() if is_experts(module) for weight in module.parameters()}
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
     unused = tables.union(*(module.parameters() for module in kept))
-    sizes = matrix_sizes(model)
+    sizes = matrix_sizes(model.get_decoder() if has_towers(model) else model)
+    if (head := model.get_output_embeddings()) is not None:
+        sizes |= matrix_sizes(head)
     weights = sizes.keys() - unused
     linear = 0.0
-    for weight in weights | ({head.weight} if (head := model.get_output_embeddings()) is not None else set()):
+    for weight in weights | ({head.weight} if head is not None else set()):
         share = config.num_experts_per_tok / len(weight) if weight in experts else 1.0
         linear += sizes[weight] * share * (6.0 if weight.requires_grad else 4.0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

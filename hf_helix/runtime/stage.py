@@ -134,6 +134,8 @@ def place_units(
     head_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
     of_slice: Callable[[int], MakeBuffers] | None = None,
+    embedding_cost: float = 0.0,
+    first_least: int = 1,
 ) -> Stage:
     """Returns the stage of a rank: the embedding goes with the first layers, the head with the last.
 
@@ -143,7 +145,7 @@ def place_units(
         pipe: the ranks of the pipeline; by default a single rank.
         make_buffers: allocates the buffers for receives from other ranks.
         placement: `fold`, `linear` or `spread`, see `hf_helix.planning.schedule.placement`.
-        head_cost, layers_per_stage: see `split_layers`.
+        head_cost, layers_per_stage, embedding_cost, first_least: see `split_layers`.
         of_slice: from a slice of the head to the buffers of what it hands on.
 
     Raises:
@@ -151,9 +153,13 @@ def place_units(
     """
     ranks, folded = stage_ranks(placement, pipe.size), layer_ranks(placement, pipe.size)
     ends_of_slices = len(ranks) - len(folded)  # of the embedding and of the head, beside one of each
-    head_cost = 0.0 if ends_of_slices else head_cost
     ranges = split_layers(
-        len(units) - 2 - ends_of_slices, folded, head_cost=head_cost, layers_per_stage=layers_per_stage
+        len(units) - 2 - ends_of_slices,
+        folded,
+        embedding_cost=embedding_cost,
+        head_cost=0.0 if ends_of_slices else head_cost,
+        layers_per_stage=layers_per_stage,
+        first_least=first_least,
     )
     transfers = transfer_graphs(units[ends_of_slices // 2].graphs.forward.passing, ends_of_slices > 0)
     names, chunks = place_names([unit.name for unit in units], ranks, ranges)

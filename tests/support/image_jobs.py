@@ -229,3 +229,9 @@ def follow(folder: str, kind: str, helix: dict[str, Any] | None, **options: Any)
     trainer.save_model(folder)
     names = ("loss", "grad_norm", "eval_loss")
     return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+
+
+def layers(folder: str, kind: str, helix: dict[str, Any]) -> int:
+    """Returns the number of layers of this rank."""
+    stage = trainer_of(folder, kind, helix).helix.runner.stage
+    return sum(unit.graphs.forward.repeats for unit in stage.units.values())

@@ -102,6 +102,8 @@ class Model:
     name: str
     units: Sequence[str]  # the names of its units in forward order: the embedding, the layers, the head
     head_cost: float  # the work of head and loss relative to a layer
+    tower_cost: float  # the work of a tower relative to a layer, if all tokens are of images
+    first_least: int  # the fewest layers of the first pipeline stage
     tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
     flops_per_token: float
     attention_flops: float  # floating-point operations of attention per pair of tokens

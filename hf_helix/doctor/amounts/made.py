@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,9 @@ class _Shape:
 _UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
 """Operators that write to `out` and raise on the meta device: the first in torch 2.11, the second up to 2.13."""
 
+_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+"""Operators that take indices of the host on the meta device."""
+
 _made: dict[object, _Shape | Sequence[_Shape | None] | None] = {}
 """Shapes of results by operator and arguments; None where the shapes do not suffice to make the result again."""
 
@@ -40,6 +44,7 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return kwargs["out"]
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
     if key is None:
+        args, kwargs = _with_sizes(function, args, kwargs)
         return function(*args, **kwargs)
     shapes = _made.get(key)
     if shapes is not None:
@@ -48,6 +53,18 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if key not in _made:
         _made[key] = _shapes_of(result, args, kwargs)
     return result
+
+
+def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns arguments of which some are tensors of the host, as sizes of images are: they stay there, since code asks
+    for their values, and beside tensors of the meta device they count as such."""
+    on_meta = {tensor.is_meta for tensor in tensors_in((args, kwargs))}
+    if on_meta == {False} and function.overloadpacket is torch.ops.aten._to_copy:
+        return args, {**kwargs, "device": "cpu"}
+    if on_meta != {True, False} or function.overloadpacket in _INDEXING:
+        return args, kwargs
+    given: tuple[Any, Any] = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    return given
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -206,9 +206,11 @@ def made_masks(module: nn.Module) -> Iterator[None]:
     """Returns the context in which mask functions return a tensor to the code of a module, never None."""
 
     def making(home: str, name: str) -> Callable[..., Any]:
-        function, option = vars(sys.modules[home])[name], "allow_is_causal_skip"
-        is_optional = option in inspect.signature(function).parameters
-        return functools.partial(_made, function, {option: False} if is_optional else {})
+        function = vars(sys.modules[home])[name]
+        skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+        return functools.partial(
+            _made, function, dict.fromkeys({*skips} & {*inspect.signature(function).parameters}, False)
+        )
 
     kind: Any = type(module)
     with replaced((vars(sys.modules[home]), {name: making(home, name)}) for home, name in _mask_functions(kind)):

@@ -58,6 +58,7 @@ def count_layers(
     head_cost: float = 0.0,
     layers_per_stage: Sequence[float] | None = None,
     first_half: float | None = None,
+    first_least: int = 1,
 ) -> list[float]:
     """Returns how many layers each virtual stage gets: the heaviest rank as light as can be, then the stages of every
     rank even. With `first_half`, layers are cut in the middle where the heaviest rank gets lighter by `WORTH_A_CUT`.
@@ -70,6 +71,8 @@ def count_layers(
         head_cost: the same of the head and the loss, on the last stage.
         layers_per_stage: how many layers each virtual stage gets, instead.
         first_half: the share of a layer's time before the middle; None to keep layers whole.
+        first_least: the fewest layers of the first stage, as far as there are so many: those that add features of
+            images.
 
     Raises:
         ValueError: there are no layers, or fewer than virtual stages on several ranks; or `layers_per_stage` is not
@@ -92,9 +95,10 @@ def count_layers(
         extra = [0.0] * num_stages
         extra[0] += embedding_cost
         extra[-1] += head_cost
-        counts = _lightest(num_layers, ranks, extra)
+        first_least = min(first_least, num_layers - num_stages + 1)
+        counts = _lightest(num_layers, ranks, extra, first_least)
         if first_half is not None and layers_per_stage is None:
-            counts = _in_halves(counts, ranks, extra, first_half)
+            counts = _in_halves(counts, ranks, extra, first_half, first_least)
     if layers_per_stage is not None:
         _check_counts(layers_per_stage, num_layers, counts)
         counts = layers_per_stage
@@ -114,23 +118,24 @@ def ranges_of(counts: Sequence[float]) -> tuple[list[int], list[range]]:
     return cut, [range(first, last) for first, last in pairwise(units)]
 
 
-def _lightest(num_layers: int, ranks: Sequence[int], extra: Sequence[float]) -> list[int]:
+def _lightest(num_layers: int, ranks: Sequence[int], extra: Sequence[float], first_least: int) -> list[int]:
     """How many layers each stage gets, without cuts of layers.
 
     Layers are alike, so only the counts of the ranks matter to their loads, and giving each layer to the rank that is
     lightest is optimal; the same goes for the stages of a rank.
     """
     held = [stages_of_rank(rank, ranks) for rank in range(max(ranks) + 1)]
-    of_ranks = _filled(num_layers, [len(stages) for stages in held], [sum(extra[s] for s in stages) for stages in held])
+    least = [[1 if stage else first_least for stage in stages] for stages in held]
+    of_ranks = _filled(num_layers, list(map(sum, least)), [sum(extra[s] for s in stages) for stages in held])
     counts = [0] * len(ranks)
-    for stages, total in zip(held, of_ranks, strict=True):
-        for stage, count in zip(stages, _filled(total, [1] * len(stages), [extra[s] for s in stages]), strict=True):
+    for stages, total, fewest in zip(held, of_ranks, least, strict=True):
+        for stage, count in zip(stages, _filled(total, fewest, [extra[s] for s in stages]), strict=True):
             counts[stage] = count
     return counts
 
 
 def _in_halves(
-    whole: Sequence[int], ranks: Sequence[int], extra: Sequence[float], first_half: float
+    whole: Sequence[int], ranks: Sequence[int], extra: Sequence[float], first_half: float, first_least: int
 ) -> Sequence[float]:
     """Returns counts in halves of layers if they make the heaviest rank lighter, else the whole counts.
 
@@ -161,7 +166,7 @@ def _in_halves(
             for before, (heaviest, cuts, squares, path) in known.items():
                 for after in choices(rank, halves):
                     spans = [(before[0], after[0]), (after[1], before[1])][: len(stages)]
-                    if any(end <= begin for begin, end in spans):
+                    if any(end <= begin for begin, end in spans) or (rank == 0 and after[0] < first_least):
                         continue
                     loads = [cost(end) - cost(begin) + extra[s] for s, (begin, end) in zip(stages, spans, strict=True)]
                     cuts_here = cuts + sum(end % 1 > 0 for end in after)

@@ -86,6 +86,26 @@ def test_ranks_without_images(cluster_of: Any, tmp_path: Path) -> None:
         assert "with 2 data-parallel ranks, some have images in a step and others have none" in str(message)
 
 
+@pytest.mark.slow
+def test_layers_make_room_for_a_tower(cluster_of: Any, tmp_path: Path) -> None:
+    """With `image_share`, the rank of the tower has fewer layers, the first stage those with features of images."""
+    compare(cluster_of, tmp_path, "Qwen3VL", {"pp_size": 2, "image_share": 0.5})
+    options = {"folder": str(tmp_path), "kind": "Qwen3VL"}
+    even, uneven = (
+        cluster_of(2).run("support.image_jobs:layers", helix={"pp_size": 2, "image_share": share}, **options)
+        for share in (0.0, 0.5)
+    )
+    assert sum(even) == sum(uneven) == 8
+    assert uneven[0] < even[0]
+
+
+def test_too_few_layers_for_features(cluster_of: Any, tmp_path: Path) -> None:
+    """Refused on every rank before the first window; text alone trains."""
+    options = {"folder": str(tmp_path), "kind": "Qwen3VL", "helix": {"pp_size": 2, "layers_per_stage": [1, 3, 2, 2]}}
+    for message in cluster_of(2).errors("support.image_jobs:follow", **options):
+        assert "the first pipeline stage has 1 whole layers, and images add features behind 2" in str(message)
+
+
 def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
     """Its features have no gradient, so autograd saves no activation of it."""
     trainer = trainer_of(str(tmp_path), "Llava", {}, frozen=True, training={"max_steps": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ from hf_helix.cli.main import main
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (
     FAILED,
+    INSTEAD,
     PROVEN,
     REFUSED,
     Census,
     Finding,
     format_census,
     installed_versions,
+    instead_of,
     read_census,
 )
 
@@ -69,6 +72,16 @@ def test_the_command_prints_the_classes_of_a_name(shipped: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "Gemma2ForCausalLM" in out
     assert "LlamaForCausalLM" not in out
+
+
+def test_every_reason_has_what_to_do_instead() -> None:
+    """And every way is of some reason, so none is left over."""
+    reasons = {result.reason for findings in read_census().classes.values() for result in findings.values()} - {""}
+    without = [reason for reason in reasons if not instead_of(reason)]
+    assert not without
+    firsts = {next(pattern for pattern in INSTEAD if re.search(pattern, reason)) for reason in reasons}
+    assert set(INSTEAD) - firsts <= {"^different "}, "a way for a reason that no class has"
+    assert not instead_of("a reason that nobody has")
 
 
 def test_the_shipped_census_is_of_classes_that_are_there() -> None:
