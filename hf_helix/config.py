@@ -31,7 +31,8 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
-OFFLOADS = ("optimizer",)
+OPTIMIZER, PARAMETERS = "optimizer", "parameters"
+OFFLOADS = (OPTIMIZER, PARAMETERS)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
@@ -117,6 +118,9 @@ class HelixConfig:
             cores step them. The device keeps weights in the type of the products (bf16 with bf16=True) and, within a
             step, gradients; these are copied down beside the backward pass, new weights up beside the next forward
             pass. For optimizers that treat every element by itself. See docs/memory.md.
+            `parameters`: besides, all weights, frozen ones included. A layer's weights are copied up before it runs,
+            forward and backward, concurrently with the computation of the two units before, and dropped after it, as
+            with `shard_parameters`; both together share the copies among the data-parallel ranks.
             None for nothing.
         recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
@@ -257,6 +261,11 @@ class HelixConfig:
                 f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
                 "and a graph copies them where they lay; use cuda_graphs=False"
             )
+        if self.streams_weights and self.shard_optimizer:
+            raise ValueError(
+                "offload='parameters' with shard_optimizer=True: no device keeps the weights that it would gather after "
+                "a step; use shard_parameters=True, or shard_optimizer=False"
+            )
         if not self.shard_parameters:
             return
         if self.shard_optimizer:
@@ -286,6 +295,11 @@ class HelixConfig:
     def ranks_per_batch(self) -> int:
         """How many ranks work on the same batch."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host."""
+        return self.offload == PARAMETERS
 
     @property
     def zero_stage(self) -> int:

@@ -149,8 +149,8 @@ def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Even
 
 
 def issue_copy(streams: Streams, host: HostShard, label: str) -> None:
-    """Issues the copy of a shard on the host to the device, unless the device has it."""
-    if not host.is_copied:
+    """Issues the copy of a shard on the host to the device, unless the device has it or every use copies it."""
+    if host.copy is not None and not host.is_copied:
         host.copied = streams.issue(Kind.UP, host.refresh(), (), label)
 
 

@@ -12,7 +12,7 @@ of backward. Casts of weights to the type of matrix products live as long as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.backward import GraphPair
-from hf_helix.planning.graph.operator import Graph, Operator, Part
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 
 COST = 8.0  # of gathering a unit in the types of its parameters, in norms: a rough value until measured
 LEAST_COST = 0.1
@@ -37,6 +37,12 @@ UNITS_AHEAD = 2
 number keeps the full weights of more units at the same time; docs/data_parallelism.md gives the gain."""
 
 
+class StreamedFlatParameter(FlatParameter):
+    """A flat parameter whose shards lie on the hosts; every use copies them to the devices (`offload="parameters"`)."""
+
+    keeps_copy = False
+
+
 class GatherWeights(Communication):
     """The all-gather of a flat parameter. Forward and recomputation are the same; backward does nothing."""
 
@@ -44,21 +50,48 @@ class GatherWeights(Communication):
         self.flat = flat
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        buffer, gather = self.flat.prepare_gather()
+        buffer, gather = self.flat.prepare_gather(*inputs)
         return (buffer,), gather
 
 
+class CopyWeights(Communication):
+    """The copy of a rank's shard from its host: of a single rank, all that a gather does."""
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self.flat = flat
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+        host = self.flat.host
+        assert host is not None
+        copy = torch.empty_like(host.crossing, device=self.flat.device)
+        return (copy,), lambda: host.up(copy)
+
+
 def apply_zero3(
-    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None
+    units: Sequence[Unit],
+    shard_axes: ShardAxes,
+    autocast_dtype: torch.dtype | None,
+    host_link: HostLink | None = None,
+    streamed: bool = False,
 ) -> list[Unit]:
     """Returns the units with operators to gather their weights; every parameter with several replicas is in a flat
-    parameter. `host_link`: see `make_flat_parameters`."""
+    parameter.
+
+    Args:
+        units: of the whole model, in forward order.
+        shard_axes: see `ShardAxes`.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        host_link: see `make_flat_parameters`.
+        streamed: whether operators copy the weights from the host first (`offload="parameters"`); every parameter is
+            in a flat parameter then.
+    """
 
     def axes(placement: Placement) -> ReplicaAxes | None:
         found = shard_axes(placement)
-        return found if found is not None and found.gather.size > 1 else None
+        return found if found is not None and (streamed or found.gather.size > 1) else None
 
-    by_unit = make_flat_parameters(units, axes, autocast_dtype, FlatParameter, host_link)
+    kind = StreamedFlatParameter if streamed else FlatParameter
+    by_unit = make_flat_parameters(units, axes, autocast_dtype, kind, host_link)
     last = len(units) - 1
     return [_gathering(unit, by_unit[index], keeps=index == last) for index, unit in enumerate(units)]
 
@@ -70,28 +103,48 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
     read = [_reading(op, unit.operators[op.forward_name], by_parameter) for op in unit.graphs.forward.operators]
     again = {value for op in read for value in _read_in_backward(op)}
     total = sum(_bytes(flat, None) for flat in flats)
-    gathers = [
-        Operator(
+    gathers: list[Operator] = []
+    operators: dict[str, TensorOperator] = {}
+    for flat in flats:
+        if not any(flat.name in op.weights for op in read):
+            continue
+        is_copied, is_gathered = not flat.keeps_copy, flat.keeps_copy or flat.gather_axis.size > 1
+        copied = (f"{flat.name}.up" if is_gathered else flat.name,) if is_copied else ()
+        gather = Operator(
             name=flat.name,
             kind=flat.gather_axis.kind,
-            reads=(),
+            reads=copied,
             writes=(flat.name,),
             non_differentiable=(flat.name,),
             recomputed=flat.name in again and not keeps,
             ahead=UNITS_AHEAD,
             relative_cost=max(LEAST_COST, round(COST * _bytes(flat, flat.cast_to) / total, 1)),
         )
-        for flat in flats
-        if any(flat.name in op.weights for op in read)
-    ]
+        for name in copied:  # a unit earlier than its gather: other collectives queue behind a gather that waits
+            early = gather.ahead + is_gathered
+            operators[name] = CopyWeights(flat)
+            gathers.append(
+                replace(
+                    gather,
+                    name=name,
+                    kind=Kind.UP,
+                    forward_name=name,
+                    reads=(),
+                    writes=copied,
+                    non_differentiable=copied,
+                    ahead=early,
+                )
+            )
+        if is_gathered:
+            operators[flat.name] = GatherWeights(flat)
+            gathers.append(gather)
     if not gathers:
         return unit
     forward: Graph = replace(unit.graphs.forward, operators=(*gathers, *read))
-    tensor_operators: Mapping[str, TensorOperator] = {flat.name: GatherWeights(flat) for flat in flats}
     return replace(
         unit,
         graphs=GraphPair.of(forward),
-        operators={**tensor_operators, **unit.operators},
+        operators={**operators, **unit.operators},
         flat_parameters={name: flat for flat in flats for name in (flat.name, f"r.{flat.name}")},
     )
 

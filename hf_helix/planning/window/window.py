@@ -143,7 +143,7 @@ class Pattern:
         names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
         ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
             and for a prefetched operator the writers of the inputs of the unit listed with it.
-        prefetch_readers: of each prefetched instruction, the readers of its values.
+        prefetch_readers: of each prefetched instruction, the readers of its values, or of what is gathered from these.
         is_awaited: whether a barrier waits for the instruction: collectives, unless prefetched.
     """
 
@@ -212,6 +212,8 @@ class Pattern:
         for index, each in enumerate(self.instructions) if found else ():
             for key in each.weights:
                 found[self._writers[key]].append(index)
+        for index in found:  # those that gather what others have copied
+            found |= {self._writers[key]: found[index] for key in self.instructions[index].reads}
         return found
 
     @cached_property
