@@ -263,8 +263,8 @@ class HelixConfig:
             )
         if self.streams_weights and self.shard_optimizer:
             raise ValueError(
-                "offload='parameters' with shard_optimizer=True: no device keeps the weights that it would gather after "
-                "a step; use shard_parameters=True, or shard_optimizer=False"
+                "offload='parameters' with shard_optimizer=True: no device keeps weights to gather new ones into; "
+                "use shard_parameters=True, or shard_optimizer=False"
             )
         if not self.shard_parameters:
             return

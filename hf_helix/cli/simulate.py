@@ -190,12 +190,10 @@ class SimulateCommand(OnCluster):
             raise ValueError(
                 f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}"
             )
-        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
+        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters", "offload")}
         HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses both at once
         names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
-        case = {
-            name: getattr(self, name) for name in [*names, "cuda_graphs", "offload", "spread_vocabulary"]
-        } | sharding
+        case = {name: getattr(self, name) for name in [*names, "cuda_graphs", "spread_vocabulary"]} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)

@@ -366,7 +366,8 @@ class Search:
         fitting case with smaller micro-batches. Under "auto" the case of a named schedule follows if the schedule saves
         recomputation; the case of another placement, with more waiting, only if nothing fits on the fold. Raises
         ValueError if the model cannot be cut to these sizes, or does not fit."""
-        shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
+        whole = case.shard_parameters or case.streams_weights
+        shards = (True, False) if case.sizes.spread() and not whole else (False,)
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         fitting: list[Case] = []
         least = math.inf

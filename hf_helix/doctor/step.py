@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, PARAMETERS
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
@@ -96,6 +96,11 @@ class Case:
         return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host."""
+        return self.offload == PARAMETERS
+
+    @property
     def spread_weights(self) -> dict[str, int]:
         """Number of ranks by axis over which weights are sharded."""
         return self.sizes.spread() if self.shard_parameters else {}
@@ -110,8 +115,8 @@ class Case:
         """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        copy_bytes = ELEMENT[self.dtype] if self.offload else 0
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, copy_bytes)
+        copied = bool(self.offload), ELEMENT[self.dtype] if self.offload and not self.streams_weights else 0
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, *copied)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class Step:
     memory: Memory  # memory of the rank with the largest total
     # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
-    gathers: float = 0.0  # seconds of weight gathers in `loads`
+    gathers: float = 0.0  # seconds of weight gathers in `loads`, and of copies from the host
     waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`
     # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
     # type
@@ -341,7 +346,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    if case.offload and case.spread_weights:  # before the window
+    if case.sharing.copy_bytes and case.spread_weights:  # before the window
         casts += max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     return Step(

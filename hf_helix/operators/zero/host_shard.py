@@ -55,9 +55,10 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     Args:
         shape: of the tensor.
         dtype: of the memory.
-        device: at the other end of the copies; pinned memory for a GPU.
+        device: at the other end of the copies: pinned memory for a GPU, none for the meta device.
     """
-    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    home = device if device.type == "meta" else torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=home, pin_memory=device.type == "cuda")
 
 
 @dataclass
@@ -121,7 +122,7 @@ class HostShard:
     ) -> None:
         self.copy, self.link = copy, link
         self.crossing = host_memory((length,), copied_as, device)
-        self.shard = self.crossing if dtype is copied_as else torch.empty(length, dtype=dtype)
+        self.shard = self.crossing if dtype is copied_as else torch.empty_like(self.crossing, dtype=dtype)
         self.shard.zero_()
         self._cast_at, self._copied_at = -1, -1  # versions of the shard
 
