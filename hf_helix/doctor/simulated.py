@@ -81,8 +81,8 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
-        if case.streams_weights:
+        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        if case.streams_weights:  # the copies from the host change as well
             cut = *cut, tuple(spread.values())
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:

@@ -125,7 +125,7 @@ class Step:
 
     case: Case
     window: float  # seconds of forward and backward of all micro-batches, including `waits` and `casts`
-    sums: float  # seconds of gradient reduction after the window
+    sums: float  # seconds of gradient reduction after the window, and of copies to the host that no update hides
     optimizer: float
     loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
     # seconds of communication without concurrent computation, by kind, on the busiest rank; of transfers between
@@ -346,21 +346,24 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    if case.sharing.copy_bytes and case.spread_weights:  # before the window
-        casts += max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
+    optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
+    if case.offload:  # copies of a slice run beside updates of others; of each unit, there is one at least
+        hiding = optimizer * (1 - 1 / len(names))
+    if case.sharing.copy_bytes and case.spread_weights:  # before the window
+        casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
     return Step(
         case,
-        casts + max(window.seconds, issuing),
-        window.reductions,
-        _optimizer_seconds(case, cluster, stepped, of_node),
+        casts + max(window.seconds - min(waits, hiding), issuing),
+        window.reductions - min(window.copies, hiding),
+        optimizer,
         loads,
         {kind: seconds for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
         count * sum(seconds for op, seconds in operators if op.ahead),
-        window.waits,
+        max(0.0, waits - hiding),
         casts,
         issuing,
         replayed,

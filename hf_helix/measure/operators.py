@@ -395,8 +395,6 @@ def measure_profile(
     with runner.precision.weights.kept():  # as in a window, in which weights are cast once
         profile = _measure(runner, window, about or {}, pairs, progress)
     forget_gradients(runner)
-    for flat in runner.stage.flat_parameters:
-        flat.reshard()  # gathered for operators that ran outside a window
     return profile
 
 
@@ -419,6 +417,8 @@ def _measure(
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
+    for flat in runner.stage.flat_parameters:
+        flat.reshard()  # gathered for operators that ran outside a window
     memory: dict[Name, OperatorMemory] = {}
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
         for mine_of in all_gather_object(operator_memory(runner, window[0])):

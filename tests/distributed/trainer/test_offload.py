@@ -38,7 +38,7 @@ OPTIMIZER, PARAMETERS = OFFLOADS
 BF16 = {"bf16": True}
 TIED = {"model": {"tie_word_embeddings": True}}
 TUNED = {"plan": "auto", "tuning_share": 1.0, "cache": False}
-LORA = {"lora": {}}
+FROZEN = {"freeze": ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]}
 
 
 def options_of(
@@ -87,8 +87,8 @@ def cases() -> list[Any]:
         ("pp2", OPTIMIZER, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
         ("pp2", PARAMETERS, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
         *(("tp2", kind, {"helix": {"recompute": "full"}, "training": BF16, **TIED}) for kind in OFFLOADS),
-        ("tp2", PARAMETERS, {"training": BF16, **LORA}),
-        ("shard_parameters", PARAMETERS, {**LORA}),
+        ("tp2", PARAMETERS, {"training": BF16, **FROZEN}),
+        ("shard_parameters", PARAMETERS, FROZEN),
         ("pp2", PARAMETERS, {"helix": {"plan": "sequential", "schedule": "1f1b"}}),
     ]
     slow = [
@@ -142,7 +142,7 @@ def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_
         ("tp2", PARAMETERS, "tp2", None, True),
         pytest.param("pp2", OPTIMIZER, "pp2", PARAMETERS, True, marks=SLOW),
         pytest.param("pp2", PARAMETERS, "tp2", PARAMETERS, False, marks=SLOW),
-        pytest.param("shard_parameters", PARAMETERS, "pp2", PARAMETERS, False, marks=SLOW),
+        pytest.param("shard_parameters", PARAMETERS, "dp2", PARAMETERS, False, marks=SLOW),
     ],
 )
 def test_a_run_goes_on_with_it_and_without_it(
