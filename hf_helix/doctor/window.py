@@ -179,7 +179,8 @@ class WindowClock:
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
         if self.fidelity is Fidelity.QUICK:
-            return WindowTime(*self.extrapolated(self._seconds))
+            seconds, reductions, copies = self.extrapolated(self._seconds)
+            return WindowTime(seconds, reductions, copies)
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         if self.fidelity.is_whole:
             parts = drawn or self._parts(self.planned, self._microbatches)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.meter import Transfer
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
@@ -119,7 +120,7 @@ def simulated_mesh(
         None,
         replica_axes=shard_axes(COPIES),
         expert_replica_axes=shard_axes(EXPERT_COPIES),
-        host_link=HostLink(copy) if streams_weights else None,
+        host_link=HostLink(PARAMETERS, copy) if streams_weights else None,
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
     return SimulatedMesh(mesh, log)

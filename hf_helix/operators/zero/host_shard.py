@@ -28,10 +28,12 @@ class HostLink:
     """The link between the memory of the host and a device, which carries both directions at once.
 
     Args:
+        holds: what the host holds, see `HelixConfig.offload`.
         carry: of an emulated link whose speed copies keep to; None for no emulation.
     """
 
-    def __init__(self, carry: Carry | None = None) -> None:
+    def __init__(self, holds: str, carry: Carry | None = None) -> None:
+        self.holds = holds
         self._carry = carry
 
     def up(self, to: Tensor, source: Tensor) -> None:

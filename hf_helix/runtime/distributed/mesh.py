@@ -131,7 +131,7 @@ class Mesh:
             replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
-        host_link: the link to optimizer states on the host (`offload`); None where the device has them.
+        host_link: the link to what the host holds (`offload`); None where the device holds everything.
     """
 
     sizes: dict[str, int]
@@ -171,7 +171,7 @@ class Mesh:
             link=link,
             replica_axes=linked_axes[self.replica_axes],
             expert_replica_axes=linked_axes[self.expert_replica_axes],
-            host_link=self.host_link and HostLink(EmulatedLink(link.speed).carry),
+            host_link=self.host_link and HostLink(self.host_link.holds, EmulatedLink(link.speed).carry),
         )
 
     def share_random_state(self) -> None:
@@ -385,7 +385,7 @@ def _new_mesh(
 
 
 def _host_link(offload: str | None) -> HostLink | None:
-    return HostLink() if offload else None
+    return HostLink(offload) if offload else None
 
 
 def _stepped_whole(group: dist.ProcessGroup | None) -> ReplicaAxes:
