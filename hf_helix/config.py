@@ -35,6 +35,7 @@ OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 OFFLOADS = (OPTIMIZER, PARAMETERS)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = "offload"  # as "full", with what layers keep on the host
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
@@ -126,6 +127,7 @@ class HelixConfig:
             `none`: nothing;
             `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
             `full`: of a layer's activations, only its input is kept;
+            `offload`: as `full`, and between its forward and its backward pass that input lies on the host;
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step concurrently with the
             attention to keys that have arrived, or `all_gather`, all at once.
@@ -226,10 +228,16 @@ class HelixConfig:
                 f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
                 f"{nearest(str(self.cp_method), CP_METHODS)}"
             )
-        if self.recompute not in (None, *RECOMPUTE):
+        modes = (*RECOMPUTE, OFFLOAD)
+        if self.recompute not in (None, *modes):
             raise ValueError(
-                f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
-                f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
+                f"recompute={self.recompute!r} is unknown; use one of {', '.join(modes)}"
+                f"{nearest(str(self.recompute), modes)}, or None to follow gradient_checkpointing"
+            )
+        if self.recompute == OFFLOAD and self.cuda_graphs is True:
+            raise ValueError(
+                "recompute='offload' with cuda_graphs=True: layers' inputs lie elsewhere on the host in every window, "
+                "and a graph copies them where they lay; use cuda_graphs=False"
             )
         if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AUTO, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
+from hf_helix.config import AUTO, OFFLOAD, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -146,7 +146,7 @@ class SimulateCommand(OnCluster):
     batch_size: int = option(1, "sequences in a micro-batch")
     microbatches: int = option(16, "micro-batches of a step, on each data-parallel rank")
     plan: str = option("greedy", "the rule that makes the plan, or all beside each other", choices=(ALL, *RULES))
-    recompute: str = config_option("recompute", default="none", choices=RECOMPUTE)
+    recompute: str = config_option("recompute", default="none", choices=(*RECOMPUTE, OFFLOAD))
     shard_optimizer: bool = config_option("shard_optimizer")
     shard_parameters: bool = config_option("shard_parameters")
     offload: str | None = config_option("offload", choices=OFFLOADS)

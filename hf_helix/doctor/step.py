@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO, PARAMETERS
+from hf_helix.config import AUTO, OFFLOAD, PARAMETERS
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
@@ -362,7 +362,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
-        count * sum(seconds for op, seconds in operators if op.ahead),
+        count * sum(seconds for op, seconds in operators if op.ahead and not (op.reads and op.kind is Kind.UP)),
         max(0.0, waits - hiding),
         casts,
         issuing,
@@ -375,9 +375,10 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
 
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
-    capacity) or takes gradients."""
+    capacity) or takes gradients or activations."""
+    on_host = case.offload or case.recompute == OFFLOAD
     reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
-    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not case.offload
+    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
 
 
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:

@@ -154,7 +154,7 @@ def declare(
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
-    units = recompute_units(units, modes)
+    units = recompute_units(units, modes, mesh.host_link)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
     make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
     if config.spread_vocabulary:

@@ -123,7 +123,7 @@ class BoundInstruction:
             self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
             self.lane = operator.lane(op.part)
         self.keeps = not (op.recomputed and op.part is Part.F)
-        self.sends = op.sends
+        self.sends = op.sends or op.kind is Kind.DOWN
         flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
         self.returns = _flat_parameters_of(self.frees, units)
@@ -384,7 +384,7 @@ class Executor:
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))
-        if self._sent and op.kind is Kind.PIPELINE:  # at the begin or the end of a slot
+        if self._sent and op.kind in (Kind.PIPELINE, Kind.DOWN):  # at the begin or the end of a slot, or once a layer
             self._release()
         inputs = list(map(values.__getitem__, step.reads))
         # The event is not popped: a later computation that reads the same value must wait for it as well.
@@ -410,7 +410,7 @@ class Executor:
         self.streams.wait(event)
 
     def _release(self) -> None:
-        """Frees the tensors received by other ranks. A late receiver does not keep alive the tensors for others."""
+        """Frees the tensors received by other ranks or by the host. A late one does not keep alive those for others."""
         for _ in range(len(self._sent)):
             event, value = self._sent.popleft()
             if self.streams.is_over(event):

@@ -101,7 +101,7 @@ def simulated_mesh(
         return ReplicaAxes(axis(name, size, "dp", *["cp"] * (cp > 1)), axis(name, size, "dp"))
 
     def copy(sent: int, received: int, move: TransferFn) -> None:
-        log.append(Transfer(HOST, "up", received))
+        log.append(Transfer(HOST, "up" if received else "down", sent + received))
 
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
@@ -120,7 +120,7 @@ def simulated_mesh(
         None,
         replica_axes=shard_axes(COPIES),
         expert_replica_axes=shard_axes(EXPERT_COPIES),
-        host_link=HostLink(PARAMETERS, copy) if streams_weights else None,
+        host_link=HostLink(PARAMETERS if streams_weights else None, copy),
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
     return SimulatedMesh(mesh, log)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_helix.operators.base import TransferFn
+from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
+from hf_helix.planning.graph.operator import Part
 
 Carry = Callable[[int, int, TransferFn], object]
 """Runs a transfer at the speed of an emulated link: bytes that leave the device, bytes that reach it, the transfer."""
@@ -28,11 +29,11 @@ class HostLink:
     """The link between the memory of the host and a device, which carries both directions at once.
 
     Args:
-        holds: what the host holds, see `HelixConfig.offload`.
+        holds: what the host holds, see `HelixConfig.offload`; None for nothing between windows.
         carry: of an emulated link whose speed copies keep to; None for no emulation.
     """
 
-    def __init__(self, holds: str, carry: Carry | None = None) -> None:
+    def __init__(self, holds: str | None, carry: Carry | None = None) -> None:
         self.holds = holds
         self._carry = carry
 
@@ -51,6 +52,22 @@ class HostLink:
             self._carry(sent, received, lambda: to.copy_(source))
 
 
+class KeptOnHost(Communication):
+    """A value that lies on the host between forward and backward: F copies it down, R up."""
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+        (value,) = inputs
+        if part is Part.F:
+            self._device = value.device
+            on_host = host_memory(value.shape, value.dtype, value.device)
+            return (on_host,), lambda: self._link.down(on_host, value)
+        copy = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        return (copy,), lambda: self._link.up(copy, value)
+
+
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns memory on the host for copies to or from a device.
 
@@ -59,8 +76,9 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
         dtype: of the memory.
         device: at the other end of the copies: pinned memory for a GPU, none for the meta device.
     """
-    home = device if device.type == "meta" else torch.device("cpu")
-    return torch.empty(shape, dtype=dtype, device=home, pin_memory=device.type == "cuda")
+    if device.type == "meta":
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 @dataclass
@@ -124,7 +142,8 @@ class HostShard:
     ) -> None:
         self.copy, self.link = copy, link
         self.crossing = host_memory((length,), copied_as, device)
-        self.shard = self.crossing if dtype is copied_as else torch.empty_like(self.crossing, dtype=dtype)
+        of_device = torch.device("meta" if device.type == "meta" else "cpu")
+        self.shard = self.crossing if dtype is copied_as else torch.empty(length, dtype=dtype, device=of_device)
         self.shard.zero_()
         self._cast_at, self._copied_at = -1, -1  # versions of the shard
 

@@ -63,7 +63,7 @@ class CopyWeights(Communication):
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         host = self.flat.host
         assert host is not None
-        copy = torch.empty_like(host.crossing, device=self.flat.device)
+        copy = torch.empty(host.crossing.shape, dtype=host.crossing.dtype, device=self.flat.device)
         return (copy,), lambda: host.up(copy)
 
 
@@ -103,50 +103,40 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
     read = [_reading(op, unit.operators[op.forward_name], by_parameter) for op in unit.graphs.forward.operators]
     again = {value for op in read for value in _read_in_backward(op)}
     total = sum(_bytes(flat, None) for flat in flats)
-    gathers: list[Operator] = []
-    operators: dict[str, TensorOperator] = {}
-    for flat in flats:
-        if not any(flat.name in op.weights for op in read):
-            continue
-        is_copied, is_gathered = not flat.keeps_copy, flat.keeps_copy or flat.gather_axis.size > 1
-        copied = (f"{flat.name}.up" if is_gathered else flat.name,) if is_copied else ()
+    operators: dict[Operator, TensorOperator] = {}
+    for flat in (each for each in flats if any(each.name in op.weights for op in read)):
         gather = Operator(
             name=flat.name,
             kind=flat.gather_axis.kind,
-            reads=copied,
+            reads=(),
             writes=(flat.name,),
             non_differentiable=(flat.name,),
             recomputed=flat.name in again and not keeps,
             ahead=UNITS_AHEAD,
             relative_cost=max(LEAST_COST, round(COST * _bytes(flat, flat.cast_to) / total, 1)),
         )
-        for name in copied:  # a unit earlier than its gather: other collectives queue behind a gather that waits
-            early = gather.ahead + is_gathered
-            operators[name] = CopyWeights(flat)
-            gathers.append(
-                replace(
-                    gather,
-                    name=name,
-                    kind=Kind.UP,
-                    forward_name=name,
-                    reads=(),
-                    writes=copied,
-                    non_differentiable=copied,
-                    ahead=early,
-                )
-            )
-        if is_gathered:
-            operators[flat.name] = GatherWeights(flat)
-            gathers.append(gather)
-    if not gathers:
+        operators |= _bringing(flat, gather)
+    if not operators:
         return unit
-    forward: Graph = replace(unit.graphs.forward, operators=(*gathers, *read))
+    forward: Graph = replace(unit.graphs.forward, operators=(*operators, *read))
     return replace(
         unit,
         graphs=GraphPair.of(forward),
-        operators={**operators, **unit.operators},
+        operators={**{op.name: operator for op, operator in operators.items()}, **unit.operators},
         flat_parameters={name: flat for flat in flats for name in (flat.name, f"r.{flat.name}")},
     )
+
+
+def _bringing(flat: FlatParameter, gather: Operator) -> dict[Operator, TensorOperator]:
+    """Returns the operators of a graph that bring weights from other ranks, from the host, or from both."""
+    if flat.keeps_copy:
+        return {gather: GatherWeights(flat)}
+    if flat.gather_axis.size == 1:
+        return {replace(gather, kind=Kind.UP): CopyWeights(flat)}
+    name, own = f"{flat.name}.up", (f"{flat.name}.up",)
+    copy = replace(gather, name=name, forward_name=name, kind=Kind.UP, writes=own, non_differentiable=own)
+    # A unit earlier than the gather: other collectives would queue behind a gather that waits.
+    return {replace(copy, ahead=gather.ahead + 1): CopyWeights(flat), replace(gather, reads=own): GatherWeights(flat)}
 
 
 def _reading(op: Operator, operator: TensorOperator, by_parameter: Mapping[Tensor, str]) -> Operator:

@@ -210,10 +210,12 @@ class Pattern:
     def _prefetch_readers(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {index: [] for index, op in enumerate(self.operators) if op.ahead}
         for index, each in enumerate(self.instructions) if found else ():
-            for key in each.weights:
-                found[self._writers[key]].append(index)
+            for key in (*each.weights, *each.reads):
+                if index not in found and self._writers.get(key) in found:
+                    found[self._writers[key]].append(index)
         for index in found:  # those that gather what others have copied
-            found |= {self._writers[key]: found[index] for key in self.instructions[index].reads}
+            read = (self._writers[key] for key in self.instructions[index].reads)
+            found |= {each: found[index] for each in read if each in found}
         return found
 
     @cached_property

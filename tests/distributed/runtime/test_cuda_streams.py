@@ -51,6 +51,7 @@ VARIANTS: dict[str, Case] = {
     "bf16": {"autocast_dtype": BF16},
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
+    "offload": {"recompute": "offload"},
 }
 QUICK: dict[str, Case] = {
     "tp sequential": {"tp_size": 2, "plan": "sequential"},
@@ -88,6 +89,13 @@ QUICK: dict[str, Case] = {
         **LAYOUTS["streamed, sharded parameters"],
         "autocast_dtype": BF16,
         "recompute": "full",
+    },
+    "inputs of layers on the host": {"tp_size": 2, "recompute": "offload"},
+    "inputs of layers on the host, in a pipeline": {
+        **PIPELINES["1f1b rank 0"],
+        "recompute": "offload",
+        "autocast_dtype": BF16,
+        "plan": "sequential",
     },
     "streamed weights in a pipeline": {**PIPELINES["folded_1f1b rank 0"], "offload": "parameters"},
     "ep of mixtral": {**LAYOUTS["ep"], "family": "mixtral", "autocast_dtype": BF16},

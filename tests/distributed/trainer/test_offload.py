@@ -87,6 +87,7 @@ def cases() -> list[Any]:
         ("pp2", OPTIMIZER, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
         ("pp2", PARAMETERS, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
         *(("tp2", kind, {"helix": {"recompute": "full"}, "training": BF16, **TIED}) for kind in OFFLOADS),
+        *((layout, PARAMETERS, {"helix": {"recompute": "offload"}, "training": BF16}) for layout in ("pp2", "tp2 pp2")),
         ("tp2", PARAMETERS, {"training": BF16, **FROZEN}),
         ("shard_parameters", PARAMETERS, FROZEN),
         ("pp2", PARAMETERS, {"helix": {"plan": "sequential", "schedule": "1f1b"}}),
@@ -177,6 +178,29 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
         assert buffers["weights.products"].dtype == torch.bfloat16
         assert all(flat.buffer.data_ptr() != flat.shard.data_ptr() for flat in zero1_flat_parameters(flats))
     assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("pp2", {"training": BF16}),
+        pytest.param("tp2", {"helix": {"plan": "sequential"}}, marks=SLOW),
+        pytest.param("pp2", {"helix": {"plan": "round_robin", "schedule": "1f1b"}}, marks=SLOW),
+        pytest.param("pp2", {"helix": {"plan": "dhelix", "schedule": "dualpipe_v"}}, marks=SLOW),
+        pytest.param("shard_parameters", {"training": BF16}, marks=SLOW),
+        pytest.param("ep2", {}, marks=SLOW),
+        pytest.param("tp2", {"helix": TUNED}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_inputs_of_layers_on_the_host_have_the_bits_of_those_on_the_device(
+    layout: str, options: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    """`recompute="offload"` and "full"."""
+    for mode in ("full", "offload"):
+        helix = {**options.get("helix", {}), "recompute": mode}
+        cluster_of(2).run(JOB, folder=str(tmp_path / mode), **options_of(layout, None, **{**options, "helix": helix}))
+    assert_same(tmp_path / "offload", tmp_path / "full")
 
 
 def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:
