@@ -330,6 +330,20 @@ def test_weights_on_the_host_leave_room_and_are_copied_for_every_use():
     assert waiting.seconds > waiting.loads[Kind.UP]
 
 
+def test_inputs_of_layers_on_the_host_leave_room():
+    """All but those of a few layers at work; copied down and up once for every layer and micro-batch."""
+    paper = paper_of(num_hidden_layers=12)
+    full, away = (
+        simulate_step(paper.amounts(case), case, CLUSTER)
+        for case in (Case(Sizes(), 1, LENGTH, 8, ONE_STRAND, recompute=mode) for mode in ("full", "offload"))
+    )
+    kept = 4 * 64 * LENGTH  # bytes of an input, in fp32
+    assert 8 * kept < full.memory.activations - away.memory.activations < 12 * kept
+    assert full.memory.copies == away.memory.copies
+    for kind in (Kind.UP, Kind.DOWN):
+        assert away.loads[kind] * CLUSTER.host.bandwidth == pytest.approx(8 * 12 * kept)
+
+
 def test_smaller_states_leave_room():
     paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
     usual, small = (
