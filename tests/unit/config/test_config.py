@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
         ({"offload": "parameters", "cuda_graphs": True}, "use cuda_graphs=False"),
         (
             {"recompute": "offload", "cuda_graphs": True},
-            "^recompute='offload' with cuda_graphs=True: .*use cuda_graphs=",
+            "^recompute='offload' with cuda_graphs=True: .*; use cuda",
         ),
     ],
 )
