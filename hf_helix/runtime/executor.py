@@ -384,7 +384,7 @@ class Executor:
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))
-        if self._sent and op.kind in (Kind.PIPELINE, Kind.DOWN):  # at the begin or the end of a slot, or once a layer
+        if self._sent and op.kind is Kind.PIPELINE:  # at the begin or the end of a slot
             self._release()
         inputs = list(map(values.__getitem__, step.reads))
         # The event is not popped: a later computation that reads the same value must wait for it as well.
@@ -403,6 +403,8 @@ class Executor:
             strand.ahead.update(step.writes)
         if step.sends:
             self._sent += [(event, value) for value in inputs]
+            if op.kind is Kind.DOWN:  # once a layer
+                self._release()
 
     def _wait(self, event: Event) -> None:
         if self.streams.trace is not None:
