@@ -1,24 +1,33 @@
-"""What the copies of `offload="optimizer"` between host and device cost, on an emulated copy engine of their own.
+"""What the copies of `offload` between host and device cost, on an emulated copy engine of their own.
 
 Cuts a Llama over two ranks, and runs windows under `greedy` with a step of fused AdamW on the host after each: the
 seconds of copies up (weights) and down (gradients), and the seconds of them in which the rank waits for a copy, and
 neither computes, steps nor issues. Copies and transfers between ranks have a link each, of one speed. Medians; the
-slower rank counts.
+slower rank counts. With `--offload parameters`, copies up are those of every use of the weights, in the window.
 
     python -m benchmarks.offload --layouts pp2 tp2 --links 500mbit 2gbit
+    python -m benchmarks.offload --layouts pp2 tp2 --links 2gbit 10gbit --offload parameters
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from typing import Any
 
 from benchmarks.common import facts, llama, options_of
 from benchmarks.ranks import Ranks
+from hf_helix.config import OFFLOADS
 
-OPTIONS = {"pp2": {"pp_size": 2}, "tp2": {"tp_size": 2}, "dp2": {}, "zero1": {"shard_optimizer": True}}
+OPTIONS = {
+    "pp2": {"pp_size": 2},
+    "tp2": {"tp_size": 2},
+    "dp2": {},
+    "zero1": {"shard_optimizer": True},
+    "zero3": {"shard_parameters": True},
+}
 
 
 def main() -> None:
@@ -26,6 +35,7 @@ def main() -> None:
         __doc__, links=["500mbit", "2gbit"], microbatches=8, batch=2, sequence=256, hidden=256, layers=8, repeats=5
     )
     parser.add_argument("--layouts", nargs="+", choices=OPTIONS, default=["pp2", "tp2"])
+    parser.add_argument("--offload", choices=OFFLOADS, default=OFFLOADS[0])
     Ranks().run(work, parser.parse_args())
 
 
@@ -52,7 +62,7 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.runtime.divided import plain_parameters
 
-    config = HelixConfig(**OPTIONS[layout], offload="optimizer", link=link)
+    config = HelixConfig(**OPTIONS[layout], offload=options.offload, link=link)
     made = Workload(llama(options.hidden, options.layers), config, torch.device("cpu"))
     plan = make_plan("greedy", rough_profile(made.runner.layout), model="m", mesh=config.option_sizes)
     runner, window = made.runner.with_plan(plan), made.window(options.microbatches, options.batch, options.sequence)
@@ -64,21 +74,22 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
         step_shards(optimizer, stage, runner.executor.streams)
     runner.train_window(window)
     optimizer.step()
-    rounds = [all_gather_object(seconds_of(runner, optimizer, window)) for _ in range(options.repeats)]
+    streamed = config.streams_weights
+    rounds = [all_gather_object(seconds_of(runner, optimizer, window, streamed)) for _ in range(options.repeats)]
     whole, update, up, bare_up, down, bare_down = (
         statistics.median(max(rank[place] for rank in ranks) for ranks in rounds) for place in range(6)
     )
     hidden = 1 - (bare_up + bare_down) / (up + down)
     return (
-        f"{layout}, {link}: window and step {whole:.3f} s, {update:.3f} s of it the update; up {up:.3f} s, "
-        f"{bare_up:.3f} s of it waited for; down {down:.3f} s, {bare_down:.3f} s of it waited for; "
+        f"{layout}, {link}, {options.offload}: window and step {whole:.3f} s, {update:.3f} s of it the update; "
+        f"up {up:.3f} s, {bare_up:.3f} s of it waited for; down {down:.3f} s, {bare_down:.3f} s of it waited for; "
         f"{hidden:.0%} hidden, {(bare_up + bare_down) / whole:.1%} of window and step exposed"
     )
 
 
-def seconds_of(runner: Any, optimizer: Any, window: Any) -> list[float]:
+def seconds_of(runner: Any, optimizer: Any, window: Any, streamed: bool) -> list[float]:
     """Returns the seconds of a window with its step on this rank, those of the update, and of each direction: copies,
-    and waits for them, in this window, its step and the next window."""
+    and waits for them, in this window, its step and the next window; if `streamed`, copies up in this window alone."""
     from hf_helix.planning.graph.operator import Kind
     from hf_helix.runtime.trace import common, merge
 
@@ -109,7 +120,8 @@ def seconds_of(runner: Any, optimizer: Any, window: Any) -> list[float]:
     found = [end - begin, sum(updates)]
     for kind in (Kind.UP, Kind.DOWN):
         spans = [span for span in trace.spans if span.stream == kind.value]
-        copying = merge((span.start, span.end) for span in spans if kind is Kind.UP or span.start < end)
+        until = math.inf if kind is Kind.UP and not streamed else end
+        copying = merge((span.start, span.end) for span in spans if span.start < until)
         found.append(sum(end - start for start, end in copying))
         found.append(sum(end - start for start, end in common(copying, merge(waits))))
     return found

@@ -31,9 +31,11 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
-OFFLOADS = ("optimizer",)
+OPTIMIZER, PARAMETERS = "optimizer", "parameters"
+OFFLOADS = (OPTIMIZER, PARAMETERS)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = "offload"  # as "full", with what layers keep on the host
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
@@ -121,11 +123,15 @@ class HelixConfig:
             cores step them. The device keeps weights in the type of the products (bf16 with bf16=True) and, within a
             step, gradients; these are copied down beside the backward pass, new weights up beside the next forward
             pass. For optimizers that treat every element by itself. See docs/memory.md.
+            `parameters`: besides, all weights, frozen ones included. A layer's weights are copied up before it runs,
+            forward and backward, concurrently with the computation of the two units before, and dropped after it, as
+            with `shard_parameters`; both together share the copies among the data-parallel ranks.
             None for nothing.
         recompute: operators that backward runs again, to keep fewer activations (activation checkpointing):
             `none`: nothing;
             `selective`: cheap operators: norms, rope, attention, activations, and the gathers before linears;
             `full`: of a layer's activations, only its input is kept;
+            `offload`: as `full`, and between its forward and its backward pass that input lies on the host;
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step concurrently with the
             attention to keys that have arrived, or `all_gather`, all at once.
@@ -231,10 +237,16 @@ class HelixConfig:
                 f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
                 f"{nearest(str(self.cp_method), CP_METHODS)}"
             )
-        if self.recompute not in (None, *RECOMPUTE):
+        modes = (*RECOMPUTE, OFFLOAD)
+        if self.recompute not in (None, *modes):
             raise ValueError(
-                f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
-                f"{nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
+                f"recompute={self.recompute!r} is unknown; use one of {', '.join(modes)}"
+                f"{nearest(str(self.recompute), modes)}, or None to follow gradient_checkpointing"
+            )
+        if self.recompute == OFFLOAD and self.cuda_graphs is True:
+            raise ValueError(
+                "recompute='offload' with cuda_graphs=True: layers' inputs lie elsewhere on the host in every window, "
+                "and a graph copies them where they lay; use cuda_graphs=False"
             )
         if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
@@ -266,6 +278,11 @@ class HelixConfig:
                 f"offload={self.offload!r} with cuda_graphs=True: gradients lie elsewhere on the host in every window, "
                 "and a graph copies them where they lay; use cuda_graphs=False"
             )
+        if self.streams_weights and self.shard_optimizer:
+            raise ValueError(
+                "offload='parameters' with shard_optimizer=True: no device keeps weights to gather new ones into; "
+                "use shard_parameters=True, or shard_optimizer=False"
+            )
         if not self.shard_parameters:
             return
         if self.shard_optimizer:
@@ -295,6 +312,11 @@ class HelixConfig:
     def ranks_per_batch(self) -> int:
         """How many ranks work on the same batch."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host."""
+        return self.offload == PARAMETERS
 
     @property
     def zero_stage(self) -> int:

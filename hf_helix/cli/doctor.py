@@ -56,8 +56,8 @@ class DoctorCommand(OnCluster):
     batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k or 4M")
     offload: str = option(
         AUTO,
-        "what lies in the memory of the host: optimizer (masters and states); none; auto: the optimizer where nothing "
-        "fits without",
+        "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
+        "auto: the optimizer where nothing fits without, the parameters where nothing fits with that",
         choices=(AUTO, "none", *OFFLOADS),
     )
     top: int = option(5, "how many layouts are shown")
@@ -82,8 +82,9 @@ class DoctorCommand(OnCluster):
         simulated = self.simulated_model(cluster)
         base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
-        if not ranking.steps and self.offload == AUTO:
-            ranking = replace(self, offload=OFFLOADS[0])._search(simulated, cluster, tokens, self.top)
+        for offload in OFFLOADS if self.offload == AUTO else ():
+            if not ranking.steps:
+                ranking = replace(self, offload=offload)._search(simulated, cluster, tokens, self.top)
         if not ranking.steps:
             family_of(base).digest(base)  # raises where no layout at all can be made
             rivals = ranking.fitting_rivals(cluster)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_helix.cli.common import configuration_file, join, start
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AXES, RECOMPUTE, HelixConfig
+from hf_helix.config import AXES, OFFLOAD, RECOMPUTE, HelixConfig
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import Profile
@@ -47,7 +47,7 @@ class ProfileCommand(Command):
     sequence_length: int = option(512, "tokens in a sequence")
     microbatches: int = option(4, "micro-batches in the window that is timed")
     bf16: bool = option(False, "matrix products in bf16, as TrainingArguments(bf16=True)")
-    recompute: str = config_option("recompute", default="none", choices=RECOMPUTE)
+    recompute: str = config_option("recompute", default="none", choices=(*RECOMPUTE, OFFLOAD))
     output: Path = option(Path("profile.json"), "where the profile is written")
     trace: Path | None = option(None, "also write a Perfetto trace of a window, under the plan `greedy`")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AUTO, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
+from hf_helix.config import AUTO, OFFLOAD, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -165,7 +165,7 @@ class SimulateCommand(OnCluster):
     batch_size: int = option(1, "sequences in a micro-batch")
     microbatches: int = option(16, "micro-batches of a step, on each data-parallel rank")
     plan: str = option("greedy", "the rule that makes the plan, or all beside each other", choices=(ALL, *RULES))
-    recompute: str = config_option("recompute", default="none", choices=RECOMPUTE)
+    recompute: str = config_option("recompute", default="none", choices=(*RECOMPUTE, OFFLOAD))
     shard_optimizer: bool = config_option("shard_optimizer")
     shard_parameters: bool = config_option("shard_parameters")
     offload: str | None = config_option("offload", choices=OFFLOADS)
@@ -210,12 +210,10 @@ class SimulateCommand(OnCluster):
             raise ValueError(
                 f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}"
             )
-        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters")}
+        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters", "offload")}
         HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses both at once
         names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
-        case = {
-            name: getattr(self, name) for name in [*names, "cuda_graphs", "offload", "spread_vocabulary"]
-        } | sharding
+        case = {name: getattr(self, name) for name in [*names, "cuda_graphs", "spread_vocabulary"]} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)

@@ -19,7 +19,7 @@ from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
-from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 
 LEAST = 1e-7  # least seconds of an operator
@@ -51,7 +51,7 @@ def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and the axes of replicas."""
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, the host, and the axes of replicas."""
     copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
     stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
     tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)
@@ -61,6 +61,7 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
         "experts": ring_of(cluster, tp, ep),
         "pp": ring_of(cluster, (sizes.pp, stage)),
         "dp": ring_of(cluster, (sizes.dp, copy)),
+        HOST: ring_of(cluster),
         COPIES: ring_of(cluster, cp, (sizes.dp, copy)),
         EXPERT_COPIES: ring_of(cluster, cp, (sizes.dp // sizes.ep, copy * sizes.ep)),
     }
@@ -106,6 +107,8 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
         ring: the ranks of the axis on the machine.
         cluster: the links.
     """
+    if transfer.axis == HOST:
+        return transfer.bytes / cluster.host.bandwidth
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
     farther = (*ring.within[1:], ring.size)
@@ -177,13 +180,13 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
     """Returns the seconds of waiting for the last rank at each collective, with the computation of a unit divided
-    evenly between its collectives. Transfers between pipeline stages have no such waiting."""
+    evenly between its collectives. Transfers between pipeline stages and copies from the host have no such waiting."""
     seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
         for letter, graph in (("F", pair.forward), ("B", pair.backward)):
             kinds = {(unit, f"{letter}.{op.name}"): op.kind for op in graph.operators}
             computing = sum(times[name] for name, kind in kinds.items() if not kind.communicates)
-            meetings = [name for name, kind in kinds.items() if kind.communicates and kind is not Kind.PIPELINE]
+            meetings = [name for name, kind in kinds.items() if kind in (Kind.INTRA_NODE, Kind.INTER_NODE)]
             seconds |= dict.fromkeys(meetings, cluster.waiting_seconds(computing / max(1, len(meetings))))
     return seconds
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO, RECOMPUTE
+from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.memory import STATES, needs_text
@@ -371,8 +371,10 @@ class Search:
         fitting case with smaller micro-batches. Under "auto" the case of a named schedule follows if the schedule saves
         recomputation; the case of another placement, with more waiting, only if nothing fits on the fold. Raises
         ValueError if the model cannot be cut to these sizes, or does not fit."""
-        shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
-        modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
+        whole = case.shard_parameters or case.streams_weights
+        shards = (True, False) if case.sizes.spread() and not whole else (False,)
+        modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.offload else RECOMPUTE
+        modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
         fitting: list[Case] = []
         least = math.inf
         for schedule in self._schedules(case):

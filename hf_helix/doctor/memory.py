@@ -51,7 +51,8 @@ class Sharing:
     states: bool = False
     parameters: bool = False
     state_bytes: float = STATES  # of an element
-    copy_bytes: int = 0  # of an element on the device where trained weights and states lie on the host; otherwise 0
+    on_host: bool = False  # whether trained weights and states lie on the host
+    copy_bytes: int = 0  # of an element of these weights on the device between uses; 0 for weights that uses copy
 
     def part_of(self, held: Weights) -> float:
         """Returns the number of trained elements of a rank, given its unsharded weights."""
@@ -61,6 +62,8 @@ class Sharing:
 
     def frozen_bytes_of(self, held: Weights) -> float:
         """Returns the bytes of frozen weights of a rank, given its unsharded weights."""
+        if self.on_host and not self.copy_bytes:
+            return 0.0
         if not self.parameters:
             return held.frozen_itemsize * held.all_frozen
         return held.frozen_itemsize * (held.frozen / self.copies + held.frozen_experts / self.expert_copies)
@@ -99,14 +102,14 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
         peak: the peak of its window.
         sharing: how replicas share weights and states.
     """
-    held, on_host = held_weights(amounts, layout, rank), bool(sharing.copy_bytes)
+    held, on_host = held_weights(amounts, layout, rank), sharing.on_host
     trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
-    copies: float = sum(amounts.copies.get(name, 0) for name in names)
+    copies: float = sum(amounts.copies.get(name, 0) for name in names) + peak.weights
     gradients: float = GRADIENT * trained
     buffers: float = 0
     if sharing.parameters:
-        gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights + sharing.copy_bytes * mine
+        gradients, copies = GRADIENT * mine + peak.gradients, copies + sharing.copy_bytes * mine
     elif sharing.states or on_host:  # a gradient reduction holds the gradients of a unit in a second buffer
         gradients += 0 if on_host else GRADIENT * mine
         copies += _unsharded_bytes(amounts, names, sharing)
@@ -131,5 +134,5 @@ def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
             ranks = sharing.expert_copies if kept.is_experts else sharing.copies
-            total += names.count(kept.units[0]) * kept.bytes * (1 if sharing.copy_bytes else 1 - 1 / ranks)
+            total += names.count(kept.units[0]) * kept.bytes * (1 if sharing.on_host else 1 - 1 / ranks)
     return total

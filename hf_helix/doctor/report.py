@@ -79,11 +79,12 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         yield f"  {kind.value:<13} {alone:10.3f} s     {seconds:.3f} s of it exposed ({hidden:.0%} hidden)"
     if step.gathers:
         share = step.gathers / step.loads[Kind.COMPUTE]
+        what = "copies" if case.streams_weights else "all-gathers"
         yield (
-            f"  gathers       {step.gathers:10.3f} s     of it in all-gathers of weights, forward and backward of "
+            f"  gathers       {step.gathers:10.3f} s     of it in {what} of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
-    if case.sharing.states or case.offload:
+    elif case.sharing.states or case.offload:
         others = "the host has" if case.offload else "other ranks have"
         yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that {others} stepped"
     if step.casts:

@@ -101,7 +101,9 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        if case.streams_weights:  # the copies from the host change as well
+            cut = *cut, tuple(spread.values())
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
@@ -140,6 +142,7 @@ def _config_of(case: Case) -> HelixConfig:
         ep_size=case.sizes.ep,
         recompute=case.recompute,
         shard_parameters=bool(case.spread_weights),
+        offload=case.offload if case.streams_weights else None,
         expert_capacity_factor=case.expert_capacity_factor,
         pp_size=case.sizes.pp if case.spread_vocabulary else 1,
         spread_vocabulary=case.spread_vocabulary,
@@ -280,7 +283,8 @@ def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: C
     """Returns the mesh of a layout."""
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     sizes["vocabulary"] = config.tp_size * config.pp_size
-    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", _spread(config, dp_size))
+    spread = _spread(config, dp_size)
+    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights)
 
 
 def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:

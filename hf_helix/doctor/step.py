@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, OFFLOAD, PARAMETERS
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
@@ -97,6 +97,11 @@ class Case:
         return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host."""
+        return self.offload == PARAMETERS
+
+    @property
     def spread_weights(self) -> dict[str, int]:
         """Number of ranks by axis over which weights are sharded."""
         return self.sizes.spread() if self.shard_parameters else {}
@@ -111,8 +116,8 @@ class Case:
         """How replicas shard weights and optimizer states."""
         sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        copy_bytes = ELEMENT[self.dtype] if self.offload else 0
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, copy_bytes)
+        copied = bool(self.offload), ELEMENT[self.dtype] if self.offload and not self.streams_weights else 0
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, *copied)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Step:
 
     case: Case
     window: float  # seconds of forward and backward of all micro-batches, including `waits` and `casts`
-    sums: float  # seconds of gradient reduction after the window
+    sums: float  # seconds of gradient reduction after the window, and of copies to the host that no update hides
     optimizer: float
     loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
     # seconds of communication without concurrent computation, by kind, on the busiest rank; of transfers between
@@ -132,7 +137,7 @@ class Step:
     memory: Memory  # memory of the rank with the largest total
     # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
-    gathers: float = 0.0  # seconds of weight gathers in `loads`
+    gathers: float = 0.0  # seconds of weight gathers in `loads`, and of copies from the host
     waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`
     # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
     # type
@@ -352,21 +357,24 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
     casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
     stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    if case.offload and case.spread_weights:  # before the window
-        casts += max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
+    optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
+    if case.offload:  # copies of a slice run beside updates of others; of each unit, there is one at least
+        hiding = optimizer * (1 - 1 / len(names))
+    if case.sharing.copy_bytes and case.spread_weights:  # before the window
+        casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
     return Step(
         case,
-        casts + max(window.seconds, issuing),
-        window.reductions,
-        _optimizer_seconds(case, cluster, stepped, of_node),
+        casts + max(window.seconds - min(waits, hiding), issuing),
+        window.reductions - min(window.copies, hiding),
+        optimizer,
         loads,
         {kind: seconds for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
         memory_of_case(amounts, case, layout, peaks),
         model_flops(amounts, case),
-        count * sum(seconds for op, seconds in operators if op.ahead),
-        window.waits,
+        count * sum(seconds for op, seconds in operators if op.ahead and not (op.reads and op.kind is Kind.UP)),
+        max(0.0, waits - hiding),
         casts,
         issuing,
         replayed,
@@ -378,10 +386,10 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
 
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
-    capacity, or images) or takes gradients."""
-    reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries())
-    reads |= case.image_share > 0
-    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not case.offload
+    capacity, or images) or takes gradients or activations."""
+    on_host = case.offload or case.recompute == OFFLOAD
+    reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries()) or case.image_share > 0
+    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
 
 
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:

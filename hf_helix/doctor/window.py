@@ -79,7 +79,8 @@ class WindowTime:
     """The seconds of a window."""
 
     seconds: float  # seconds without the gradient reductions at the end
-    reductions: float  # seconds at the end in which only gradients are reduced
+    reductions: float  # seconds at the end in which gradients are only reduced and copied to the host
+    copies: float = 0.0  # the part of these in which they are only copied
     waits: float = 0.0  # seconds added by gathers of weights
     bubble: float = 0.0  # seconds in which the busiest rank waits for computation of other ranks
     # seconds of communication without concurrent computation, by kind, on the busiest rank
@@ -178,14 +179,15 @@ class WindowClock:
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
         if self.fidelity is Fidelity.QUICK:
-            seconds, reductions = self.extrapolated(self._seconds)
-            return WindowTime(seconds, reductions)
+            seconds, reductions, copies = self.extrapolated(self._seconds)
+            return WindowTime(seconds, reductions, copies)
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         if self.fidelity.is_whole:
             parts = drawn or self._parts(self.planned, self._microbatches)
             seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
+            copies = parts.copy_seconds
         else:
-            seconds, reductions = self.extrapolated(self._seconds)
+            seconds, reductions, copies = self.extrapolated(self._seconds)
         (waits,) = self.extrapolated(self._waits)
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
@@ -193,7 +195,7 @@ class WindowClock:
             bubble = min(max(0.0, free - alone), max(0.0, seconds - alone))
             exposed[Kind.PIPELINE] = max(0.0, seconds - alone - bubble)
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
-        return WindowTime(seconds, reductions, waits, bubble, exposed, drawing)
+        return WindowTime(seconds, reductions, copies, waits, bubble, exposed, drawing)
 
     def _without_others(self, planned: Planned) -> Sequence[float]:
         """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank alone."""
@@ -223,8 +225,8 @@ class WindowClock:
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
     def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds without the reductions at the end, and of the reductions; in a search, those of a long
-        window of a pipeline are extrapolated from two short windows."""
+        """Returns the seconds without the reductions at the end, of the reductions, and of copies alone; in a search,
+        those of a long window of a pipeline are extrapolated from two short windows."""
         few, more = (number * self._ranks for number in SHORT)
         is_long = self.fidelity is Fidelity.QUICK and self._ranks > 1 and self._microbatches > more
         parts = self._parts(planned, more if is_long else self._microbatches)
@@ -233,7 +235,7 @@ class WindowClock:
             first = self._parts(planned, few)
             further = (self._microbatches - more) / (more - few)
             seconds += further * (seconds - first.seconds + first.reduction_seconds)
-        return seconds, parts.reduction_seconds
+        return seconds, parts.reduction_seconds, parts.copy_seconds
 
     def _waits(self, planned: Planned) -> Sequence[float]:
         profile = planned.profile

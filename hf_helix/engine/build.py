@@ -154,7 +154,7 @@ def declare(
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
-    units = recompute_units(units, modes)
+    units = recompute_units(units, modes, mesh.host_link)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
     make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
     if config.spread_vocabulary:
@@ -163,8 +163,9 @@ def declare(
         units = spread_units(units, table, head, dtype, mesh.pipe.rank if places is None else None, config.pp_size)
         of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
-    if config.shard_parameters:
-        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
+    if config.shard_parameters or config.streams_weights:
+        gathering = apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link, config.streams_weights)
+        units = number_distinct_graphs(gathering)
     if config.shard_optimizer or host_link is not None:
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]

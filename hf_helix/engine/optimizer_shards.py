@@ -63,7 +63,7 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
         if callable(method):
             function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    if stage.host_shards:
+    if any(flat.host is not None and flat.is_trained for flat in stage.flat_parameters):
         HostStep(optimizer, stage, streams)
     optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
@@ -111,7 +111,7 @@ class HostStep:
     def __init__(self, optimizer: Any, stage: Stage, streams: Streams) -> None:
         self._optimizer, self._streams = optimizer, streams
         self._steps_parts = type(optimizer).__module__.startswith("torch.optim.")
-        flats = [flat for flat in stage.flat_parameters if flat.host is not None]
+        flats = [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]
         # Weights in the order of their first use. The gradients of the first come last, so its turn is later.
         self._first = flats[0]
         self._flats = [*flats[1:-1], *flats[:1], *flats[1:][-1:]]

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_helix.config import HelixConfig
+from hf_helix.config import OFFLOAD, HelixConfig
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.recompute import FULL, NONE
 
 EVERY = "every_n_layers"
@@ -74,14 +75,18 @@ def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, confi
     return [(config.recompute or FULL) if mark else NONE for mark in marked]
 
 
-def recompute_units(units: Sequence[Unit], modes: Sequence[str]) -> list[Unit]:
-    """Returns the units of a model with every layer recomputed by its mode.
+def recompute_units(units: Sequence[Unit], modes: Sequence[str], link: HostLink) -> list[Unit]:
+    """Returns the units of a model with every layer recomputed by its mode; `link` is the link to the host.
 
     Where modes differ, recomputed layers get a name of their own, since units of the same name have equal graphs.
     """
     left = iter(modes)
     suffix = "_again" if len(set(modes)) > 1 else ""
-    return [unit.recomputed(next(left), suffix) if unit.graphs.forward.repeats else unit for unit in units]
+    links = {OFFLOAD: link}
+    return [
+        unit.recomputed(mode := next(left), suffix, links.get(mode)) if unit.graphs.forward.repeats else unit
+        for unit in units
+    ]
 
 
 def _check_marks(layers: Sequence[nn.Module], config: HelixConfig) -> None:

@@ -136,9 +136,10 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     hosts = runner.stage.host_shards
     if not hosts:
         return {}, {}
-    host = max(hosts, key=lambda each: each.copy.nbytes)
-    on_host = host_memory(host.copy, host.copy.dtype, runner.mesh.device)
-    moves = {Kind.UP: host.refresh(), Kind.DOWN: lambda: host.link.down(on_host, host.copy)}
+    host = max(hosts, key=lambda each: each.crossing.nbytes)
+    copy = torch.empty_like(host.crossing, device=runner.mesh.device)
+    on_host = host_memory(copy.shape, copy.dtype, copy.device)
+    moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
     streams, rank = runner.executor.streams, runner.stage.rank
     seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
     names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
@@ -153,9 +154,9 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     for name, flat in flats.items():
         kind = Kind.UP if name in names[Kind.UP] else Kind.DOWN
         bytes_moved = (
-            0 if flat is None or flat.host is None else (flat.host.copy if kind is Kind.UP else flat.shard).nbytes
+            0 if flat is None or flat.host is None else (flat.host.crossing if kind is Kind.UP else flat.shard).nbytes
         )
-        times[name] = [max(LEAST, each * bytes_moved / host.copy.nbytes) for each in seconds[kind]]
+        times[name] = [max(LEAST, each * bytes_moved / copy.nbytes) for each in seconds[kind]]
     return times, {}
 
 
@@ -211,7 +212,7 @@ class Bench:
             TimedOperator(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first
         ]
         self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
-        self.moving = [timed for timed in every if timed.op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE)]
+        self.moving = [timed for timed in every if timed.op.kind.communicates]  # without transfers of a pipeline
 
     def repeats(self, timed: TimedOperator) -> bool:
         """Whether an operator belongs to a decoder layer."""
@@ -394,8 +395,6 @@ def measure_profile(
     with runner.precision.weights.kept():  # as in a window, in which weights are cast once
         profile = _measure(runner, window, about or {}, pairs, progress)
     forget_gradients(runner)
-    for flat in runner.stage.flat_parameters:
-        flat.reshard()  # gathered for operators that ran outside a window
     return profile
 
 
@@ -418,6 +417,8 @@ def _measure(
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
+    for flat in runner.stage.flat_parameters:
+        flat.reshard()  # gathered for operators that ran outside a window
     memory: dict[Name, OperatorMemory] = {}
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
         for mine_of in all_gather_object(operator_memory(runner, window[0])):

@@ -378,7 +378,8 @@ def bytes_spared(flat: FlatParameter) -> int:
     states = STATES if any(shard.requires_grad for shard in flat.shards.values()) else 0
     kept = (weight + states) * flat.shard.numel()
     if flat.host is not None:
-        kept = flat.buffer.nbytes if isinstance(flat, Zero1FlatParameter) else flat.host.copy.nbytes
+        copy = flat.buffer if isinstance(flat, Zero1FlatParameter) else flat.host.copy
+        kept = 0 if copy is None else copy.nbytes
     elif isinstance(flat, Zero1FlatParameter):
         kept = flat.buffer.nbytes + (weight if flat.cast_to is not None else 0) * flat.shard.numel()
         kept += states * flat.shard.numel()

@@ -20,9 +20,10 @@ from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.segment import Add, SumOfGradients
 from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.zero.host_shard import HostLink, KeptOnHost
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
-from hf_helix.planning.graph.recompute import NONE, recomputed
+from hf_helix.planning.graph.recompute import NONE, recomputed, with_copies_down
 from hf_helix.planning.schedule.placement import FRONT, REAR, half_name
 
 
@@ -59,18 +60,23 @@ class Unit:
     def name(self) -> str:
         return self.graphs.forward.name
 
-    def recomputed(self, mode: str, suffix: str = "") -> Unit:
+    def recomputed(self, mode: str, suffix: str = "", link: HostLink | None = None) -> Unit:
         """Returns the unit that keeps less for backward, and recomputes the rest, see
         `hf_helix.planning.graph.recompute`.
 
         Args:
             mode: the option.
             suffix: of the unit's name.
+            link: to the host for what the unit keeps; None where the device keeps it.
         """
         if mode == NONE:
             return self
         forward = recomputed(self.graphs.forward, mode)
-        return replace(self, graphs=GraphPair.of(replace(forward, name=f"{forward.name}{suffix}")))
+        forward = replace(forward if link is None else with_copies_down(forward), name=f"{forward.name}{suffix}")
+        graphs = GraphPair.of(forward)
+        copies = [op.name for _, op in graphs.entries() if op.kind.copies]
+        kept = {} if link is None else dict.fromkeys(copies, KeptOnHost(link))
+        return replace(self, graphs=graphs, operators={**self.operators, **kept})
 
     @classmethod
     def of(cls, graph: Graph, operators: Mapping[str, TensorOperator], **fields: Any) -> Unit:

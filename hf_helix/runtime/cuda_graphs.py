@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hf_helix.config import AUTO, HelixConfig
+from hf_helix.config import AUTO, OFFLOAD, HelixConfig
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
 from hf_helix.operators.segment import has_hooks
@@ -514,7 +514,7 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, h
         return f"the model is on a {mesh.device.type} device"
     if has_own_loss:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
-    if config.offload:
+    if config.offload or config.recompute == OFFLOAD:
         return "gradients lie elsewhere on the host in every window (offload), and a graph copies them where they lay"
     if config.expert_capacity_factor is None and any(unit.meters for unit in runner.stage.model.values()):
         return (

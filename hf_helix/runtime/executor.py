@@ -123,7 +123,7 @@ class BoundInstruction:
             self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
             self.lane = operator.lane(op.part)
         self.keeps = not (op.recomputed and op.part is Part.F)
-        self.sends = op.sends
+        self.sends = op.sends or op.kind is Kind.DOWN
         flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
         self.returns = _flat_parameters_of(self.frees, units)
@@ -149,8 +149,8 @@ def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Even
 
 
 def issue_copy(streams: Streams, host: HostShard, label: str) -> None:
-    """Issues the copy of a shard on the host to the device, unless the device has it."""
-    if not host.is_copied:
+    """Issues the copy of a shard on the host to the device, unless the device has it or every use copies it."""
+    if host.copy is not None and not host.is_copied:
         host.copied = streams.issue(Kind.UP, host.refresh(), (), label)
 
 
@@ -403,6 +403,8 @@ class Executor:
             strand.ahead.update(step.writes)
         if step.sends:
             self._sent += [(event, value) for value in inputs]
+            if op.kind is Kind.DOWN:  # once a layer
+                self._release()
 
     def _wait(self, event: Event) -> None:
         if self.streams.trace is not None:
@@ -410,7 +412,7 @@ class Executor:
         self.streams.wait(event)
 
     def _release(self) -> None:
-        """Frees the tensors received by other ranks. A late receiver does not keep alive the tensors for others."""
+        """Frees the tensors received by other ranks or by the host. A late one does not keep alive those for others."""
         for _ in range(len(self._sent)):
             event, value = self._sent.popleft()
             if self.streams.is_over(event):

@@ -160,7 +160,7 @@ def _sharding(mesh: Mesh) -> dict[str, str]:
         return {}
     once = mesh.replica_axes.gather is mesh.replica_axes.reduce
     copies = f" in {axis.size} copies" if (axis := mesh.replica_axes.copies) else ""
-    host = ", states on the host" if mesh.host_link else ""
+    host = f", {mesh.host_link.holds} on the host" if mesh.host_link.holds else ""
     return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.replica_axes.gather.size}{copies}{host}"}
 
 

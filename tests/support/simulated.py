@@ -59,8 +59,9 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
     if config.offload:
         alone = build_mesh(1, "cpu", offload=config.offload)
-        mesh = replace(mesh, replica_axes=alone.replica_axes, expert_replica_axes=alone.replica_axes)
         mesh = replace(mesh, host_link=alone.host_link)
+        if not config.zero_stage:
+            mesh = replace(mesh, replica_axes=alone.replica_axes, expert_replica_axes=alone.replica_axes)
     modes = ["none"] * model.config.num_hidden_layers
     return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).stage.layout
 

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.meter import Transfer
+from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
+from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 
@@ -72,6 +75,7 @@ def simulated_mesh(
     inter_node_axes: Collection[str] = (),
     sums_in_place: bool = True,
     spread: Mapping[str, int] | None = None,
+    streams_weights: bool = False,
 ) -> SimulatedMesh:
     """Returns the mesh of the first rank of a layout, with the full model on one pipeline rank.
 
@@ -80,6 +84,7 @@ def simulated_mesh(
         inter_node_axes: the axes between nodes.
         sums_in_place: see `SimulatedTransport`.
         spread: number of ranks by axis over which weights are sharded; None for full weights.
+        streams_weights: whether weights lie on the host.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
     log: list[Transfer] = []
@@ -91,9 +96,12 @@ def simulated_mesh(
 
     def shard_axes(name: str) -> ReplicaAxes | None:
         size = (spread or {}).get(name, 1)
-        if size == 1:
+        if size == 1 and not streams_weights:
             return None
         return ReplicaAxes(axis(name, size, "dp", *["cp"] * (cp > 1)), axis(name, size, "dp"))
+
+    def copy(sent: int, received: int, move: TransferFn) -> None:
+        log.append(Transfer(HOST, "up" if received else "down", sent + received))
 
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
@@ -112,6 +120,7 @@ def simulated_mesh(
         None,
         replica_axes=shard_axes(COPIES),
         expert_replica_axes=shard_axes(EXPERT_COPIES),
+        host_link=HostLink(PARAMETERS if streams_weights else None, copy),
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
     return SimulatedMesh(mesh, log)

@@ -49,8 +49,8 @@ class Kernel:
 class Transfer:
     """One use of a transport."""
 
-    axis: str  # "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies"
-    method: str  # a method of the transport; "send" between stages, "all_reduce" of gradients
+    axis: str  # "tp", "cp", "experts", "pp", "dp", "copies", "expert_copies" or "host"
+    method: str  # a method of the transport; "send" between stages, "all_reduce" of gradients, "up" and "down" of hosts
     bytes: int  # the larger of the bytes sent and received by a rank
 
 

@@ -55,7 +55,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "activation_offloading",
         bool,
-        "activation_offloading=False: it expects the backward pass of a micro-batch right after its forward pass",
+        "activation_offloading=False: it expects the backward pass of a micro-batch right after its forward pass; "
+        "HelixConfig(recompute='offload') keeps inputs of layers on the host",
     ),
     ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),

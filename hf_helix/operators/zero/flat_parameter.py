@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,10 @@ class FlatParameter:
         unsharded: the full buffer for operators at present; None between uses.
         host: the shard on the host and its copy; None where the shard lies on the device.
         device: of buffers.
+        keeps_copy: whether the device has a copy of the shard on the host between uses.
     """
+
+    keeps_copy: ClassVar[bool] = True
 
     name: str
     placements: Mapping[nn.Parameter, Placement]
@@ -103,6 +106,11 @@ class FlatParameter:
     device: torch.device = field(init=False, repr=False)
     _extents: dict[nn.Parameter, Extent] = field(init=False, default_factory=dict, repr=False)
     _placeholders: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its parameters were trained when they were sharded."""
+        return any(shard.requires_grad for shard in self.shards.values())
 
     @property
     def is_sharded(self) -> bool:
@@ -139,7 +147,9 @@ class FlatParameter:
         """Allocates this rank's shard."""
         if self.host_link is None:
             return torch.zeros(owned, dtype=dtype, device=device)
-        self.host = HostShard(owned, dtype, self._make_copy(owned, self.cast_to or dtype), self.host_link)
+        copied_as = self.cast_to or dtype
+        copy = self._make_copy(owned, copied_as) if self.keeps_copy else None
+        self.host = HostShard(owned, dtype, copied_as, device, self.host_link, copy)
         return self.host.shard
 
     def _make_copy(self, owned: int, dtype: torch.dtype) -> Tensor:
@@ -192,20 +202,27 @@ class FlatParameter:
         if self.host is not None:
             self.host.mark_stale()
 
-    def prepare_gather(self) -> tuple[Tensor, TransferFn]:
-        """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective."""
+    def prepare_gather(self, copy: Tensor | None = None) -> tuple[Tensor, TransferFn]:
+        """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective.
+
+        Args:
+            copy: the device's copy of this rank's shard on the host; None for the copy that stays there, and for a
+                shard on the device.
+        """
         buffer = self._new_buffer(self.cast_to)
-        return buffer, lambda: self._fill(buffer)
+        return buffer, lambda: self._fill(buffer, copy)
 
     def _new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
         """Allocates a full buffer, by default in the type of the parameters."""
         return torch.empty(self.length, dtype=dtype or self.shard.dtype, device=self.device)
 
-    def _fill(self, buffer: Tensor) -> None:
+    def _fill(self, buffer: Tensor, copy: Tensor | None = None) -> None:
         """Gathers the shards of all ranks into a buffer."""
         if self.host is not None:
-            if self.host.copy.numel() < buffer.numel():
-                self.gather_axis.transport.all_gather(buffer, self.host.copy)
+            copy = self.host.copy if copy is None else copy
+            assert copy is not None
+            if copy.numel() < buffer.numel():
+                self.gather_axis.transport.all_gather(buffer, copy)
             return
         own = self.shard if self.cast_to is None else self._own_part(buffer).copy_(self.shard)
         self.gather_axis.transport.all_gather(buffer, own)

@@ -43,7 +43,8 @@ def make_flat_parameters(
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flat parameters.
-        host_link: the link to shards of trained parameters on the host; None where these lie on the device.
+        host_link: the link to shards of trained parameters on the host, and of frozen ones where devices keep no
+            copies; None where these lie on the device.
         frozen: whether flat parameters hold frozen parameters, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
@@ -72,7 +73,7 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        host = host_link if group[0].requires_grad else None
+        host = host_link if group[0].requires_grad or not kind.keeps_copy else None
         flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies, host)
         for index in users_of_group:
             by_unit[index].append(flat)

@@ -1,15 +1,16 @@
-"""A shard on the host: fp32 masters in the host's memory, and a copy of them on the device (`offload="optimizer"`).
+"""A shard on the host: fp32 masters in the host's memory. The device has a copy of them between windows
+(`offload="optimizer"`), or only while operators read it (`offload="parameters"`).
 
 In:   a shard in the host's memory, which an optimizer steps; the device's memory for its copy, in the type for
       operators.
-Out:  the copy, after each step; memory on the host for gradients.
+Out:  the copy, after each step or at each use; memory on the host for gradients.
 Must hold: everything that crosses between host and device is pinned where the device is a GPU, so copies run beside
 computation. A shard is cast on the host, before it crosses: 2 bytes an element instead of 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_helix.operators.base import TransferFn
+from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
+from hf_helix.planning.graph.operator import Part
 
 Carry = Callable[[int, int, TransferFn], object]
 """Runs a transfer at the speed of an emulated link: bytes that leave the device, bytes that reach it, the transfer."""
@@ -27,10 +29,12 @@ class HostLink:
     """The link between the memory of the host and a device, which carries both directions at once.
 
     Args:
+        holds: what the host holds, see `HelixConfig.offload`; None for nothing between windows.
         carry: of an emulated link whose speed copies keep to; None for no emulation.
     """
 
-    def __init__(self, carry: Carry | None = None) -> None:
+    def __init__(self, holds: str | None, carry: Carry | None = None) -> None:
+        self.holds = holds
         self._carry = carry
 
     def up(self, to: Tensor, source: Tensor) -> None:
@@ -48,15 +52,33 @@ class HostLink:
             self._carry(sent, received, lambda: to.copy_(source))
 
 
-def host_memory(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+class KeptOnHost(Communication):
+    """A value that lies on the host between forward and backward: F copies it down, R up."""
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+        (value,) = inputs
+        if part is Part.F:
+            self._device = value.device
+            on_host = host_memory(value.shape, value.dtype, value.device)
+            return (on_host,), lambda: self._link.down(on_host, value)
+        copy = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        return (copy,), lambda: self._link.up(copy, value)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns memory on the host for copies to or from a device.
 
     Args:
-        like: a tensor of the shape.
+        shape: of the tensor.
         dtype: of the memory.
-        device: at the other end of the copies; pinned memory for a GPU.
+        device: at the other end of the copies: pinned memory for a GPU, none for the meta device.
     """
-    return torch.empty(like.shape, dtype=dtype, pin_memory=device.type == "cuda")
+    if device.type == "meta":
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 @dataclass
@@ -93,11 +115,14 @@ class HostShard:
     Args:
         length: elements of the shard.
         dtype: of the shard.
-        copy: the device's memory for the copy [length], in the type for operators.
+        copied_as: the type of copies, for operators.
+        device: of copies.
         link: between host and device.
+        copy: the device's memory for a copy [length] that stays; None where every use has a copy of its own.
 
     Attributes:
         shard: [length] on the host.
+        crossing: [length] on the host, as it is copied: the shard itself, or its cast.
         copy, link: as given.
         copied: the event of the last copy to the device that a stream of its own has run; None before the first.
         is_followed: whether every step reports itself by `cast`, so that no other code has to suppose one.
@@ -106,16 +131,26 @@ class HostShard:
     copied: Any = None
     is_followed = False
 
-    def __init__(self, length: int, dtype: torch.dtype, copy: Tensor, link: HostLink) -> None:
+    def __init__(
+        self,
+        length: int,
+        dtype: torch.dtype,
+        copied_as: torch.dtype,
+        device: torch.device,
+        link: HostLink,
+        copy: Tensor | None = None,
+    ) -> None:
         self.copy, self.link = copy, link
-        self._crossing = host_memory(copy, copy.dtype, copy.device)  # what crosses: the shard itself, or its cast
-        self.shard = self._crossing if dtype is copy.dtype else torch.empty(length, dtype=dtype)
+        self.crossing = host_memory((length,), copied_as, device)
+        of_device = torch.device("meta" if device.type == "meta" else "cpu")
+        self.shard = self.crossing if dtype is copied_as else torch.empty(length, dtype=dtype, device=of_device)
         self.shard.zero_()
         self._cast_at, self._copied_at = -1, -1  # versions of the shard
 
     @property
     def is_copied(self) -> bool:
-        """Whether the copy equals the shard, but for steps that only `mark_stale` reports."""
+        """Whether the copy, or what is copied at each use, equals the shard, but for steps that only `mark_stale`
+        reports."""
         return self._copied_at == self.shard._version
 
     def mark_stale(self) -> None:
@@ -125,13 +160,17 @@ class HostShard:
 
     def cast(self) -> None:
         """Casts the shard to the type of its copy, after a step."""
-        if self._crossing is not self.shard:
-            self._crossing.copy_(self.shard)
+        if self.crossing is not self.shard:
+            self.crossing.copy_(self.shard)
         self._cast_at, self._copied_at = self.shard._version, -1
 
     def refresh(self) -> TransferFn:
-        """Returns a function to copy the shard to the device."""
+        """Returns a function to copy the shard to the device, where a copy stays there."""
         if self._cast_at != self.shard._version:  # written by something else than a step
             self.cast()
         self._copied_at = self._cast_at
-        return lambda: self.link.up(self.copy, self._crossing)
+        return lambda: None if self.copy is None else self.up(self.copy)
+
+    def up(self, copy: Tensor) -> None:
+        """Copies the shard to the device's memory for it, in the type for operators."""
+        self.link.up(copy, self.crossing)

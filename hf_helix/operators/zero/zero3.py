@@ -27,7 +27,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.backward import GraphPair
-from hf_helix.planning.graph.operator import Graph, Operator, Part
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 
 COST = 8.0  # of gathering a unit in the types of its parameters, in norms: a rough value until measured
 LEAST_COST = 0.1
@@ -37,6 +37,12 @@ UNITS_AHEAD = 2
 number keeps the full weights of more units at the same time; docs/data_parallelism.md gives the gain."""
 
 
+class StreamedFlatParameter(FlatParameter):
+    """A flat parameter whose shards lie on the hosts; every use copies them to the devices (`offload="parameters"`)."""
+
+    keeps_copy = False
+
+
 class GatherWeights(Communication):
     """The all-gather of a flat parameter. Forward and recomputation are the same; backward does nothing."""
 
@@ -44,21 +50,48 @@ class GatherWeights(Communication):
         self.flat = flat
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        buffer, gather = self.flat.prepare_gather()
+        buffer, gather = self.flat.prepare_gather(*inputs)
         return (buffer,), gather
 
 
+class CopyWeights(Communication):
+    """The copy of a rank's shard from its host: of a single rank, all that a gather does."""
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self.flat = flat
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+        host = self.flat.host
+        assert host is not None
+        copy = torch.empty(host.crossing.shape, dtype=host.crossing.dtype, device=self.flat.device)
+        return (copy,), lambda: host.up(copy)
+
+
 def apply_zero3(
-    units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None
+    units: Sequence[Unit],
+    shard_axes: ShardAxes,
+    autocast_dtype: torch.dtype | None,
+    host_link: HostLink | None = None,
+    streamed: bool = False,
 ) -> list[Unit]:
     """Returns the units with operators to gather their weights; every parameter with several replicas is in a flat
-    parameter. `host_link`: see `make_flat_parameters`."""
+    parameter.
+
+    Args:
+        units: of the whole model, in forward order.
+        shard_axes: see `ShardAxes`.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        host_link: see `make_flat_parameters`.
+        streamed: whether operators copy the weights from the host first (`offload="parameters"`); every parameter is
+            in a flat parameter then.
+    """
 
     def axes(placement: Placement) -> ReplicaAxes | None:
         found = shard_axes(placement)
-        return found if found is not None and found.gather.size > 1 else None
+        return found if found is not None and (streamed or found.gather.size > 1) else None
 
-    by_unit = make_flat_parameters(units, axes, autocast_dtype, FlatParameter, host_link)
+    kind = StreamedFlatParameter if streamed else FlatParameter
+    by_unit = make_flat_parameters(units, axes, autocast_dtype, kind, host_link)
     last = len(units) - 1
     return [_gathering(unit, by_unit[index], keeps=index == last) for index, unit in enumerate(units)]
 
@@ -70,8 +103,9 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
     read = [_reading(op, unit.operators[op.forward_name], by_parameter) for op in unit.graphs.forward.operators]
     again = {value for op in read for value in _read_in_backward(op)}
     total = sum(_bytes(flat, None) for flat in flats)
-    gathers = [
-        Operator(
+    operators: dict[Operator, TensorOperator] = {}
+    for flat in (each for each in flats if any(each.name in op.weights for op in read)):
+        gather = Operator(
             name=flat.name,
             kind=flat.gather_axis.kind,
             reads=(),
@@ -81,19 +115,28 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
             ahead=UNITS_AHEAD,
             relative_cost=max(LEAST_COST, round(COST * _bytes(flat, flat.cast_to) / total, 1)),
         )
-        for flat in flats
-        if any(flat.name in op.weights for op in read)
-    ]
-    if not gathers:
+        operators |= _bringing(flat, gather)
+    if not operators:
         return unit
-    forward: Graph = replace(unit.graphs.forward, operators=(*gathers, *read))
-    tensor_operators: Mapping[str, TensorOperator] = {flat.name: GatherWeights(flat) for flat in flats}
+    forward: Graph = replace(unit.graphs.forward, operators=(*operators, *read))
     return replace(
         unit,
         graphs=GraphPair.of(forward),
-        operators={**tensor_operators, **unit.operators},
+        operators={**{op.name: operator for op, operator in operators.items()}, **unit.operators},
         flat_parameters={name: flat for flat in flats for name in (flat.name, f"r.{flat.name}")},
     )
+
+
+def _bringing(flat: FlatParameter, gather: Operator) -> dict[Operator, TensorOperator]:
+    """Returns the operators of a graph that bring weights from other ranks, from the host, or from both."""
+    if flat.keeps_copy:
+        return {gather: GatherWeights(flat)}
+    if flat.gather_axis.size == 1:
+        return {replace(gather, kind=Kind.UP): CopyWeights(flat)}
+    name, own = f"{flat.name}.up", (f"{flat.name}.up",)
+    copy = replace(gather, name=name, forward_name=name, kind=Kind.UP, writes=own, non_differentiable=own)
+    # A unit earlier than the gather: other collectives would queue behind a gather that waits.
+    return {replace(copy, ahead=gather.ahead + 1): CopyWeights(flat), replace(gather, reads=own): GatherWeights(flat)}
 
 
 def _reading(op: Operator, operator: TensorOperator, by_parameter: Mapping[Tensor, str]) -> Operator:

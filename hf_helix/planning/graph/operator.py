@@ -80,7 +80,7 @@ class Operator:
         dgrad_weights: the part of `weights` that its backward, or its input gradient, also reads.
         wgrad_weights: the part of `weights` that its weight gradient also reads.
         ahead: the number of units by which it is prefetched, see `planning.window.passes`; 0 for none. A prefetched
-            operator reads nothing.
+            operator reads what another, prefetched as far or farther, writes, or what forward has written.
         relative_cost: a rough relative time.
     """
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_helix.config import RECOMPUTE
+from hf_helix.config import OFFLOAD, RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, differentiated
-from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import named_operators, named_per_step
 
@@ -32,13 +32,32 @@ def recomputed(graph: Graph, mode: str) -> Graph:
     marked: set[str] = set()
     with_gradient = differentiated(graph)
     for op in reversed(graph.operators):
-        may = op in with_gradient and (mode == FULL or op.recompute_when_selective or op.recomputed)
+        may = op in with_gradient and (mode in (FULL, OFFLOAD) or op.recompute_when_selective or op.recomputed)
         if may and (op.has_saved_state or needed.intersection(op.writes) - plain):
             marked.add(op.name)
             needed.update(op.reads)
         elif op.recomputed and not op.differentiable:  # weights: gathered again in every mode
             marked.add(op.name)
     return replace(graph, operators=tuple(replace(op, recomputed=op.name in marked) for op in graph.operators))
+
+
+def with_copies_down(graph: Graph) -> Graph:
+    """Returns a recomputed graph with a copy to the host of every input that backward reads. Derived backward graphs
+    bring these up again, see `backward_graph`."""
+    read = {value for op in GraphPair.of(graph).backward.operators for value in op.reads}
+    downs = [
+        Operator(
+            name=f"{value}.down",
+            kind=Kind.DOWN,
+            reads=(value,),
+            writes=(f"host.{value}",),
+            saved_for_backward=(f"host.{value}",),
+            non_differentiable=(f"host.{value}",),
+        )
+        for value in graph.inputs
+        if value in read
+    ]
+    return replace(graph, operators=(*downs, *graph.operators))
 
 
 def recompute_profile(profile: Profile, mode: str) -> Profile:

@@ -35,13 +35,15 @@ class Prediction:
 
     Attributes:
         seconds: of the full window.
-        reduction_seconds: at its end, with gradient reductions only.
+        reduction_seconds: at its end, with gradient reductions and copies to the host only.
+        copy_seconds: at its end, with copies to the host only.
         drawn: the timeline, if requested.
         instructions: of the timeline, in the order of issue, rank by rank.
     """
 
     seconds: float
     reduction_seconds: float
+    copy_seconds: float = 0.0
     drawn: Timeline | None = field(default=None, repr=False)
     instructions: Sequence[Instruction] = field(default=(), repr=False)
 
@@ -98,10 +100,12 @@ def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[P
 
 
 def _prediction(timeline: Timeline) -> Prediction:
-    ends = zip(timeline.ends, timeline.arrays.streams, strict=True)
-    after = [STREAMS.index(kind) for kind in (Kind.GRADIENTS, Kind.DOWN)]
-    bare = max((end for end, stream in ends if stream not in after), default=0.0)
-    return Prediction(timeline.seconds, timeline.seconds - bare)
+    def at_the_end(*kinds: Kind) -> float:
+        streams = [STREAMS.index(kind) for kind in kinds]
+        ends = zip(timeline.ends, timeline.arrays.streams, strict=True)
+        return timeline.seconds - max((end for end, stream in ends if stream not in streams), default=0.0)
+
+    return Prediction(timeline.seconds, at_the_end(Kind.GRADIENTS, Kind.DOWN), at_the_end(Kind.DOWN))
 
 
 def _period(gaps: list[list[float]]) -> int:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 COPIES, EXPERT_COPIES = "copies", "expert_copies"
 """The axes of data-parallel replicas: of ranks with equal parameters, or equal experts, and different tokens."""
 
+HOST = "host"
+"""The axis between a device and the memory of its host."""
+
 
 @dataclass(frozen=True)
 class Sizes:

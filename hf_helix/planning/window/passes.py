@@ -93,10 +93,14 @@ def prefetch(window: Window, order: Order) -> Order:
     """Moves prefetched operators forward by their number of units."""
     if not window.pattern.prefetch_readers:
         return order
-    turns = _Turns(window, order)
+    turns, at = _Turns(window, order), {place: position for position, place in enumerate(order) if place >= 0}
     moved: dict[int, list[int]] = {}  # by position, the operators to issue before the position
     for position, place in enumerate(order):
         earlier = turns.latest_position(place)
+        if earlier is not None:  # after what it reads
+            of_batch = window.at[window.microbatches[place]]
+            read = [of_batch[need] for need in window.pattern.needs[window.indices[place]]]
+            earlier = max([earlier, *(at[each] + 1 for each in read if each in at and each not in turns.of)])
         if earlier is not None and earlier <= position:  # also without a move, to be sorted among the moved ones
             moved.setdefault(earlier, []).append(place)
     gone = {place for places in moved.values() for place in places}

@@ -143,7 +143,7 @@ class Pattern:
         names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
         ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
             and for a prefetched operator the writers of the inputs of the unit listed with it.
-        prefetch_readers: of each prefetched instruction, the readers of its values.
+        prefetch_readers: of each prefetched instruction, the readers of its values, or of what is gathered from these.
         is_awaited: whether a barrier waits for the instruction: collectives, unless prefetched.
     """
 
@@ -210,8 +210,12 @@ class Pattern:
     def _prefetch_readers(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {index: [] for index, op in enumerate(self.operators) if op.ahead}
         for index, each in enumerate(self.instructions) if found else ():
-            for key in each.weights:
-                found[self._writers[key]].append(index)
+            for key in (*each.weights, *each.reads):
+                if index not in found and self._writers.get(key) in found:
+                    found[self._writers[key]].append(index)
+        for index in found:  # those that gather what others have copied
+            read = (self._writers[key] for key in self.instructions[index].reads)
+            found |= {each: found[index] for each in read if each in found}
         return found
 
     @cached_property

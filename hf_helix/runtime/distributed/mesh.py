@@ -131,7 +131,7 @@ class Mesh:
             replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
-        host_link: the link to optimizer states on the host (`offload`); None where the device has them.
+        host_link: the link to the memory of the host.
     """
 
     sizes: dict[str, int]
@@ -149,7 +149,7 @@ class Mesh:
     replica_axes: ReplicaAxes | None = None
     expert_replica_axes: ReplicaAxes | None = None
     reduction_kind: Kind = Kind.INTRA_NODE
-    host_link: HostLink | None = None
+    host_link: HostLink = field(default_factory=lambda: HostLink(None))
     vocabulary: Axis = field(default_factory=Axis.single)
 
     def over(self, link: EmulatedLink) -> Mesh:
@@ -171,7 +171,7 @@ class Mesh:
             link=link,
             replica_axes=linked_axes[self.replica_axes],
             expert_replica_axes=linked_axes[self.expert_replica_axes],
-            host_link=self.host_link and HostLink(EmulatedLink(link.speed).carry),
+            host_link=HostLink(self.host_link.holds, EmulatedLink(link.speed).carry),
         )
 
     def share_random_state(self) -> None:
@@ -317,7 +317,7 @@ def _new_mesh(
     if dp_size * shared == 1:
         alone = _stepped_whole(None) if offload else None
         axes_and_groups = single, single, single, Pipe([0]), None, None, None, None
-        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=_host_link(offload))
+        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=HostLink(offload))
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
     rows = _rows_of(sizes, dp_replicate_size)
@@ -374,7 +374,7 @@ def _new_mesh(
     further_groups = dp_group, replica_group, expert_replica_group, batch_group
     axes = tp, cp, experts, pipe
     of_replicas = replica_axes, expert_replica_axes, reduction_kind
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, _host_link(offload), vocabulary)
+    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, HostLink(offload), vocabulary)
     if backend == groups.NCCL:
         kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
         # Of the rank with the most neighbours, so that all ranks find the same.
@@ -382,10 +382,6 @@ def _new_mesh(
         groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh
-
-
-def _host_link(offload: str | None) -> HostLink | None:
-    return HostLink() if offload else None
 
 
 def _stepped_whole(group: dist.ProcessGroup | None) -> ReplicaAxes:

@@ -106,7 +106,7 @@ class FlatParameterGradients:
         after `reduce_scatter` has filled them on the device."""
         host, result = self._flat.host, self._result
         assert host is not None
-        self.on_host = host_memory(result, result.dtype, self._flat.device)
+        self.on_host = host_memory(result.shape, result.dtype, self._flat.device)
         self.parts, after = self._parts_of(self.on_host), self.on_host._version + 1
         for part, norm in zip(self.parts, self._norms, strict=True):
             on_host[part] = OnHost(after, norm)

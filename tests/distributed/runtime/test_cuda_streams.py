@@ -34,6 +34,8 @@ LAYOUTS: dict[str, Case] = {
     "dp tp": {"dp": 2, "tp_size": 2},
     "zero": {"dp": 2, "tp_size": 2, "shard_optimizer": True},
     "sharded parameters": {"dp": 2, "shard_parameters": True},
+    "streamed": {"tp_size": 2, "dp": 2, "offload": "parameters"},
+    "streamed, sharded parameters": {"dp": 2, "shard_parameters": True, "offload": "parameters"},
     "ep": {"family": "phimoe", "dp": 2, "ep_size": 2},
     "ep tp": {"family": "phimoe", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
     "ep with a capacity": {"family": "phimoe", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
@@ -49,6 +51,7 @@ VARIANTS: dict[str, Case] = {
     "bf16": {"autocast_dtype": BF16},
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
+    "offload": {"recompute": "offload"},
 }
 QUICK: dict[str, Case] = {
     "tp sequential": {"tp_size": 2, "plan": "sequential"},
@@ -81,6 +84,20 @@ QUICK: dict[str, Case] = {
     "states on the host": {"tp_size": 2, "dp": 2, "offload": "optimizer"},
     "states on the host in bf16, spread": {**LAYOUTS["zero"], "offload": "optimizer", "autocast_dtype": BF16},
     "states on the host, sharded parameters": {**LAYOUTS["sharded parameters"], "offload": "optimizer"},
+    "streamed weights": {**LAYOUTS["streamed"], "plan": "sequential"},
+    "streamed weights in bf16, spread, recomputed": {
+        **LAYOUTS["streamed, sharded parameters"],
+        "autocast_dtype": BF16,
+        "recompute": "full",
+    },
+    "inputs of layers on the host": {"tp_size": 2, "recompute": "offload"},
+    "inputs of layers on the host, in a pipeline": {
+        **PIPELINES["1f1b rank 0"],
+        "recompute": "offload",
+        "autocast_dtype": BF16,
+        "plan": "sequential",
+    },
+    "streamed weights in a pipeline": {**PIPELINES["folded_1f1b rank 0"], "offload": "parameters"},
     "ep of mixtral": {**LAYOUTS["ep"], "family": "mixtral", "autocast_dtype": BF16},
     "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
     "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "autocast_dtype": BF16},

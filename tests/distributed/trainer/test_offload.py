@@ -1,4 +1,5 @@
-"""`offload="optimizer"`: bit for bit the run without it, on every layout; a run goes on with it and without it."""
+"""`offload="optimizer"` and `offload="parameters"`: bit for bit the run without them, on every layout; a run goes on
+with either and without."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from support import jobs
 from support.resume_jobs import make
 
+from hf_helix.config import OFFLOADS
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.divided import plain_parameters
 
@@ -26,18 +28,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": True},
     "ep2 shard_optimizer": {"ep_size": 2, "shard_optimizer": True},
     "ep2 shard_parameters": {"ep_size": 2, "shard_parameters": True},
+    "slices": {"pp_size": 2, "spread_vocabulary": True},
+    "tp2 pp2": {"tp_size": 2, "pp_size": 2},
+    "tp2 shard_parameters": {"tp_size": 2, "shard_parameters": True},
+    "copies": {"shard_parameters": True, "dp_replicate_size": 2},
 }
+FOUR = ("tp2 pp2", "tp2 shard_parameters", "copies")  # ranks
+OPTIMIZER, PARAMETERS = OFFLOADS
 BF16 = {"bf16": True}
 TIED = {"model": {"tie_word_embeddings": True}}
 TUNED = {"plan": "auto", "tuning_share": 1.0, "cache": False}
-LORA = {"lora": {}}
+FROZEN = {"freeze": ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]}
 
 
 def options_of(
-    layout: str, offload: bool, training: dict[str, Any] | None = None, helix: dict[str, Any] | None = None, **more: Any
+    layout: str,
+    offload: str | None,
+    training: dict[str, Any] | None = None,
+    helix: dict[str, Any] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Options of a job: clipped, over two micro-batches."""
-    options = {"plan": "greedy", **LAYOUTS[layout], **(helix or {}), **({"offload": "optimizer"} if offload else {})}
+    options = {"plan": "greedy", **LAYOUTS[layout], **(helix or {}), "offload": offload}
     if "ep2" in layout:
         more["model"] = {"family": "mixtral", **more.get("model", {})}
     return {
@@ -59,31 +71,51 @@ def assert_same(mine: Path, theirs: Path) -> None:
 
 
 def cases() -> list[Any]:
-    quick = [("pp2", {"training": BF16, **TIED}), ("dp2", {})]
-    slow: list[tuple[str, dict[str, Any]]] = [
-        *((layout, {"training": BF16}) for layout in LAYOUTS if layout != "pp2"),
-        *((layout, {}) for layout in LAYOUTS if layout != "dp2"),
-        *((layout, {"training": {"optim": "sgd", "max_grad_norm": 0.0}}) for layout in ("tp2", "dp2")),
-        ("pp2", {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 0}}),
-        ("tp2", {"helix": {"recompute": "full"}, "training": BF16, **TIED}),
+    """Cases by name: a layout, a kind of offload, and further options."""
+    quick = [
+        ("pp2", OPTIMIZER, {"training": BF16, **TIED}),
+        ("dp2", OPTIMIZER, {}),
+        ("pp2", PARAMETERS, {"training": BF16, **TIED}),
+        ("shard_parameters", PARAMETERS, {"training": BF16}),
+    ]
+    two = [layout for layout in LAYOUTS if layout not in FOUR]
+    plain_sgd = {"training": {"optim": "sgd", "max_grad_norm": 0.0}}
+    slow: list[tuple[str, str, dict[str, Any]]] = [
+        *((layout, kind, {"training": BF16}) for layout in LAYOUTS for kind in OFFLOADS),
+        *((layout, kind, {}) for layout in two for kind in OFFLOADS),
+        *((layout, kind, plain_sgd) for layout in ("tp2", "dp2") for kind in OFFLOADS),
+        ("pp2", OPTIMIZER, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
+        ("pp2", PARAMETERS, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
+        *(("tp2", kind, {"helix": {"recompute": "full"}, "training": BF16, **TIED}) for kind in OFFLOADS),
+        *((layout, PARAMETERS, {"helix": {"recompute": "offload"}, "training": BF16}) for layout in ("pp2", "tp2 pp2")),
+        ("tp2", PARAMETERS, {"training": BF16, **FROZEN}),
+        ("shard_parameters", PARAMETERS, FROZEN),
+        ("pp2", PARAMETERS, {"helix": {"plan": "sequential", "schedule": "1f1b"}}),
+    ]
+    slow = [
+        case
+        for case in slow
+        if case not in quick and not (case[0].endswith("shard_optimizer") and case[1] == PARAMETERS)
     ]
     return [pytest.param(*case, id=str(case)) for case in quick] + [
         pytest.param(*case, id=str(case), marks=SLOW) for case in slow
     ]
 
 
-@pytest.mark.parametrize(("layout", "options"), cases())
+@pytest.mark.parametrize(("layout", "kind", "options"), cases())
 def test_a_run_has_the_bits_of_the_run_without(
-    layout: str, options: dict[str, Any], cluster_of: Any, tmp_path: Path
+    layout: str, kind: str, options: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:
     with_it, without = (
-        cluster_of(2).run(JOB, folder=str(tmp_path / str(offload)), **options_of(layout, offload, **options))
-        for offload in (True, False)
+        cluster_of(4 if layout in FOUR else 2).run(
+            JOB, folder=str(tmp_path / str(offload)), **options_of(layout, offload, **options)
+        )
+        for offload in (kind, None)
     )
     for mine, theirs in zip(with_it, without, strict=True):
         for key in ("losses", "rates", "eval"):
             assert mine[key] == theirs[key], key
-    assert_same(tmp_path / "True", tmp_path / "False")
+    assert_same(tmp_path / kind, tmp_path / "None")
 
 
 @SLOW
@@ -92,7 +124,7 @@ def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_
     options = {"training": {"optim": "adagrad"}}
     with_it, without = (
         cluster_of(2).run(JOB, folder=str(tmp_path / str(offload)), **options_of("tp2", offload, **options))
-        for offload in (True, False)
+        for offload in (OPTIMIZER, None)
     )
     assert list(with_it[0]["losses"].values()) == pytest.approx(list(without[0]["losses"].values()), abs=1e-5)
 
@@ -100,18 +132,22 @@ def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_
 @pytest.mark.parametrize(
     ("first", "offloads", "second", "then", "exactly"),
     [
-        ("pp2", True, "pp2", False, True),
-        pytest.param("pp2", False, "pp2", True, True, marks=SLOW),
-        pytest.param("pp2", True, "pp2", True, True, marks=SLOW),
-        pytest.param("tp2", True, "tp2", False, True, marks=SLOW),
-        pytest.param("shard_optimizer", True, "shard_parameters", True, False, marks=SLOW),
-        pytest.param("dp2", True, "shard_optimizer", False, False, marks=SLOW),
-        pytest.param("pp2", True, "tp2", False, False, marks=SLOW),
-        pytest.param("tp2", False, "pp2", True, False, marks=SLOW),
+        ("pp2", OPTIMIZER, "pp2", None, True),
+        pytest.param("pp2", None, "pp2", OPTIMIZER, True, marks=SLOW),
+        pytest.param("pp2", OPTIMIZER, "pp2", OPTIMIZER, True, marks=SLOW),
+        pytest.param("tp2", OPTIMIZER, "tp2", None, True, marks=SLOW),
+        pytest.param("shard_optimizer", OPTIMIZER, "shard_parameters", OPTIMIZER, False, marks=SLOW),
+        pytest.param("dp2", OPTIMIZER, "shard_optimizer", None, False, marks=SLOW),
+        pytest.param("pp2", OPTIMIZER, "tp2", None, False, marks=SLOW),
+        pytest.param("tp2", None, "pp2", OPTIMIZER, False, marks=SLOW),
+        ("tp2", PARAMETERS, "tp2", None, True),
+        pytest.param("pp2", OPTIMIZER, "pp2", PARAMETERS, True, marks=SLOW),
+        pytest.param("pp2", PARAMETERS, "tp2", PARAMETERS, False, marks=SLOW),
+        pytest.param("shard_parameters", PARAMETERS, "dp2", PARAMETERS, False, marks=SLOW),
     ],
 )
 def test_a_run_goes_on_with_it_and_without_it(
-    first: str, offloads: bool, second: str, then: bool, exactly: bool, cluster_of: Any, tmp_path: Path
+    first: str, offloads: str | None, second: str, then: str | None, exactly: bool, cluster_of: Any, tmp_path: Path
 ) -> None:
     whole = cluster_of(2).run(JOB, folder=str(tmp_path / "whole"), **options_of(first, offloads))
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
@@ -144,9 +180,44 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
     assert all(group["fused"] for group in optimizer.param_groups)
 
 
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("pp2", {"training": BF16}),
+        pytest.param("tp2", {"helix": {"plan": "sequential"}}, marks=SLOW),
+        pytest.param("pp2", {"helix": {"plan": "round_robin", "schedule": "1f1b"}}, marks=SLOW),
+        pytest.param("pp2", {"helix": {"plan": "dhelix", "schedule": "dualpipe_v"}}, marks=SLOW),
+        pytest.param("shard_parameters", {"training": BF16}, marks=SLOW),
+        pytest.param("ep2", {}, marks=SLOW),
+        pytest.param("tp2", {"helix": TUNED}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_inputs_of_layers_on_the_host_have_the_bits_of_those_on_the_device(
+    layout: str, options: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    """`recompute="offload"` and "full"."""
+    for mode in ("full", "offload"):
+        helix = {**options.get("helix", {}), "recompute": mode}
+        cluster_of(2).run(JOB, folder=str(tmp_path / mode), **options_of(layout, None, **{**options, "helix": helix}))
+    assert_same(tmp_path / "offload", tmp_path / "full")
+
+
+def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:
+    trainer = make(str(tmp_path), {"offload": "parameters"}, training={"max_steps": 2, **BF16})
+    trainer.train()
+    parameters = list(trainer.model.parameters())
+    with plain_parameters():
+        assert all(parameter.data.untyped_storage().nbytes() <= 4 for parameter in parameters)
+        assert all(flat.unsharded is None for flat in trainer.helix.runner.stage.flat_parameters)
+
+
 @SLOW
-def test_plans_are_measured_with_the_copies(cluster_of: Any, tmp_path: Path) -> None:
-    for result in cluster_of(2).run(JOB, folder=str(tmp_path / "tuned"), **options_of("tp2", True, helix=TUNED)):
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("tp2", OPTIMIZER), ("tp2", PARAMETERS), ("pp2", PARAMETERS), ("shard_parameters", PARAMETERS)]
+)
+def test_plans_are_measured_with_the_copies(layout: str, kind: str, cluster_of: Any, tmp_path: Path) -> None:
+    for result in cluster_of(2).run(JOB, folder=str(tmp_path / "tuned"), **options_of(layout, kind, helix=TUNED)):
         assert len(result["losses"]) == 4
 
 

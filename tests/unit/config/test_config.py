@@ -103,7 +103,12 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("expert_capacity_factor", (0.5, 0, -1.0, float("nan")), ValueError, r"=.* leaves less room.*use 1\.0 or more"),
     ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
     ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
-    ("offload", ("optimiser",), ValueError, r"='optimiser' is unknown; use one of optimizer \(did you mean 'optimizer"),
+    (
+        "offload",
+        ("optimiser",),
+        ValueError,
+        r"='optimiser' is unknown; use one of optimizer, parameters \(did you mean",
+    ),
     ("offload", (True,), TypeError, r" must be a string, such as offload='optimizer', or None; got True"),
     ("inter_node_axes", (("pp",),), ValueError, "inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"),
     ("inter_node_axes", ("cp",), TypeError, r" must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"),
@@ -137,6 +142,22 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("tp_sise", (2,), TypeError, r"HelixConfig: unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
     ("plans", ("auto",), TypeError, r"HelixConfig: unknown option 'plans' \(did you mean 'plan'\?\)"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offload": "parameters", "shard_optimizer": True}, "use shard_parameters=True, or shard_optimizer=False"),
+        ({"offload": "parameters", "cuda_graphs": True}, "use cuda_graphs=False"),
+        (
+            {"recompute": "offload", "cuda_graphs": True},
+            "^recompute='offload' with cuda_graphs=True: .*; use cuda",
+        ),
+    ],
+)
+def test_what_the_host_holds_goes_with_few_options_less(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HelixConfig(**options)
 
 
 @pytest.mark.parametrize(("name", "values", "error", "words"), REFUSED)

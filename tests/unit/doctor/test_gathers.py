@@ -28,6 +28,7 @@ from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.planning.window.program import build_program
 
 CLUSTER = cluster_with(
@@ -64,6 +65,30 @@ def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int
     alone = {name: Ring(1, (1, 1)) for name in AXES}
     assert [made for made, _ in weight_gathers(amounts, layout, alone, on_host=True)] == list(training.gathers)
     assert [made for made, _ in gradient_sums(amounts, layout, on_host=True)] == list(training.reductions)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_parameters": True}, {"tp_size": 2}], ids=str)
+def test_streamed_weights_are_the_operators_of_training(options: dict[str, Any]) -> None:
+    model, dp = on_meta(num_hidden_layers=3), {} if "tp_size" in options else {"dp_size": 2}
+    training = layout_of_training(model, bf16=True, offload="parameters", **options)
+    amounts = counted(model, bf16=True, offload="parameters", **dp, **options)
+    assert amounts.layout.graphs == {name: training.graphs[name] for name in amounts.layout.units}
+    assert not training.gathers
+    assert not amounts.kept
+    up = {name[1] for name, op in named_operators(amounts.layout) if op.kind is Kind.UP and name[0] == "layer"}
+    gathered = ".up" if "shard_parameters" in options else ""
+    assert up == {
+        f"{turn}.weights{kind}{gathered}{again}"
+        for turn, again in (("F", ""), ("B", ".again"))
+        for kind in ("", ".products")
+    }
+    layer = amounts.weights["layer"].all_trained
+    copied = sum(
+        each.bytes
+        for name in (f"F.weights{gathered}", f"F.weights.products{gathered}")
+        for each in amounts.operators["layer", name].transfers
+    )
+    assert copied == pytest.approx(2 * layer / (2 if gathered else 1), rel=0.02)  # norms in fp32, and padding
 
 
 @pytest.mark.parametrize("microbatches", [1, 6])

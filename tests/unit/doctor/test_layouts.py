@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.simulated import cluster_with, on_meta
 
-from hf_helix.config import HelixConfig
+from hf_helix.config import OFFLOADS, HelixConfig
 from hf_helix.doctor import layouts as searching
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.doctor.memory import STATES
@@ -20,7 +20,8 @@ from hf_helix.doctor.step import Case, layout_of, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import Cluster, Host
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.runtime.stage import cut_layers
 
@@ -294,6 +295,53 @@ def test_states_on_the_host_leave_room_and_take_its_time():
     assert offloaded.host == pytest.approx((4 + 8 + 4 + 2) * of_node)
     slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 1e4))
     assert simulate_step(paper.amounts(case := offloaded.case), case, slow).seconds > 1.1 * offloaded.seconds
+
+
+def test_an_update_hides_the_copies_of_other_slices():
+    """By an update that takes long, all of them; by one that takes no time, none."""
+    paper = paper_of(num_hidden_layers=4)
+    case = Case(Sizes(tp=2), 1, LENGTH, 8, offload="optimizer")
+    quick, slow = (
+        simulate_step(paper.amounts(case), case, replace(CLUSTER, host=Host(bandwidth=1e9, memory=memory)))
+        for memory in (1e18, 1e8)
+    )
+    assert quick.sums > 0
+    assert quick.waits > 0
+    assert (slow.sums, slow.waits) == (pytest.approx(0, abs=1e-6), 0)
+    assert slow.window == pytest.approx(quick.window - quick.waits, rel=1e-6)
+
+
+def test_weights_on_the_host_leave_room_and_are_copied_for_every_use():
+    paper, sizes = paper_of(num_hidden_layers=12), Sizes(tp=2)
+    kept, streamed = (
+        simulate_step(paper.amounts(case), case, CLUSTER)
+        for case in (Case(sizes, 1, LENGTH, 8, offload=kind) for kind in OFFLOADS)
+    )
+    assert streamed.memory.gradients == kept.memory.gradients
+    assert (streamed.memory.weights, streamed.memory.states) == (0, 0)
+    assert streamed.memory.copies < 0.7 * kept.memory.copies
+    assert (streamed.host, streamed.optimizer) == (kept.host, kept.optimizer)
+    # In bf16, forward and backward of every micro-batch; of the head, forward alone; of the table and of norms, fp32.
+    trained = streamed.host / CLUSTER.devices_per_node / (4 + 8 + 4 + 2)
+    assert streamed.loads[Kind.UP] * CLUSTER.host.bandwidth / 8 == pytest.approx(2 * 2 * trained, rel=0.1)
+    slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 1e4))
+    waiting = simulate_step(paper.amounts(case := streamed.case), case, slow)
+    assert waiting.exposed[Kind.UP] > 0.5 * waiting.loads[Kind.UP]
+    assert waiting.seconds > waiting.loads[Kind.UP]
+
+
+def test_inputs_of_layers_on_the_host_leave_room():
+    """All but those of a few layers at work; copied down and up once for every layer and micro-batch."""
+    paper = paper_of(num_hidden_layers=12)
+    full, away = (
+        simulate_step(paper.amounts(case), case, CLUSTER)
+        for case in (Case(Sizes(), 1, LENGTH, 8, ONE_STRAND, recompute=mode) for mode in ("full", "offload"))
+    )
+    kept = 4 * 64 * LENGTH  # bytes of an input, in fp32
+    assert 8 * kept < full.memory.activations - away.memory.activations < 12 * kept
+    assert full.memory.copies == away.memory.copies
+    for kind in (Kind.UP, Kind.DOWN):
+        assert away.loads[kind] * CLUSTER.host.bandwidth == pytest.approx(8 * 12 * kept)
 
 
 def test_smaller_states_leave_room():
