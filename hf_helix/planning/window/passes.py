@@ -11,9 +11,10 @@ replicas issue their collectives in the same order.
                         of the plan. Units count in the order of the rank's computation, whatever the micro-batch and
                         the direction: each of two strands gets the weights of its next unit during the unit of the
                         other.
-    reduce_gradients    a reduction follows the last operator that adds to its bucket. The reductions of a rank run one
-                        after the other; first complete, first issued is optimal. A plan only chooses when buckets are
-                        complete, see `defer_weight_gradients` of `planning.plan.search`. A copy to the host follows.
+    reduce_gradients    a reduction follows the last operator that adds to its bucket, in the window or in every
+                        micro-batch. The reductions of a rank run one after the other; first complete, first issued is
+                        optimal. A plan only chooses when buckets are complete, see `defer_weight_gradients` of
+                        `planning.plan.search`. A copy to the host follows the last.
     gather_weights      the gathers of a rank come first; the stream is shared with the reductions, and idle then.
                         Copies from the host precede them.
 """
@@ -154,15 +155,17 @@ class _Turns:
 
 def reduce_gradients(window: Window, order: Order) -> Order:
     """Inserts each gradient reduction after the last adder to its gradients."""
-    count = len(window.layout.reductions)
+    layout = window.layout
+    count = len(layout.reductions) + (len(window.at) - 1) * len(layout.reduced_often)
     added: dict[int, list[int]] = {}
     issued: set[int] = set()
     for position in range(len(order) - 1, -1, -1) if count else ():
         place = order[position]
         numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
-        last = [number for number in numbers if number not in issued]
+        last = [window.reduction_place(number, window.microbatches[place]) for number in numbers]
+        last = [each for each in last if each not in issued]
         if last:
-            added[position] = window.with_copies([len(window) + number for number in last], before=False)
+            added[position] = window.with_copies(last, before=False)
             issued.update(last)
             if len(issued) == count:
                 break

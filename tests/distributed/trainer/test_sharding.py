@@ -37,6 +37,7 @@ FEW_PLANS = ("sequential", "greedy", "dhelix")
 PLANS = (*FEW_PLANS, "round_robin", "search")
 OPTIMIZER = {"shard_optimizer": True, "cache": False}
 PARAMETERS = {"shard_parameters": True, "cache": False}
+OFTEN = {**PARAMETERS, "reduce_gradients": "microbatch"}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
 SGD = {"optim": "sgd", "learning_rate": 0.5}  # AdamW makes much of small differences
@@ -447,6 +448,7 @@ QUICK = {
         "llama tp2",
         "phimoe",
     ),
+    "every micro-batch": ("llama", "llama bf16, tied, with biases", "llama dp4 in two copies", "llama pp2"),
 }
 
 
@@ -457,6 +459,7 @@ QUICK = {
         for option, sharded, cases in (
             ("shard_optimizer", OPTIMIZER, OF_OPTIMIZER),
             ("shard_parameters", PARAMETERS, OF_PARAMETERS),
+            ("every micro-batch", OFTEN, OF_PARAMETERS),
         )
         for name, case in cases.items()
     ],
@@ -464,8 +467,8 @@ QUICK = {
 def test_windows_are_those_without_sharding(
     sharded: dict[str, Any], case: Any, cluster_of: Any, tmp_path: Path
 ) -> None:
-    """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients, with
-    weights in bfloat16 where products alone read them, too."""
+    """The bits of all plans are the same; over two ranks that reduce once they are those of the all-reduce of whole
+    gradients, with weights in bfloat16 where products alone read them, too."""
     ranks, helix, model, training = case
     job = {"folder": str(tmp_path), "sharded": sharded, "helix": {"cache": False, **helix}, "training": training}
     plans = PLANS if case is OF_BOTH["llama"] else FEW_PLANS
@@ -479,7 +482,7 @@ def test_windows_are_those_without_sharding(
             assert result["unlike the first plan"] == [], plan
             assert result["left"] == [], plan
             assert result["norm"] == pytest.approx(rank["norm"], rel=rounding), plan
-            if ranks // int(sizes) == 2:
+            if ranks // int(sizes) == 2 and sharded is not OFTEN:
                 assert result["differing"] == [], plan
             assert result["error"] <= 1e-5, plan
 
