@@ -122,13 +122,17 @@ class Runner:
         `GradientReducer`."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
-        often = [self._numbers[each] for each in self.layout.reduced_often if each in self._numbers]
-        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams, often, last)
+        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams, self.buckets_reduced_often, last)
         if not self._numbers:
             return reduction, None
         ways = {Kind.GRADIENTS: reduction.reduce_bucket, Kind.DOWN: reduction.copy_bucket}
         ways[Kind.COMPUTE] = reduction.begin_adding
         return reduction, lambda number, kind, microbatch: ways[kind](self._numbers[number], microbatch)
+
+    @property
+    def buckets_reduced_often(self) -> Collection[int]:
+        """The buckets that every micro-batch reduces, as indices into `buckets`."""
+        return [self._numbers[each] for each in self.layout.reduced_often if each in self._numbers]
 
     def _fill_buckets(self) -> None:
         """Finds the buckets, and the bucket of each reduction in the layout.

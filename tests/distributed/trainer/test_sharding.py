@@ -258,7 +258,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     trainer.helix.close()
     return {
         "sent": sum(recorder.bytes_sent for recorder in recorders),
-        "summed": bytes_summed(runner),
+        "summed": bytes_summed(runner, count),
         "gathered": recorders[0].bytes_sent,
         "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
         "flats": flats,
