@@ -26,7 +26,7 @@ from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name
-from hf_helix.runtime.gradients.reduce import MAX_COPIES
+from hf_helix.planning.window.passes import MAX_COPIES
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 

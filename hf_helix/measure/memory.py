@@ -25,8 +25,8 @@ from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes
 from hf_helix.planning.timing.profile import OperatorMemory, Profile
 from hf_helix.planning.window.layout import Name
+from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.gradients.reduce import MAX_COPIES
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace

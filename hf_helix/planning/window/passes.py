@@ -34,6 +34,10 @@ SMALLEST_BYTES = 2**20
 
 TAIL = 4
 
+MAX_COPIES = 2
+"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory or every micro-batch
+is reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
+
 Order = Sequence[int]
 
 UnitPass = tuple[int, int, bool]
@@ -76,10 +80,17 @@ class OrderedWindow:
         arrays, order = window.arrays(times, per_step=True), list[int]()
         for rank, places in enumerate(self.orders):
             moving: list[int] = []
+            often, waits = list[int](), list[int]()
             for place in run_passes(window, places):
                 if place >= 0:
                     if place < len(window) and awaited[window.indices[place]]:
                         moving.append(place)
+                    if window.is_reduced_often(place):
+                        often.append(place)
+                        waits = often[-1 - MAX_COPIES : -MAX_COPIES]
+                    elif arrays.streams[place] == COMPUTE:
+                        arrays.needs[place] += waits
+                        waits = []
                     order.append(place)
                 else:
                     order.append(arrays.append(COMPUTE, 0.0, moving, rank))

@@ -324,6 +324,10 @@ class Window:
             return len(self) + number
         return self._first_earlier + microbatch * len(often) + often[number]
 
+    def is_reduced_often(self, place: int) -> bool:
+        """Whether a place is a gradient reduction of every micro-batch."""
+        return place - len(self) in self.layout.reduced_often or place >= self._first_earlier
+
     def with_copies(self, places: Sequence[int], before: bool) -> list[int]:
         """Reductions or gathers, each with its copy after it, or `before` it, where the host has what they are of."""
         if not self.layout.on_host:

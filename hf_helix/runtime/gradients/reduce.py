@@ -29,6 +29,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import OnHost, arrived, host_memory, on_host
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
@@ -158,10 +159,6 @@ class FlatParameterGradients:
 
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
-
-MAX_COPIES = 2
-"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory: the buffers of flat
-parameters, and upcasts of gradients in half precision."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
