@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     *((name, (0, -2), ValueError, rf"^{name} must be at least 1, such as {name}=1; got (0|-2)$") for name in SIZES),
     *(
         (name, (None, 1, True, "", Path("plan.json")), TypeError, f"^{name} must be a string, such as {name}='auto'; ")
-        for name in ("plan", "schedule")
+        for name in ("plan", "schedule", "reduce_gradients")
     ),
     *(
         (name, UNREAL, TypeError, f"^{name} must be true or false, such as {name}=True; got ")
@@ -103,6 +103,8 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("expert_capacity_factor", (0.5, 0, -1.0, float("nan")), ValueError, r"=.* leaves less room.*use 1\.0 or more"),
     ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
     ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
+    ("reduce_gradients", ("windows",), ValueError, r"='windows' is unknown; use one of auto, window, .*mean 'window'"),
+    ("reduce_gradients", ("microbatch",), ValueError, r"='microbatch' without shard_parameters=True: .* add shard_p"),
     ("offload", ("optimiser",), ValueError, r"='optimiser' is unknown; use one of optimizer \(did you mean 'optimizer"),
     ("offload", (True,), TypeError, r" must be a string, such as offload='optimizer', or None; got True"),
     ("inter_node_axes", (("pp",),), ValueError, "inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"),
