@@ -33,6 +33,8 @@ PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 OFFLOADS = (OPTIMIZER, PARAMETERS)
+EVERY_MICROBATCH = "microbatch"
+REDUCE_GRADIENTS = (AUTO, "window", EVERY_MICROBATCH)
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = "offload"  # as "full", with what layers keep on the host
@@ -40,7 +42,7 @@ SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
     **{name: f"a whole number, such as {name}=1" for name in (*SIZES, "dp_replicate_size")},
-    **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule")},
+    **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule", "reduce_gradients")},
     **{
         name: f"true or false, such as {name}=True"
         for name in ("cache", "compile", "fused_kernels", "shard_optimizer", "shard_parameters", "spread_vocabulary")
@@ -114,6 +116,12 @@ class HelixConfig:
         shard_parameters: shard the parameters, their gradients and the optimizer's states over the data-parallel ranks
             (ZeRO-3, FSDP): a layer's weights are gathered before it runs, concurrently with the computation of the two
             units before, and dropped after it. See docs/data_parallelism.md.
+        reduce_gradients: with `shard_parameters`, when the data-parallel ranks reduce gradients to their shards:
+            `window`: once in a window. The full gradients add up until then, in 4 bytes a parameter;
+            `microbatch`: in every micro-batch: few full gradients exist at a time, and shards add up. Each
+            micro-batch communicates as much as a window would. Accelerate calls this `sync_each_batch`;
+            `auto`: in every micro-batch where full gradients would take more than a quarter of the device's memory (of
+            `memory_gb`, if given), and once in a window otherwise. See docs/data_parallelism.md.
         dp_replicate_size: with `shard_parameters` or `shard_optimizer`, how many times the data-parallel ranks hold all
             shards (HSDP): gathers stay among the dp / dp_replicate_size ranks of a copy, which are neighbours, and only
             sums of a shard's gradients go from copy to copy. The number of hosts keeps gathers inside hosts. 1 for a
@@ -181,6 +189,7 @@ class HelixConfig:
     spread_vocabulary: bool = False
     shard_optimizer: bool = False
     shard_parameters: bool = False
+    reduce_gradients: str = AUTO
     offload: str | None = None
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
@@ -250,6 +259,11 @@ class HelixConfig:
             )
         if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
+        if self.reduce_gradients not in REDUCE_GRADIENTS:
+            raise ValueError(
+                f"reduce_gradients={self.reduce_gradients!r} is unknown; use one of {', '.join(REDUCE_GRADIENTS)}"
+                f"{nearest(self.reduce_gradients, REDUCE_GRADIENTS)}"
+            )
         if self.offload not in (None, *OFFLOADS):
             raise ValueError(
                 f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
@@ -284,6 +298,11 @@ class HelixConfig:
                 "use shard_parameters=True, or shard_optimizer=False"
             )
         if not self.shard_parameters:
+            if self.reduce_gradients == EVERY_MICROBATCH:
+                raise ValueError(
+                    f"reduce_gradients={EVERY_MICROBATCH!r} without shard_parameters=True: no rank has shards in which "
+                    "gradients add up; add shard_parameters=True, or use reduce_gradients='auto'"
+                )
             return
         if self.shard_optimizer:
             raise ValueError(

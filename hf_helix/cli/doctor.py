@@ -254,6 +254,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "expert_capacity_factor": case.expert_capacity_factor,
         "shard_optimizer": case.shard_optimizer,
         "shard_parameters": case.shard_parameters,
+        "reduce_gradients": case.reduce_gradients if case.shard_parameters else usual.reduce_gradients,
         "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
         "offload": case.offload,
     }

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AUTO, OFFLOAD, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
+from hf_helix.config import (
+    AUTO,
+    OFFLOAD,
+    OFFLOADS,
+    RECOMPUTE,
+    REDUCE_GRADIENTS,
+    RULES,
+    HelixConfig,
+    LinkSpeed,
+    parse_link,
+)
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -168,6 +178,7 @@ class SimulateCommand(OnCluster):
     recompute: str = config_option("recompute", default="none", choices=(*RECOMPUTE, OFFLOAD))
     shard_optimizer: bool = config_option("shard_optimizer")
     shard_parameters: bool = config_option("shard_parameters")
+    reduce_gradients: str = config_option("reduce_gradients", choices=REDUCE_GRADIENTS)
     offload: str | None = config_option("offload", choices=OFFLOADS)
     spread_vocabulary: bool = config_option("spread_vocabulary")
 
@@ -175,13 +186,14 @@ class SimulateCommand(OnCluster):
     def run(self) -> None:
         """Prints the time and the memory of a step."""
         from hf_helix.doctor.report import step_lines
-        from hf_helix.doctor.step import simulate_step
+        from hf_helix.doctor.step import simulate_step, with_usual_reduction
 
         cluster = self.scaled_cluster()
         case = self._case(cluster)
         simulated = self.simulated_model(cluster)
         case = replace(case, image_share=simulated.image_share(self.sequence_length))
         amounts = simulated.amounts(case)
+        case = with_usual_reduction(amounts, case, cluster) if self.reduce_gradients == AUTO else case
         rules = RULES if self.plan == ALL else (self.plan,)
         steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
@@ -210,8 +222,9 @@ class SimulateCommand(OnCluster):
             raise ValueError(
                 f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}"
             )
-        sharding = {name: getattr(self, name) for name in ("shard_optimizer", "shard_parameters", "offload")}
-        HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses both at once
+        options = ("shard_optimizer", "shard_parameters", "reduce_gradients", "offload")
+        sharding = {name: getattr(self, name) for name in options}
+        HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses what is wrong
         names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
         case = {name: getattr(self, name) for name in [*names, "cuda_graphs", "spread_vocabulary"]} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)

@@ -12,8 +12,9 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
-from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE
+from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import rings, transfer_seconds
 from hf_helix.doctor.memory import STATES, needs_text
@@ -368,19 +369,21 @@ class Search:
 
     def _fitting(self, case: Case, smaller: Case | None) -> list[Case]:
         """Returns the cases with the least recomputation that fit, with `shard_optimizer` if possible; `smaller` is a
-        fitting case with smaller micro-batches. Under "auto" the case of a named schedule follows if the schedule saves
-        recomputation; the case of another placement, with more waiting, only if nothing fits on the fold. Raises
-        ValueError if the model cannot be cut to these sizes, or does not fit."""
+        fitting case with smaller micro-batches. The case that reduces gradients in every micro-batch follows if that
+        saves recomputation; likewise under "auto" the case of a named schedule. The case of another placement, with
+        more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
+        sizes, or does not fit."""
         whole = case.shard_parameters or case.streams_weights
         shards = (True, False) if case.sizes.spread() and not whole else (False,)
         modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.offload else RECOMPUTE
         modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
+        reductions = REDUCE_GRADIENTS[1:] if case.shard_parameters and case.microbatches > 1 else REDUCE_GRADIENTS[1:2]
         fitting: list[Case] = []
         least = math.inf
-        for schedule in self._schedules(case):
+        for reduction, schedule in product(reductions, self._schedules(case)):
             if not modes or (fitting and schedule not in (AUTO, *FOLDED)):
                 break
-            of_schedule = replace(case, schedule=schedule)
+            of_schedule = replace(case, schedule=schedule, reduce_gradients=reduction)
             ways = [replace(of_schedule, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
             found = self._first_fitting(ways, smaller is None)
             if found is not None:

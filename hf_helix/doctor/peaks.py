@@ -26,7 +26,7 @@ from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout, Name
-from hf_helix.runtime.gradients.reduce import MAX_COPIES
+from hf_helix.planning.window.passes import MAX_COPIES
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
@@ -114,11 +114,15 @@ class _LiveMemory:
         self._kept: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed after an entry of a unit
         self._sent: list[_Block] = []
         self._adding: dict[tuple[int, str], list[tuple[object, Gradient]]] = {}
+        self._reduces: list[list[object]] = [[] for _ in layout.reductions]  # the gradients of each reduction
+        adding = [set(each.adders) for each in layout.reductions]
         for rank in range(layout.num_ranks):
             for made, adders in _sharded_gradients(amounts, layout, rank):
                 for adder in adders:
                     self._adding.setdefault(adder, []).append(((adders, id(made)), made))
-        self._begun: set[object] = set()
+                for number in (number for number, of_all in enumerate(adding) if of_all.issuperset(adders)):
+                    self._reduces[number].append((adders, id(made)))
+        self._begun: dict[object, int] = {}  # bytes of live gradients
         self._reduced: deque[int] = deque()  # bytes of the buckets in flight
 
     def begin(self) -> None:
@@ -135,7 +139,8 @@ class _LiveMemory:
             if self._amounts.spread and not op.kind.copies:
                 while len(self._reduced) > MAX_COPIES:
                     self._now[GRADIENTS] -= self._reduced.popleft()
-                self._reduced.append(self._layout.reductions[instruction.reduction].bytes)
+                mine = self._reduces[instruction.reduction]
+                self._reduced.append(sum(self._begun.pop(key, 0) for key in mine))
                 self._see(self._reduced[-1], GRADIENTS)
             return held
         if op.kind is Kind.PIPELINE:
@@ -146,11 +151,11 @@ class _LiveMemory:
                 self._see(0, ACTIVATIONS)
         else:
             name = entry_of(instruction, self._layout)
-            adding = self._adding.pop((unit, op.name), ()) if op.part in (Part.B, Part.W) else ()
+            adding = self._adding.get((unit, op.name), ()) if op.part in (Part.B, Part.W) else ()
             for key, made in adding:  # gradients begin with their first addition
                 if key not in self._begun:
-                    self._begun.add(key)
-                    self._now[GRADIENTS] += GRADIENT * made.elements
+                    self._begun[key] = GRADIENT * made.elements
+                    self._now[GRADIENTS] += self._begun[key]
             self._see(self._amounts.operators[name].peak, WEIGHTS if op.ahead else ACTIVATIONS)
             for storage in self._amounts.lifetimes.left.get(name, ()):
                 sort = WEIGHTS if storage.is_weight else ACTIVATIONS
@@ -227,15 +232,16 @@ def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[
 
 
 def peaks_of_schedules(
-    amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
+    amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool, often: bool = False
 ) -> list[Peak]:
-    """Returns the peak memory of each rank under its most demanding schedule."""
+    """Returns the peak memory of each rank under its most demanding schedule; `often`: whether gradients of shards are
+    reduced in every micro-batch."""
     passes = Passes(amounts.operators, layout, amounts.handed_on, two_strands)
     peaks = []
     for rank in range(layout.num_ranks):
         peak = max((passes.peak(each[rank]) for each in schedules), key=lambda each: each.total)
         is_single = all(len(_microbatches(each[rank])) == 1 for each in schedules)
-        peaks.append(replace(peak, gradients=full_gradients(amounts, layout, rank, is_single)))
+        peaks.append(replace(peak, gradients=full_gradients(amounts, layout, rank, is_single, often)))
     return peaks
 
 
@@ -243,18 +249,20 @@ def _microbatches(slots: Sequence[Slot]) -> set[int]:
     return {action.microbatch for slot in slots for action in slot.actions}
 
 
-def full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool) -> int:
-    """Returns the bytes of full gradients of a rank that shards them: all, but in a window of a single micro-batch only
-    those in flight, and in backward or in two copies."""
-    buckets: dict[object, int] = {}
+def full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool, often: bool) -> int:
+    """Returns the bytes of full gradients of a rank that shards them: all, but where every micro-batch is reduced
+    (`often`, or a window of a single one) only those in flight, and in backward or in two copies. Weights of several
+    units are reduced once in a window."""
+    buckets: dict[tuple[int, str, bool], int] = {}
     for made, adders in _sharded_gradients(amounts, layout, rank):
-        key = min(unit for unit, _ in adders), made.flat
+        units = {unit for unit, _ in adders}
+        key = min(units), made.flat, is_single or (often and len(units) == 1)
         buckets[key] = buckets.pop(key, 0) + GRADIENT * made.elements
-    sizes = list(buckets.values())
-    if not is_single or not sizes:
-        return sum(sizes)
+    kept = sum(size for (*_, goes), size in buckets.items() if not goes)
+    sizes = [size for (*_, goes), size in buckets.items() if goes]
     ends = range(len(sizes))
-    return max(sum(sizes[max(0, end - MAX_COPIES) : end + 1]) + max(sizes[end : end + 2]) for end in ends)
+    flights = (sum(sizes[max(0, end - MAX_COPIES) : end + 1]) + max(sizes[end : end + 2]) for end in ends)
+    return kept + max(flights, default=0)
 
 
 # -- collectives in flight ---------------------------------------------------------------------------------------------

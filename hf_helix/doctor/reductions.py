@@ -35,10 +35,10 @@ COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
 def gradient_sums(
-    amounts: Amounts, layout: Layout, spread: Collection[str] = (), on_host: bool = False
+    amounts: Amounts, layout: Layout, spread: Collection[str] = (), on_host: bool = False, often: bool = False
 ) -> list[tuple[GradientReduction, int]]:
     """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients; `on_host`:
-    whether all gradients go to the host."""
+    whether all gradients go to the host; `often`: whether shards are reduced in every micro-batch."""
     found = []
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -55,7 +55,9 @@ def gradient_sums(
         for bucket in buckets.values():
             adders = tuple(dict.fromkeys(adder for _, mine in bucket for adder in mine))
             experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
-            found.append((GradientReduction(adders, GRADIENT * sum(made.elements for made, _ in bucket)), experts))
+            is_sharded = (EXPERT_COPIES if experts else COPIES) in spread and len({unit for unit, _ in adders}) == 1
+            size = GRADIENT * sum(made.elements for made, _ in bucket)
+            found.append((GradientReduction(adders, size, often and is_sharded), experts))
     return found
 
 
@@ -66,12 +68,13 @@ def profile_with_sums(
     cluster: Cluster,
     spread: Collection[str] = (),
     host: Host | None = None,
+    often: bool = False,
 ) -> Profile:
     """Returns the profile with gradient reductions in its layout, a copy to the host after each if one is given;
-    unchanged without replicas and host."""
+    unchanged without replicas and host. `often`: see `gradient_sums`."""
     if axes[COPIES].size == 1 and host is None:
         return profile
-    found = gradient_sums(amounts, profile.layout, spread, host is not None)
+    found = gradient_sums(amounts, profile.layout, spread, host is not None, often)
     layout = replace(profile.layout, reductions=[made for made, _ in found], on_host=host is not None)
     names = [name for name, _ in named_reductions(layout)]
     seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]

@@ -46,6 +46,7 @@ def case_text(case: Case) -> str:
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
+    parts += ["gradients reduced in every micro-batch"] if case.reduces_often else []
     parts += [f"offload {case.offload}"] if case.offload else []
     return ", ".join(parts)
 

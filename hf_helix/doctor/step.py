@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO, OFFLOAD, PARAMETERS
+from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD, PARAMETERS
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
 from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
+from hf_helix.engine.build import FULL_GRADIENTS
 from hf_helix.operators.vocab_pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
@@ -63,6 +64,7 @@ class Case:
     # gathered once in a window, overlapped with its first forward pass
     shard_optimizer: bool = False
     shard_parameters: bool = False
+    reduce_gradients: str = "window"  # as in `HelixConfig`: "window" or "microbatch", see `with_usual_reduction`
     dtype: str = "bf16"
     # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
     # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
@@ -110,6 +112,11 @@ class Case:
     def spread_gradients(self) -> dict[str, int]:
         """Number of ranks by axis over which gradients are reduce-scattered; other axes all-reduce gradients."""
         return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether gradients of shards are reduced in every micro-batch."""
+        return self.shard_parameters and self.reduce_gradients == EVERY_MICROBATCH
 
     @property
     def sharing(self) -> Sharing:
@@ -232,7 +239,7 @@ def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = Fal
 def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
     """Returns a profile with the gradient reductions and the gathers of weights of a window."""
     axes, spread, host = rings(cluster, case.sizes), case.spread_gradients, cluster.host if case.offload else None
-    profile = profile_with_sums(profile, amounts, axes, cluster, spread, host)
+    profile = profile_with_sums(profile, amounts, axes, cluster, spread, host, case.reduces_often)
     if case.shard_optimizer:
         return profile_with_gathers(profile, amounts, axes, cluster, host)
     if host is None or case.spread_weights:
@@ -261,12 +268,20 @@ def memory_of_case(
     return max(found, key=lambda memory: memory.total)
 
 
+def with_usual_reduction(amounts: Amounts, case: Case, cluster: Cluster) -> Case:
+    """Returns the case with the reductions of gradients that a run chooses under `reduce_gradients="auto"`."""
+    layout = layout_of(amounts, case)
+    full = max(full_gradients(amounts, layout, rank, False, False) for rank in range(layout.num_ranks))
+    often = case.shard_parameters and full > FULL_GRADIENTS * cluster.device.memory
+    return replace(case, reduce_gradients=EVERY_MICROBATCH if often else "window")
+
+
 def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) -> MemoryLimit:
     """Returns the limit of the windows of a case on devices with this many bytes of memory."""
     passes = Passes(amounts.operators, layout, amounts.handed_on, not runs_one_strand(case.plan))
     is_single, room = case.microbatches == 1, []
     for rank in range(layout.num_ranks):
-        held = Peak(gradients=full_gradients(amounts, layout, rank, is_single))
+        held = Peak(gradients=full_gradients(amounts, layout, rank, is_single, case.reduces_often))
         room.append(memory - memory_of(amounts, layout, rank, held, case.sharing).total)
     return MemoryLimit(passes, room)
 
@@ -275,7 +290,7 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     """Returns the peak memory of each pipeline rank; `case.shard_optimizer` does not change the peaks."""
     two_strands = not runs_one_strand(case.plan)
     usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, layout.is_spread)
-    return peaks_of_schedules(amounts, layout, usual, two_strands)
+    return peaks_of_schedules(amounts, layout, usual, two_strands, case.reduces_often)
 
 
 def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
@@ -388,7 +403,9 @@ def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
     capacity, or images) or takes gradients or activations."""
     on_host = case.offload or case.recompute == OFFLOAD
-    reads = any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries()) or case.image_share > 0
+    reads = (
+        any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries()) or case.image_share > 0
+    )
     return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
 
 

@@ -8,6 +8,7 @@ runners here, so that measurements are of the trained model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
 from hf_helix.checkpoint.slices import cut_parameters
-from hf_helix.config import HelixConfig
+from hf_helix.config import AUTO, EVERY_MICROBATCH, HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
 from hf_helix.models.family import number_distinct_graphs
@@ -66,6 +67,10 @@ class RunOptions:
     loss_tweaks: LossTweaks = field(default_factory=LossTweaks)
     checkpointing: Mapping[str, Any] | None = None
     weights: str | Path | None = None
+
+
+FULL_GRADIENTS = 0.25
+"""The part of a device's memory that full gradients of shards may take under `reduce_gradients="auto"`."""
 
 
 class Built(NamedTuple):
@@ -183,8 +188,21 @@ def declare(
         family.embedding_cost(base, config.image_share),
         family.first_least,
     )
-    layout = layout_with_gathers(layout_with_reductions(stage.layout, stage.model, mesh), stage.model, mesh)
+    layout = layout_with_gathers(_with_reductions(stage, config, mesh), stage.model, mesh)
     return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)
+
+
+def _with_reductions(stage: Stage, config: HelixConfig, mesh: Mesh) -> Layout:
+    """Returns the layout of a stage with gradient reductions, see `HelixConfig.reduce_gradients`."""
+    once, often = (layout_with_reductions(stage.layout, stage.model, mesh, each) for each in (False, True))
+    if not config.shard_parameters or config.reduce_gradients != AUTO:
+        return often if config.reduce_gradients == EVERY_MICROBATCH else once
+    ranks = range(often.num_ranks)
+    full = max(sum(often.reductions[number].bytes for number in often.reductions_of(rank)) for rank in ranks)
+    memory = 1e9 * config.memory_gb if config.memory_gb is not None else math.inf
+    if mesh.device.type == "cuda" and config.memory_gb is None:
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory
+    return often if full > FULL_GRADIENTS * memory else once
 
 
 def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Parameter]:

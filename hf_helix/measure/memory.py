@@ -25,6 +25,7 @@ from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes
 from hf_helix.planning.timing.profile import OperatorMemory, Profile
 from hf_helix.planning.window.layout import Name
+from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -154,9 +155,12 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
     on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
     stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
-    # Besides, a window has the full gradients of sharded weights.
+    # Besides, a window has the full gradients of sharded weights: all, or where every micro-batch reduces them, few.
     trained = [flat for flat in flats if any(shard.requires_grad for shard in flat.shards.values())]
-    missing += sum(flat.length * flat.shard.element_size() for flat in trained)
+    often = [runner.buckets[number].flat for number in runner.buckets_reduced_often]
+    sizes = {flat: flat.length * flat.shard.element_size() for flat in trained}
+    missing += sum(size for flat, size in sizes.items() if flat not in often)
+    missing += sum(sorted(size for flat, size in sizes.items() if flat in often)[-MAX_COPIES - 2 :])
     states = STATES * sum(each.numel() for each in stepped)
     if device.type != "cuda":
         if gigabytes is None:

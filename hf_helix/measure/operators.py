@@ -317,7 +317,7 @@ class Bench:
         return compute
 
     def _step(self, instruction: Instruction) -> BoundInstruction:
-        return BoundInstruction(instruction, self.runner.executor.units)
+        return BoundInstruction(instruction, self.runner.executor.units, self.runner.layout.often_adding)
 
     def _call(self, timed: TimedOperator) -> Call:
         unit = self.runner.executor.units[timed.unit]

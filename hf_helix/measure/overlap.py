@@ -146,6 +146,7 @@ def measure_overlap(
     reduction = next(medians)
     if world_size() == mesh.pipe.size and not first.layout.reductions:
         reduction = 0.0  # no rank has a replica, and nothing was reduced
+    reduction *= max(1.0, bytes_summed(first, len(window)) / max(1, bytes_summed(first, 1)))
     moving = [next(medians) for _ in mesh.axes]
 
     reduces = bool(first.layout.reductions)  # if not, only tensor parallelism sums parts of a few gradients
@@ -168,7 +169,7 @@ def measure_overlap(
             link=str(mesh.link or ""),
             sums=reduction if reduces else 0.0,
             sums_overlapped=_reduction_overlapped(runner, window) if reduces else 0.0,
-            bytes_summed=bytes_summed(first),
+            bytes_summed=bytes_summed(first, len(window)),
             bytes_gathered=sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over),
             bytes_spared=sum(map(bytes_spared, first.stage.flat_parameters)),
         )
@@ -352,17 +353,20 @@ STATES = 8
 """Bytes of an optimizer's states for an element: two numbers in fp32."""
 
 
-def bytes_summed(runner: Runner) -> int:
-    """Returns the bytes that this rank sends in the gradient reductions of a window, over ranks with other tokens."""
-    return sum(_sent(bucket, runner) for bucket in runner.buckets if bucket.spans_batches)
+def bytes_summed(runner: Runner, count: int) -> int:
+    """Returns the bytes that this rank sends, to ranks with other tokens, in the gradient reductions of a window of
+    `count` micro-batches."""
+    often = runner.buckets_reduced_often
+    buckets = ((number, bucket) for number, bucket in enumerate(runner.buckets) if bucket.spans_batches)
+    return sum(_sent(bucket, runner, count if number in often else 1) for number, bucket in buckets)
 
 
-def _sent(bucket: Bucket, runner: Runner) -> int:
-    if bucket.flat is not None:  # a reduce-scatter, and an all-reduce over the copies of the shard
+def _sent(bucket: Bucket, runner: Runner, count: int) -> int:
+    if bucket.flat is not None:  # reduce-scatters, and an all-reduce over the copies of the shard
         size = torch.promote_types(bucket.flat.shard.dtype, torch.float32).itemsize
         copies = bucket.flat.copies.size if bucket.flat.copies is not None else 1
         shard = bucket.flat.shard.numel() * size
-        return (bucket.flat.gather_axis.size - 1) * shard + 2 * (copies - 1) * shard // copies
+        return count * (bucket.flat.gather_axis.size - 1) * shard + 2 * (copies - 1) * shard // copies
     total = 0
     for parameter, placement in bucket.placements.items():  # an all-reduce
         group = runner.mesh.replica_group_of(placement)

@@ -47,13 +47,18 @@ def no_sources(batch: MicroBatch) -> Mapping[Key, Tensor | None]:
     return {}
 
 
+OftenAdding = Mapping[tuple[int, str], Sequence[int]]
+"""See `Layout.often_adding`."""
+
+
 class BoundInstruction:
     """An instruction bound to its operator: everything that is the same in every window, and nothing of one
     micro-batch. `Instruction` explains the attributes that are not listed.
 
     Attributes:
         op: the operator of the graph; None for a barrier, without other attributes.
-        reduction: as in `Instruction`; a gradient reduction has no further attribute.
+        reduction: as in `Instruction`; a gradient reduction has no further attribute but its micro-batch.
+        adds_to: the reductions of every micro-batch that a computation adds to.
         gathers: the ZeRO-1 flat parameter to gather for the window; None for all other instructions. A gather has no
             further attribute but its unit.
         awaited: the ZeRO-1 flat parameters of the unit; only of computations.
@@ -70,6 +75,7 @@ class BoundInstruction:
 
     __slots__ = (
         "adds",
+        "adds_to",
         "awaited",
         "communicates",
         "ends",
@@ -93,13 +99,14 @@ class BoundInstruction:
         "writes",
     )
 
-    def __init__(self, instruction: Instruction, units: Mapping[int, Unit]) -> None:
+    def __init__(self, instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
         self.op = op = instruction.operator
         self.reduction = instruction.reduction
+        self.microbatch = instruction.microbatch
         self.gathers: Zero1FlatParameter | None = None
         if op is None or self.reduction >= 0:
             return
-        self.microbatch = instruction.microbatch
+        self.adds_to = () if op.part is Part.F else often_adding.get((instruction.unit, op.name), ())
         self.unit = units[instruction.unit]
         self.place = instruction.unit, op.forward_name
         if instruction.gather >= 0:
@@ -167,6 +174,12 @@ MAX_PROGRAMS = 16
 """How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
 
 
+ReduceGradients = Callable[[int, Kind, int], object]
+"""Called at every gradient reduction, at every copy of its results to the host, and before every computation that adds
+to a reduction of every micro-batch: with the reduction's index in the layout, the kind of the operator, and its
+micro-batch."""
+
+
 class Executor:
     """Runs programs on a rank's streams.
 
@@ -175,9 +188,18 @@ class Executor:
         streams: the streams that instructions go to.
         seed: the seed of the run on this rank; the randomness of every operator derives from it.
         precision: the types of every forward pass.
+        often_adding: see `Layout.often_adding`.
     """
 
-    def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        units: Mapping[int, Unit],
+        streams: Streams,
+        seed: int,
+        precision: Precision,
+        often_adding: OftenAdding | None = None,
+    ) -> None:
+        self._often_adding = often_adding or {}
         self.units = units
         self.streams = streams
         self.seed = seed
@@ -192,7 +214,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Sources,
         training: bool,
-        reduce_gradients: Callable[[int, Kind], object] | None = None,
+        reduce_gradients: ReduceGradients | None = None,
         at_barrier: Callable[[], object] | None = None,
         strands: dict[int, Strand] | None = None,
     ) -> KeptValues:
@@ -203,8 +225,7 @@ class Executor:
             microbatches: the micro-batches that the instructions number.
             sources: see `Sources`.
             training: whether there will be a backward pass.
-            reduce_gradients: called at every gradient reduction and at every copy of its results to the host, with its
-                index in the layout and the kind; None for no reductions.
+            reduce_gradients: see `ReduceGradients`; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             strands: the strands that an earlier program has begun, by micro-batch; afterwards those that this program
                 has not ended. None where a program ends every strand.
@@ -236,7 +257,7 @@ class Executor:
                 del self._bound[next(iter(self._bound))]
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
-            steps = [BoundInstruction(each, self.units) for each in once]
+            steps = [BoundInstruction(each, self.units, self._often_adding) for each in once]
             slices: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(slices.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The entry keeps the program alive, so that no other program gets its id.
@@ -249,7 +270,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Sources,
         training: bool,
-        reduce_gradients: Callable[[int, Kind], object] | None,
+        reduce_gradients: ReduceGradients | None,
         at_barrier: Callable[[], object] | None,
         strands: dict[int, Strand],
     ) -> KeptValues:
@@ -262,7 +283,7 @@ class Executor:
                 continue
             if step.reduction >= 0:
                 if reduce_gradients is not None:
-                    reduce_gradients(step.reduction, step.op.kind)
+                    reduce_gradients(step.reduction, step.op.kind, step.microbatch + later)
                 continue
             if step.gathers is not None:
                 self._gather(step, step.gathers, microbatches)
@@ -273,6 +294,9 @@ class Executor:
                 strand = strands[microbatch] = self.strand(microbatches[microbatch], sources, training)
             if strand.given:
                 self._add_given(step, strand)
+            if step.adds_to and reduce_gradients is not None:
+                for number in step.adds_to:
+                    reduce_gradients(number, step.op.kind, microbatch)
             if step.communicates:
                 self._communicate(step, step.op, strand)
             else:

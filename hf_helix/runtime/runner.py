@@ -8,7 +8,7 @@ shapes; all ranks of a pipeline run the same window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hf_helix.planning.window.program import Program, build_program, validate_pr
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import Executor, Sources, no_sources
+from hf_helix.runtime.executor import Executor, ReduceGradients, Sources, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import stage_for
@@ -70,7 +70,9 @@ class Runner:
         self.seed = seed
         self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flat_parameters)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
+        self.executor = Executor(
+            issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout.often_adding
+        )
         self._programs: dict[object, Program] = {}
         head = self.stage.head
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
@@ -102,7 +104,7 @@ class Runner:
             complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
         """
         program = self.program(len(microbatches))
-        reduction, reduce_gradients = self.reduction() if complete else (None, None)
+        reduction, reduce_gradients = self.reduction(len(microbatches) - 1) if complete else (None, None)
         self.stage.mark_weights_stale()  # an optimizer may have stepped
         kept = self.executor.run(
             program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
@@ -115,16 +117,22 @@ class Runner:
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def reduction(self) -> tuple[GradientReducer, Callable[[int, Kind], object] | None]:
-        """Returns the gradient reduction of a window, and the function that issues the reduction with an index in the
-        layout."""
+    def reduction(self, last: int | None = None) -> tuple[GradientReducer, ReduceGradients | None]:
+        """Returns the gradient reduction of a window, and the function that an executor calls for it. `last`: see
+        `GradientReducer`."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
-        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams)
+        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams, self.buckets_reduced_often, last)
         if not self._numbers:
             return reduction, None
         ways = {Kind.GRADIENTS: reduction.reduce_bucket, Kind.DOWN: reduction.copy_bucket}
-        return reduction, lambda number, kind: ways[kind](self._numbers[number])
+        ways[Kind.COMPUTE] = reduction.begin_adding
+        return reduction, lambda number, kind, microbatch: ways[kind](self._numbers[number], microbatch)
+
+    @property
+    def buckets_reduced_often(self) -> Collection[int]:
+        """The buckets that every micro-batch reduces, as indices into `buckets`."""
+        return [self._numbers[each] for each in self.layout.reduced_often if each in self._numbers]
 
     def _fill_buckets(self) -> None:
         """Finds the buckets, and the bucket of each reduction in the layout.

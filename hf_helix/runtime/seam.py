@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +21,8 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import no_sources
+from hf_helix.runtime.executor import ReduceGradients, no_sources
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.runner import Runner
 
@@ -66,6 +66,7 @@ class CalledDecoder:
         self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
         self._forward_only: dict[tuple[int, tuple[Key, ...]], Program] = {}
         self._waiting: deque[DecoderCall] = deque()
+        self._reduction: tuple[GradientReducer, ReduceGradients | None] | None = None  # of a window that has begun
 
     def is_here(self, key: Key) -> bool:
         """Returns whether a value is one of this rank's units."""
@@ -93,7 +94,15 @@ class CalledDecoder:
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
         executor = self.runner.executor
-        executor.run(program, batches, self.runner.absent_gradients, training=True, strands=strands)
+        _, reduce_gradients = self._reducing() if earlier else (None, None)
+        executor.run(
+            program,
+            batches,
+            self.runner.absent_gradients,
+            training=True,
+            reduce_gradients=reduce_gradients,
+            strands=strands,
+        )
         held, read = [strands[count + place] for place in range(count)], segments.read_backward
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         takes = {key: executor.peek if key in read else executor.take for key in here}
@@ -127,19 +136,29 @@ class CalledDecoder:
         """Runs the backward passes that wait, and reduces the gradients. Collective."""
         while len(self._waiting) > 1:
             self._run_backward(self._waiting.popleft())
-        reduction, reduce_gradients = self.runner.reduction()
+        reduction, _ = self._reducing()
         if self._waiting:
-            self._run_backward(self._waiting.popleft(), reduce_gradients)
+            reduction.last = len(self._waiting[0].pieces) - 1
+            self._run_backward(self._waiting.popleft())
         self.runner.stage.mark_weights_stale()
         reduction.finish()
+        self._reduction = None
 
     def drop(self) -> None:
         """Forgets the backward passes that wait, as after an error."""
         self._waiting.clear()
+        self._reduction = None
 
-    def _run_backward(self, call: DecoderCall, reduce_gradients: Any = None) -> None:
+    def _reducing(self) -> tuple[GradientReducer, ReduceGradients | None]:
+        """Returns the gradient reduction of the window, see `Runner.reduction`."""
+        if self._reduction is None:
+            self._reduction = self.runner.reduction()
+        return self._reduction
+
+    def _run_backward(self, call: DecoderCall) -> None:
         program = self._segments_for(len(call.pieces)).backward
         strands = dict(enumerate(self._started(call).strands))
+        _, reduce_gradients = self._reducing()
         self.runner.executor.run(
             program, call.pieces, no_sources, training=True, reduce_gradients=reduce_gradients, strands=strands
         )

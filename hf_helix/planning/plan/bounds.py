@@ -42,14 +42,14 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
     moving = {kind: load for kind, load in arrays.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
     yield from ((kind.value, count * load) for kind, load in moving.items())
     emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
-    yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), seconds_per_step(profile, rank)
+    yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), seconds_per_step(profile, rank, count)
     if emulated:
         streams = {STREAMS.index(kind) for kind in moving if not kind.copies}
         mine = (
             place for place in range(len(arrays)) if arrays.rank(place) == rank and arrays.streams[place] in streams
         )
         sent = count * sum(profile.bytes.get(arrays.names[arrays.entries[place]], 0) for place in mine)
-        sent += sum(profile.bytes.get(name, 0) for name in names_per_step(profile.layout, rank))
+        sent += sum(profile.bytes.get(name, 0) for name in names_per_step(profile.layout, rank, count))
         yield "all", parse_link(emulated).seconds(sent)
 
 

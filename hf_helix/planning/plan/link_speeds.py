@@ -104,5 +104,5 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
     layout = profile.layout
     loads = Window(without_microbatches(schedule, 1), layout).arrays(profile.times).loads()
     computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
-    sums = max(seconds_per_step(profile, rank) for rank in range(layout.num_ranks))
+    sums = max(seconds_per_step(profile, rank, count) for rank in range(layout.num_ranks))
     return Predicted(link_of(profile), count * computing, count * sum(loads.values()) + sums, seconds)

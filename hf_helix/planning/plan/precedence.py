@@ -11,6 +11,8 @@ layer counts as an equal part of the layer's activations; all activations of a m
     it has left a unit    when the last operator, and every recomputation in the unit, was issued; W may follow
     slot n begins         after the end of all slots up to n - 2
     an idle strand        gives every second action of the other strand a strand of its own
+    a unit's W            come after those of two units before, where every micro-batch's gradients are reduced: full
+                          gradients live from the first W of a unit to the last
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Precedence:
             self._keep_step(strands, layout, passes)
 
     def _keep_order(self, layout: Layout) -> set[UnitPass]:
-        """Adds edges for accumulation and transfers in the order of micro-batches.
+        """Adds edges for accumulation and transfers in the order of micro-batches, and for weight gradients.
 
         Returns:
             The passes through units, without passes of weight gradients alone.
@@ -78,6 +80,8 @@ class Precedence:
         window, needs = self._window, self.needs
         after = window.pattern.ordered_after
         turns = _turns(window.pattern, layout)
+        operators = window.pattern.operators
+        weights: list[list[list[int]]] = [[[], []] for _ in range(layout.num_ranks)]  # W of every unit in backward
         last = [NONE] * len(after)  # the place of each instruction for the micro-batch before
         added: dict[tuple[str, int], int] = {}
         passes: set[UnitPass] = set()
@@ -96,6 +100,11 @@ class Precedence:
                         needs[place].append(added[row])
                     if waited_for:
                         added[row] = place
+            if layout.reduced_often and not forward:
+                mine, before = weights[layout.rank_of(unit)], weights[layout.rank_of(unit)][-2]
+                mine.append([place for place, index in enumerate(indices, start) if operators[index].part is Part.W])
+                for place in mine[-1]:
+                    needs[place] += before
             if computation_type != "W" and self._chains[forward, unit].indices:
                 passes.add((forward, microbatch, unit))
         return passes

@@ -170,9 +170,9 @@ def rough_profile(layout: Layout) -> Profile:
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
-def seconds_per_step(profile: Profile, rank: int) -> float:
-    """Seconds of all weight gathers and gradient reductions of a pipeline rank."""
-    return sum(profile.times[name] for name in names_per_step(profile.layout, rank))
+def seconds_per_step(profile: Profile, rank: int, count: int) -> float:
+    """Seconds of all weight gathers and gradient reductions of a pipeline rank in a window of `count` micro-batches."""
+    return sum(profile.times[name] for name in names_per_step(profile.layout, rank, count))
 
 
 def slowdown_of(alone: float, concurrent: float, other: float) -> float:

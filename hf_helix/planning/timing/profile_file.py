@@ -88,7 +88,11 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
     sums = [
-        GradientReduction(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
+        GradientReduction(
+            tuple((int(unit), str(name)) for unit, name in row["adders"]),
+            int(row["bytes"]),
+            bool(row.get("every_microbatch", False)),
+        )
         for row in data["layout"].get("sums", ())
     ]
     gathers = [
@@ -139,7 +143,11 @@ def profile_json(profile: Profile) -> str:
             figures["bare_ms"] = round_ms(profile.bare[name])
         operators.setdefault(name[0], {})[name[1]] = figures
     reductions, moved = profile.layout.reductions, profile.layout.gathers
-    sums = [{"bytes": each.bytes, "adders": [list(adder) for adder in each.adders]} for each in reductions]
+    sums = [
+        {"bytes": each.bytes, "adders": [list(adder) for adder in each.adders]}
+        | ({"every_microbatch": True} if each.every_microbatch else {})
+        for each in reductions
+    ]
     gathers = [{"bytes": each.bytes, "name": each.name, "units": list(each.units)} for each in moved]
     memory = {join_name(name): list(astuple(each)) for name, each in profile.memory.items()}
     data = {

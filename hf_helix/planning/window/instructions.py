@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def is_per_step(self) -> bool:
-        """Whether the instruction runs once a step, for no micro-batch: a gradient reduction or a weight gather."""
+        """Whether the instruction is a gradient reduction or a weight gather, for no value of a micro-batch."""
         return self.reduction >= 0 or self.gather >= 0
 
     @property

@@ -30,10 +30,12 @@ class GradientReduction:
     Attributes:
         adders: the backward operators that add to the gradients, as (unit, name), all on one pipeline rank.
         bytes: of the gradients, on the rank with most bytes.
+        every_microbatch: whether every micro-batch's gradients are reduced, and summed in shards.
     """
 
     adders: tuple[tuple[int, str], ...]
     bytes: int
+    every_microbatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,21 @@ class Layout:
         """The layout without weight gathers."""
         return replace(self, gathers=()) if self.gathers else self
 
+    @cached_property
+    def reduced_often(self) -> dict[int, int]:
+        """The gradient reductions of every micro-batch, as indices into `reductions`, numbered from 0."""
+        often = (number for number, each in enumerate(self.reductions) if each.every_microbatch)
+        return {number: place for place, number in enumerate(often)}
+
+    @cached_property
+    def often_adding(self) -> dict[tuple[int, str], list[int]]:
+        """The gradient reductions of `reduced_often` that each adder adds to."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for number in self.reduced_often:
+            for adder in self.reductions[number].adders:
+                found.setdefault(adder, []).append(number)
+        return found
+
     @property
     def is_spread(self) -> bool:
         """Whether every pipeline rank has slices of the vocabulary."""
@@ -153,6 +170,8 @@ class Layout:
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
         if self.reductions:
             lines.append(f"{len(self.reductions)} gradient sums of {[each.bytes for each in self.reductions]} bytes")
+        if self.reduced_often:
+            lines.append(f"gradient sums {[*self.reduced_often]} in every micro-batch")
         if self.gathers:
             lines.append(f"{len(self.gathers)} gathers of weights of {[each.bytes for each in self.gathers]} bytes")
         lines += ["copies to the host and back"] if self.on_host else []
@@ -268,9 +287,11 @@ def is_per_step(name: Name) -> bool:
     return name[0] in (REDUCTIONS, GATHERS)
 
 
-def names_per_step(layout: Layout, rank: int) -> list[Name]:
-    """Returns the weight gathers and gradient reductions of a pipeline rank; all share a stream."""
+def names_per_step(layout: Layout, rank: int, count: int) -> list[Name]:
+    """Returns the weight gathers and gradient reductions of a pipeline rank in a window of `count` micro-batches; all
+    share a stream."""
     reductions, gathers = ([name for name, _ in named(layout)] for named in (named_reductions, named_gathers))
-    return [reductions[number] for number in layout.reductions_of(rank)] + [
+    times = {number: count if number in layout.reduced_often else 1 for number in layout.reductions_of(rank)}
+    return [reductions[number] for number in times for _ in range(times[number])] + [
         gathers[number] for number in layout.gathers_of(rank)
     ]

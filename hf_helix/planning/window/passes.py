@@ -11,9 +11,10 @@ replicas issue their collectives in the same order.
                         of the plan. Units count in the order of the rank's computation, whatever the micro-batch and
                         the direction: each of two strands gets the weights of its next unit during the unit of the
                         other.
-    reduce_gradients    a reduction follows the last operator that adds to its bucket. The reductions of a rank run one
-                        after the other; first complete, first issued is optimal. A plan only chooses when buckets are
-                        complete, see `defer_weight_gradients` of `planning.plan.search`. A copy to the host follows.
+    reduce_gradients    a reduction follows the last operator that adds to its bucket, in the window or in every
+                        micro-batch. The reductions of a rank run one after the other; first complete, first issued is
+                        optimal. A plan only chooses when buckets are complete, see `defer_weight_gradients` of
+                        `planning.plan.search`. A copy to the host follows the last.
     gather_weights      the gathers of a rank come first; the stream is shared with the reductions, and idle then.
                         Copies from the host precede them.
 """
@@ -32,6 +33,10 @@ SMALLEST_BYTES = 2**20
 """Below this size a collective takes its latency: smaller buckets gain nothing."""
 
 TAIL = 4
+
+MAX_COPIES = 2
+"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory or every micro-batch
+is reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
 
 Order = Sequence[int]
 
@@ -75,10 +80,17 @@ class OrderedWindow:
         arrays, order = window.arrays(times, per_step=True), list[int]()
         for rank, places in enumerate(self.orders):
             moving: list[int] = []
+            often, waits = list[int](), list[int]()
             for place in run_passes(window, places):
                 if place >= 0:
                     if place < len(window) and awaited[window.indices[place]]:
                         moving.append(place)
+                    if window.is_reduced_often(place):
+                        often.append(place)
+                        waits = often[-1 - MAX_COPIES : -MAX_COPIES]
+                    elif arrays.streams[place] == COMPUTE:
+                        arrays.needs[place] += waits
+                        waits = []
                     order.append(place)
                 else:
                     order.append(arrays.append(COMPUTE, 0.0, moving, rank))
@@ -158,15 +170,17 @@ class _Turns:
 
 def reduce_gradients(window: Window, order: Order) -> Order:
     """Inserts each gradient reduction after the last adder to its gradients."""
-    count = len(window.layout.reductions)
+    layout = window.layout
+    count = len(layout.reductions) + (len(window.at) - 1) * len(layout.reduced_often)
     added: dict[int, list[int]] = {}
     issued: set[int] = set()
     for position in range(len(order) - 1, -1, -1) if count else ():
         place = order[position]
         numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
-        last = [number for number in numbers if number not in issued]
+        last = [window.reduction_place(number, window.microbatches[place]) for number in numbers]
+        last = [each for each in last if each not in issued]
         if last:
-            added[position] = window.with_copies([len(window) + number for number in last], before=False)
+            added[position] = window.with_copies(last, before=False)
             issued.update(last)
             if len(issued) == count:
                 break

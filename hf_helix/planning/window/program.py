@@ -8,6 +8,7 @@ messages between two ranks are received in the order of sending.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,13 +69,13 @@ def build_program(
 ) -> Program:
     """Returns the program of a rank."""
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
-    front = len(layout.gathers_of(rank)) * (1 + layout.on_host)  # instructions before the plan's order
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
         once = free_values(made.ordered.program(rank), keep)
         if not made.repeats:
             break
-        begin, end = (front + place for place in made.stretches[rank])
+        planned = [place for place, each in enumerate(once) if not each.is_per_step]  # the plan's order
+        begin, end = (planned[place] for place in made.stretches[rank])
         if _repeats(once, begin, end, made.shift):
             return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
     return Program(once, slots=made.schedule[rank])
@@ -198,7 +199,8 @@ class _PerStep:
     """Finds additions to gradients after their reduction, and computations before their weight gathers."""
 
     def __init__(self, layout: Layout | None) -> None:
-        self._reduced: set[int] = set()
+        self._reduced: dict[int, float] = {}  # the last micro-batch in each reduction
+        self._often = layout.reduced_often if layout else {}
         self._gathered: set[int] = set()
         self._adds_to: dict[tuple[int, str], set[int]] = {}
         self._awaited: dict[int, set[int]] = {}
@@ -211,12 +213,16 @@ class _PerStep:
 
     def __call__(self, instruction: Instruction, op: Operator) -> str | None:
         if instruction.reduction >= 0:
-            self._reduced.add(instruction.reduction)
+            number = instruction.reduction
+            self._reduced[number] = instruction.microbatch if number in self._often else math.inf
         elif instruction.gather >= 0 and not op.kind.copies:
             self._gathered.add(instruction.gather)
         elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
             return "comes before its weights are gathered"
-        elif op.part is not Part.F and self._adds_to.get((instruction.unit, op.name), set()) & self._reduced:
+        elif op.part is not Part.F and any(
+            self._reduced.get(number, -1) >= instruction.microbatch
+            for number in self._adds_to.get((instruction.unit, op.name), ())
+        ):
             return "adds to gradients that have been summed over ranks"
         return None
 

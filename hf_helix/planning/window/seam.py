@@ -34,7 +34,8 @@ class Segments:
 
     Attributes:
         forward: a forward pass alone.
-        both: a forward pass overlapped with the backward pass of an earlier call.
+        both: a forward pass overlapped with the backward pass of an earlier call, with the gradient reductions of every
+            micro-batch.
         backward: a backward pass alone, with the gradient reductions.
     """
 
@@ -66,7 +67,7 @@ def build_segments(
         slots_ahead: see `Plan.issue`.
     """
     count = num_microbatches_of(forward)
-    within = replace(layout, reductions=())
+    within = layout if layout.reduced_often else replace(layout, reductions=())
 
     def instructions(schedule: Schedule, of: Layout) -> list[Instruction]:
         return plan.issue(schedule, of, slots_ahead, None if plan.BY_TIMES else rank).program(rank)

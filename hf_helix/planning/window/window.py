@@ -11,13 +11,14 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     microbatches     0       0         0          1       1
 
 Places from `len(window)` on are the gradient reductions, the weight gathers and, in the same order, the copies of both
-between host and device: each runs once a step. In an order of issue, `~unit` stands for a barrier. The passes of
+between host and device: each runs once a step. Behind them, micro-batch by micro-batch, are the reductions that every
+micro-batch but the last has of its own. In an order of issue, `~unit` stands for a barrier. The passes of
 `planning.window.passes` change orders of places; places become instructions once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -314,12 +315,30 @@ class Window:
         """The place of the first weight gather."""
         return len(self) + len(self.layout.reductions)
 
+    @property
+    def _first_earlier(self) -> int:
+        """The place of the first reduction before the last micro-batch."""
+        layout = self.layout
+        return len(self) + (len(layout.reductions) + len(layout.gathers)) * (1 + layout.on_host)
+
+    def reduction_place(self, number: int, microbatch: int) -> int:
+        """The place of the gradient reduction, by its index in the layout, that a micro-batch's gradients are in."""
+        often = self.layout.reduced_often
+        if number not in often or microbatch == len(self.at) - 1:
+            return len(self) + number
+        return self._first_earlier + microbatch * len(often) + often[number]
+
+    def is_reduced_often(self, place: int) -> bool:
+        """Whether a place is a gradient reduction of every micro-batch."""
+        return place - len(self) in self.layout.reduced_often or place >= self._first_earlier
+
     def with_copies(self, places: Sequence[int], before: bool) -> list[int]:
         """Reductions or gathers, each with its copy after it, or `before` it, where the host has what they are of."""
         if not self.layout.on_host:
             return [*places]
-        behind = len(self.layout.reductions) + len(self.layout.gathers)
-        return [each for place in places for each in sorted((place, place + behind), reverse=before)]
+        behind, earlier = len(self.layout.reductions) + len(self.layout.gathers), self._first_earlier
+        pairs = ((place, place + behind) if place < earlier else (place,) for place in places)
+        return [each for pair in pairs for each in sorted(pair, reverse=before)]
 
     def per_place(self, values: Sequence[Value]) -> list[Value]:
         """Values of the pattern's instructions, repeated for every place."""
@@ -339,7 +358,8 @@ class Window:
         per_step = [op for _, op in chain.from_iterable(once)]
         sums, of_step = len(self.layout.reductions), len(self.layout.reductions) + len(self.layout.gathers)
         made: list[Instruction] = []
-        last, count = NONE, len(indices)
+        last, count, earlier = NONE, len(indices), self._first_earlier
+        often = [*self.layout.reduced_often]
         for place in order:
             if 0 <= place < count:
                 made.append(instructions[indices[place]].of(microbatches[place]))
@@ -347,7 +367,8 @@ class Window:
             elif place < 0:
                 made.append(barrier(~place))
             else:
-                op, number = per_step[place - count], (place - count) % of_step
+                number = often[(place - earlier) % len(often)] if place >= earlier else (place - count) % of_step
+                op = per_step[number if place >= earlier else place - count]
                 if number < sums:
                     near = self.instruction(last)
                     made.append(Instruction(near.microbatch, near.unit, op, reduction=number))
@@ -382,18 +403,34 @@ class Window:
             self._add_reductions(arrays, times)
             self._add_gathers(arrays, times)
             self._add_copies(arrays, times)
+            self._add_earlier_reductions(arrays)
         return arrays
 
     def _add_reductions(self, arrays: WindowArrays, times: Times) -> None:
         """Adds the gradient reductions; each needs the last adders to its gradients."""
         names = [name for name, _ in named_reductions(self.layout)]
         last = {index: place for place, index in enumerate(self.indices)} if names else {}
-        needs: list[list[int]] = [[] for _ in names]
-        for index, numbers in self.pattern.reductions.items():
-            for number in numbers:
-                needs[number] += [last[index]] if index in last else []
+        needs = self._adders(lambda index: last.get(index, NONE))
         for name, adders, reduction in zip(names, needs, self.layout.reductions, strict=True):
             arrays.append(GRADIENTS, times[name], adders, self.layout.rank_of(reduction.adders[0][0]), name)
+
+    def _add_earlier_reductions(self, arrays: WindowArrays) -> None:
+        """Adds the gradient reductions before the last micro-batch; each needs its micro-batch's adders."""
+        for places in self.at[:-1] if self.layout.reduced_often else ():
+            needs = self._adders(places.__getitem__)
+            for number in self.layout.reduced_often:
+                like = len(self) + number
+                place = arrays.append(GRADIENTS, arrays.seconds[like], needs[number], arrays.rank(like))
+                arrays.entries[place] = arrays.entries[like]
+
+    def _adders(self, place_of: Callable[[int], int]) -> list[list[int]]:
+        """The places of the adders of each gradient reduction, from their places by index into the pattern."""
+        found: list[list[int]] = [[] for _ in self.layout.reductions]
+        for index, numbers in self.pattern.reductions.items():
+            place = place_of(index)
+            for number in numbers if place != NONE else ():
+                found[number].append(place)
+        return found
 
     def _add_gathers(self, arrays: WindowArrays, times: Times) -> None:
         """Adds the weight gathers; the first computation of each of their units needs them."""

@@ -69,6 +69,13 @@ class Bucket:
         """Whether the layout contains this reduction."""
         return self.spans_batches and bool(self.adders)
 
+    @property
+    def is_sharded_within_unit(self) -> bool:
+        """Whether ranks share the gradients, and one unit adds to them. Of a tied table, whose units add to it at the
+        begin and at the end of backward, the full gradient is alive in all of backward in any case."""
+        is_sharded = self.flat is not None and self.flat.reduce_axis.size > 1
+        return is_sharded and len({unit for unit, _ in self.adders}) == 1
+
 
 def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
     """Returns the buckets of a rank of the pipeline, from its units by index in the layout."""
@@ -103,13 +110,16 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
     ]
 
 
-def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
-    """Returns a layout with the gradient reductions of all pipeline ranks, from the uncut units of the whole model."""
+def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh, often: bool = False) -> Layout:
+    """Returns a layout with the gradient reductions of all pipeline ranks, from the uncut units of the whole model;
+    `often` reduces shards in every micro-batch."""
     sums = []
     for rank in range(layout.num_ranks):
         units = {unit: model[unit] for unit in layout.units_of(rank) if unit in model}
         sums += [
-            GradientReduction(made.adders, made.bytes) for made in gradient_buckets(units, mesh) if made.is_planned
+            GradientReduction(made.adders, made.bytes, often and made.is_sharded_within_unit)
+            for made in gradient_buckets(units, mesh)
+            if made.is_planned
         ]
     return replace(layout, reductions=sums)
 

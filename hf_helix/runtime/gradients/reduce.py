@@ -29,72 +29,108 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import OnHost, arrived, host_memory, on_host
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
 
 
 class FlatParameterGradients:
-    """The gradients of a flat parameter, in a flat buffer of the same layout.
+    """The gradients of a flat parameter in a window: of parameters, in a flat buffer of the same layout, and in the end
+    of shards.
 
     Gradients in float32 move to the buffer at once: their old memory is free, and sums over other axes run in the
-    buffer. Gradients in half precision stay in place until the reduce-scatter.
+    buffer. Gradients in half precision stay in place until the reduce-scatter. Several reductions of a window add up in
+    the shard.
     """
 
     def __init__(self, flat: FlatParameter) -> None:
-        self._flat = flat
-        self._with_gradient = [parameter for parameter in flat.placements if parameter.grad is not None]
+        self.flat = flat
+        self._microbatch: int | None = None  # of `parameter.grad`; None where no operator has added yet
+        self._others: dict[int, list[Tensor | None]] = {}  # by micro-batch, gradients apart from `parameter.grad`
+        self._reduced: dict[nn.Parameter, torch.dtype] = {}  # the parameters with a gradient, and its type
+        self._total: Tensor | None = None
 
-    @classmethod
-    def take(cls, flat: FlatParameter) -> FlatParameterGradients | None:
-        """Returns the gradients of a flat parameter; None where no parameter has a gradient."""
-        made = cls(flat)
-        if not made._with_gradient:
-            return None
-        made._gather()
-        return made
+    @property
+    def has_total(self) -> bool:
+        """Whether there is a total of this rank."""
+        return self._total is not None
+
+    def turn_to(self, microbatch: int) -> None:
+        """Makes `parameter.grad` the gradients of a micro-batch: weight gradients that were put off may follow
+        gradients of later micro-batches, and sums must not depend on that."""
+        before, self._microbatch = self._microbatch, microbatch
+        if before == microbatch or (before is None and microbatch not in self._others):
+            return
+        if before is not None:
+            self._others[before] = [parameter.grad for parameter in self.flat.placements]
+        now = self._others.pop(microbatch, [None] * len(self.flat.placements))
+        for parameter, gradient in zip(self.flat.placements, now, strict=True):
+            parameter.grad = gradient
+
+    def take(self) -> bool:
+        """Takes the gradients of parameters for a reduction; returns whether there are any."""
+        self._with_gradient = [parameter for parameter in self.flat.placements if parameter.grad is not None]
+        if self._with_gradient:
+            self._gather()
+        return bool(self._with_gradient)
 
     def _gather(self) -> None:
         gradients: list[Any] = [parameter.grad for parameter in self._with_gradient]
         dtype = gradients[0].dtype
+        self._reduced |= dict.fromkeys(self._with_gradient, dtype)
         summed_in = _summed_in(dtype)
-        self._buffer = torch.zeros(self._flat.length, dtype=summed_in, device=self._flat.device)
-        views = self._flat.views(self._buffer)
+        self._buffer = torch.zeros(self.flat.length, dtype=summed_in, device=self.flat.device)
+        views = self.flat.views(self._buffer)
         self._places: list[Any] = [views[parameter] for parameter in self._with_gradient]
-        self._is_moved = summed_in is dtype
-        if self._is_moved:
+        if summed_in is dtype:
             torch._foreach_copy_(self._places, gradients)
             for parameter, place in zip(self._with_gradient, self._places, strict=True):
                 parameter.grad = place
 
-    def reduce_scatter(self, divisor: int, link: EmulatedLink | None = None) -> TransferFn:
-        """Gives the shards their gradients, not filled yet, and returns a function to fill them with sums / `divisor`,
-        over the ranks of a copy and then over the copies (`link` is the emulated link between these). Shards on the
-        host get theirs in `copy_to_host`. Collective."""
+    def reduce_scatter(self) -> TransferFn:
+        """Returns a function to add the gradients that were taken, summed over the ranks of a copy, to this rank's
+        total. Collective."""
         local: list[Any] = [parameter.grad for parameter in self._with_gradient]
-        shard, scatter = self._buffer, None
-        if self._flat.reduce_axis.size > 1:
-            shard, scatter = prepare_reduce_scatter(self._flat.reduce_axis, self._buffer)
-        sums = self._parts_of(shard)
-        self._result = shard if self._is_moved else torch.empty_like(shard, dtype=self._with_gradient[0].dtype)
-        gradients = self._parts_of(self._result)
+        places, shard, scatter = self._places, self._buffer, None
+        if self.flat.reduce_axis.size > 1:
+            shard, scatter = prepare_reduce_scatter(self.flat.reduce_axis, self._buffer)
+        before = self._total
+        self._total = shard if before is None else before
         for parameter in self._with_gradient:
             parameter.grad = None
-        count = 0 if self._flat.host is None else len(gradients)
-        self._norms = torch.empty(count, dtype=self._result.dtype, device=self._flat.device).unbind()
-        if self._flat.host is None:
+        self._microbatch = None
+        del self._buffer, self._places
+
+        def work() -> None:
+            if local[0].dtype is not shard.dtype:
+                torch._foreach_copy_(places, local)
+            if scatter is not None:
+                scatter()
+            if before is not None:
+                before.add_(shard)
+
+        return work
+
+    def complete(self, divisor: int, link: EmulatedLink | None = None) -> TransferFn:
+        """Gives the shards their gradients, not filled yet, and returns a function to fill them with this rank's total
+        over the copies / `divisor` (`link` is the emulated link between these). Shards on the host get theirs in
+        `copy_to_host`. Collective."""
+        total, dtype = self._total, next(iter(self._reduced.values()))
+        assert total is not None
+        self._result = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
+        sums, gradients = self._parts_of(total), self._parts_of(self._result)
+        count = 0 if self.flat.host is None else len(gradients)
+        self._norms = torch.empty(count, dtype=dtype, device=self.flat.device).unbind()
+        if self.flat.host is None:
             self._give(gradients)
 
         def work() -> None:
-            if not self._is_moved:
-                torch._foreach_copy_(self._places, local)
-            if scatter is not None:
-                scatter()
-            if self._flat.copies is not None and self._flat.copies.group is not None:
-                all_reduce(shard, self._flat.copies.group, link)
+            if self.flat.copies is not None and self.flat.copies.group is not None:
+                all_reduce(total, self.flat.copies.group, link)
             if divisor > 1:
-                shard.div_(divisor)
-            if not self._is_moved:
+                total.div_(divisor)
+            if self._result is not total:
                 torch._foreach_copy_(gradients, sums)
             for norm, part in zip(self._norms, gradients, strict=False):
                 torch.linalg.vector_norm(part, out=norm)
@@ -103,10 +139,10 @@ class FlatParameterGradients:
 
     def copy_to_host(self) -> TransferFn:
         """Gives the shards on the host their gradients, not filled yet, and returns a function to copy these there,
-        after `reduce_scatter` has filled them on the device."""
-        host, result = self._flat.host, self._result
+        after `complete` has filled them on the device."""
+        host, result = self.flat.host, self._result
         assert host is not None
-        self.on_host = host_memory(result.shape, result.dtype, self._flat.device)
+        self.on_host = host_memory(result.shape, result.dtype, self.flat.device)
         self.parts, after = self._parts_of(self.on_host), self.on_host._version + 1
         for part, norm in zip(self.parts, self._norms, strict=True):
             on_host[part] = OnHost(after, norm)
@@ -114,19 +150,15 @@ class FlatParameterGradients:
         return lambda: host.link.down(self.on_host, result)
 
     def _parts_of(self, shard: Tensor) -> list[Any]:
-        parts = self._flat.split_shard(shard)
-        return [parts[parameter] for parameter in self._with_gradient]
+        parts = self.flat.split_shard(shard)
+        return [parts[parameter] for parameter in self._reduced]
 
     def _give(self, gradients: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(self._with_gradient, gradients, strict=True):
-            self._flat.shards[parameter].grad = gradient
+        for parameter, gradient in zip(self._reduced, gradients, strict=True):
+            self.flat.shards[parameter].grad = gradient
 
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
-
-MAX_COPIES = 2
-"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory: the buffers of flat
-parameters, and upcasts of gradients in half precision."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
@@ -141,20 +173,38 @@ class GradientReducer:
 
     Buckets do not depend on the plan, so neither do the sums. Gradients in float32 are reduced in place, after a move
     to one buffer unless they lie in one buffer already.
+
+    Args:
+        buckets: of this rank.
+        mesh, streams: of this rank.
+        often: the flat parameters' buckets, as indices, that every micro-batch reduces.
+
+    Attributes:
+        last: the last micro-batch of the window; None while it is not known, and others follow.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, streams: Streams) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], mesh: Mesh, streams: Streams, often: Iterable[int] = (), last: int | None = 0
+    ) -> None:
+        self.last = last
         self._mesh = mesh
         self._streams = streams
         self._pending = dict(enumerate(buckets))
+        flats = {number: bucket.flat for number, bucket in self._pending.items() if bucket.flat is not None}
+        self._flats = {number: FlatParameterGradients(flat) for number, flat in flats.items()}
+        self._often = frozenset(often)
         self._events: list[Event] = []
         self._down: dict[int, tuple[FlatParameterGradients, Event]] = {}  # reduced, and not on their way to the host
         while streams.late:
             streams.wait(streams.late.pop())
 
-    def copy_bucket(self, number: int) -> None:
-        """Copies the reduced gradients of a bucket to the host, if the host steps them. The host waits for them when it
-        reads them, see `arrived`."""
+    def begin_adding(self, number: int, microbatch: int) -> None:
+        """Prepares a bucket that every micro-batch reduces for an addition of a micro-batch."""
+        self._flats[number].turn_to(microbatch)
+
+    def copy_bucket(self, number: int, microbatch: int) -> None:
+        """Copies the reduced gradients of a bucket to the host after the last micro-batch, if the host steps them. The
+        host waits for them when it reads them, see `arrived`."""
         gradients, reduced = self._down.pop(number, (None, None))
         if gradients is None or reduced is None:
             return
@@ -163,21 +213,27 @@ class GradientReducer:
             on_host[part].wait = functools.partial(self._streams.wait_on_host, event)
         self._streams.late.append(event)
 
-    def reduce_bucket(self, number: int) -> None:
-        """Reduces a bucket whose gradients are complete on this rank."""
+    def reduce_bucket(self, number: int, microbatch: int) -> None:
+        """Reduces a bucket whose gradients of the window are complete on this rank, or those of the micro-batch."""
+        if number in self._often and microbatch != self.last:
+            self._reduce_to_shards(number, self._flats[number].flat)
+        elif self.last is not None:
+            self._reduce_bucket(number)
+
+    def _reduce_bucket(self, number: int) -> None:
         bucket = self._pending.pop(number)
         if bucket.flat is None:
             self._reduce(bucket.placements)
         else:
-            self._reduce_to_shards(number, bucket.flat)
+            self._reduce_to_shards(number, bucket.flat, is_last=True)
 
     def finish(self) -> None:
         """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
         until every gradient is complete; gradients on the host may still be on their way."""
         for number in list(self._pending):
-            self.reduce_bucket(number)
+            self._reduce_bucket(number)
         for number in list(self._down):
-            self.copy_bucket(number)
+            self.copy_bucket(number, -1)
         for event in self._events:
             self._streams.wait(event)
         self._events = []
@@ -196,18 +252,26 @@ class GradientReducer:
             divisor = self._mesh.dp_size
             self._events += self._issue(Kind.GRADIENTS, parameters, group, divisor, summed, "gradients.average")
 
-    def _reduce_to_shards(self, number: int, flat: FlatParameter) -> None:
-        self._limit_copies()
-        gradients = FlatParameterGradients.take(flat)
-        if gradients is None:
+    def _reduce_to_shards(self, number: int, flat: FlatParameter, is_last: bool = False) -> None:
+        """Reduces the gradients that have added up since the last reduction, and with the last completes the sums."""
+        gradients, tp = self._flats[number], self._mesh.tp
+        self._limit_copies(always=number in self._often)
+        works, summed = [], list[Event]()
+        if gradients.take():
+            parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
+            summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
+            works.append(gradients.reduce_scatter())
+        if is_last and gradients.has_total:
+            works.append(gradients.complete(self._mesh.dp_size, self._mesh.link))
+        if not works:
             return
-        parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
-        tp = self._mesh.tp
-        summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
-        work = gradients.reduce_scatter(self._mesh.dp_size, self._mesh.link)
-        kind = flat.reduce_axis.kind
-        event = self._streams.issue(kind, work, summed, "gradients.scatter")
-        if flat.host is not None:
+
+        def work() -> None:
+            for each in works:
+                each()
+
+        event = self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter")
+        if is_last and flat.host is not None:
             self._down[number] = gradients, event
         self._events.append(event)
 
@@ -233,9 +297,10 @@ class GradientReducer:
         sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
         return [self._streams.issue(kind, reduce, after, label) for reduce in sums]
 
-    def _limit_copies(self) -> None:
-        """Waits for earlier reductions before the next copy: until a wait, streams of a GPU hold the memory."""
-        while self._streams.holds_memory and len(self._events) > MAX_COPIES:
+    def _limit_copies(self, always: bool = False) -> None:
+        """Waits for earlier reductions before the next copy: until a wait, streams of a GPU hold the memory. `always`
+        waits on a CPU, too, whose reductions of many micro-batches may fall behind."""
+        while (always or self._streams.holds_memory) and len(self._events) > MAX_COPIES:
             self._streams.wait(self._events.pop(0))
 
 

@@ -113,6 +113,7 @@ def case(ranks: int, slow: bool = True, **options: Any) -> Any:
         case(2, helix={"shard_optimizer": True}),
         case(2, helix={"pp_size": 2, "offload": "optimizer"}),
         case(2, helix={"shard_parameters": True}, **TIED),
+        case(2, helix={"shard_parameters": True, "reduce_gradients": "microbatch"}),
         case(2, helix={"tp_size": 2}, lora={}),
         case(4, helix={"tp_size": 2, "pp_size": 2}),
         case(4, helix={"tp_size": 2, "pp_size": 2, "schedule": "1f1b"}),

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Case] = {
     "sharded parameters": {"dp": 2, "shard_parameters": True},
     "streamed": {"tp_size": 2, "dp": 2, "offload": "parameters"},
     "streamed, sharded parameters": {"dp": 2, "shard_parameters": True, "offload": "parameters"},
+    "reduced in every micro-batch": {"dp": 2, "tp_size": 2, "shard_parameters": True, "reduce_gradients": "microbatch"},
     "ep": {"family": "phimoe", "dp": 2, "ep_size": 2},
     "ep tp": {"family": "phimoe", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
     "ep with a capacity": {"family": "phimoe", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
@@ -43,6 +44,17 @@ LAYOUTS: dict[str, Case] = {
 PIPELINES: dict[str, Case] = {
     f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}
     for schedule in (*PLACEMENT_OF, AUTO)
+    for rank in range(2)
+} | {
+    f"reduced in every micro-batch, dualpipe_v rank {rank}": {
+        "dp": 2,
+        "pp_size": 2,
+        "schedule": "dualpipe_v",
+        "rank": rank,
+        "model": FOUR_LAYERS,
+        "shard_parameters": True,
+        "reduce_gradients": "microbatch",
+    }
     for rank in range(2)
 }
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
-from support.windows_on_fakes import train_windows
+from support.windows_on_fakes import one_rank, train_windows
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
+from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.gradients.reduce import MAX_COPIES, FlatParameterGradients
+from hf_helix.runtime.gradients.reduce import FlatParameterGradients
 from hf_helix.runtime.streams import CpuStreams, CudaStreams
 
 SHARDED: dict[str, Any] = {"shard_parameters": True}
@@ -54,6 +55,51 @@ def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.Monk
     train_windows(cuda, dp=2, microbatches=1, model={"num_hidden_layers": 8}, plan="sequential", **SHARDED)
     assert not cuda.mistakes
     assert (found["most"] <= (MAX_COPIES + 1) * found["largest"] < found["all"] / 4) is is_limited
+
+
+@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+def test_few_full_gradients_are_alive_in_a_window_of_several(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every micro-batch is reduced; counted in the memory of the tensors themselves."""
+    found, cuda = most_full(monkeypatch), FakeCuda()
+    often = {**SHARDED, "reduce_gradients": "microbatch"}
+    train_windows(cuda, dp=2, microbatches=4, model={"num_hidden_layers": 8}, plan=plan, **often)
+    assert not cuda.mistakes
+    assert found["most"] <= (MAX_COPIES + 2) * found["largest"] < found["all"] / 16
+
+
+@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every reduction, few layers have gradients; with reductions once in a window, all have."""
+    most = {}
+    for when in ("window", "microbatch"):
+        counts: list[int] = []
+        model: list[torch.nn.Parameter] = []
+        take = FlatParameterGradients.take
+
+        def counted(self: FlatParameterGradients, counts: Any = counts, model: Any = model, take: Any = take) -> bool:
+            counts.append(sum(parameter.grad is not None for parameter in model))
+            return bool(take(self))
+
+        with (
+            monkeypatch.context() as patched,
+            one_rank(
+                FakeCuda(),
+                dp=2,
+                microbatches=4,
+                model={"num_hidden_layers": 8},
+                plan=plan,
+                reduce_gradients=when,
+                **SHARDED,
+            ) as (runner, window),
+        ):
+            patched.setattr(FlatParameterGradients, "take", counted)
+            model += runner.stage.placements
+            with plain_parameters():
+                runner.train_window(window)
+        most[when] = max(counts)
+        assert len(model) == 8 * 9 + 3
+    assert most["window"] == len(model)
+    assert most["microbatch"] <= 4 * 9
 
 
 def test_the_limit_changes_no_bit(cluster_of: Any) -> None:

@@ -37,6 +37,8 @@ FEW_PLANS = ("sequential", "greedy", "dhelix")
 PLANS = (*FEW_PLANS, "round_robin", "search")
 OPTIMIZER = {"shard_optimizer": True, "cache": False}
 PARAMETERS = {"shard_parameters": True, "cache": False}
+MICROBATCH = {"reduce_gradients": "microbatch"}
+OFTEN = {**PARAMETERS, **MICROBATCH}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
 SGD = {"optim": "sgd", "learning_rate": 0.5}  # AdamW makes much of small differences
@@ -257,7 +259,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     trainer.helix.close()
     return {
         "sent": sum(recorder.bytes_sent for recorder in recorders),
-        "summed": bytes_summed(runner),
+        "summed": bytes_summed(runner, count),
         "gathered": recorders[0].bytes_sent,
         "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
         "flats": flats,
@@ -447,6 +449,7 @@ QUICK = {
         "llama tp2",
         "phimoe",
     ),
+    "every micro-batch": ("llama", "llama bf16, tied, with biases", "llama dp4 in two copies", "llama pp2"),
 }
 
 
@@ -457,6 +460,7 @@ QUICK = {
         for option, sharded, cases in (
             ("shard_optimizer", OPTIMIZER, OF_OPTIMIZER),
             ("shard_parameters", PARAMETERS, OF_PARAMETERS),
+            ("every micro-batch", OFTEN, OF_PARAMETERS),
         )
         for name, case in cases.items()
     ],
@@ -464,8 +468,8 @@ QUICK = {
 def test_windows_are_those_without_sharding(
     sharded: dict[str, Any], case: Any, cluster_of: Any, tmp_path: Path
 ) -> None:
-    """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients, with
-    weights in bfloat16 where products alone read them, too."""
+    """The bits of all plans are the same; over two ranks that reduce once they are those of the all-reduce of whole
+    gradients, with weights in bfloat16 where products alone read them, too."""
     ranks, helix, model, training = case
     job = {"folder": str(tmp_path), "sharded": sharded, "helix": {"cache": False, **helix}, "training": training}
     plans = PLANS if case is OF_BOTH["llama"] else FEW_PLANS
@@ -479,7 +483,7 @@ def test_windows_are_those_without_sharding(
             assert result["unlike the first plan"] == [], plan
             assert result["left"] == [], plan
             assert result["norm"] == pytest.approx(rank["norm"], rel=rounding), plan
-            if ranks // int(sizes) == 2:
+            if ranks // int(sizes) == 2 and sharded is not OFTEN:
                 assert result["differing"] == [], plan
             assert result["error"] <= 1e-5, plan
 
@@ -503,14 +507,36 @@ OF_ONE = [
     ("shard_optimizer", "llama pp2", (4, {"pp_size": 2}, {"model": {"num_hidden_layers": 4}, "training": CLIPPED})),
     ("shard_optimizer", "mixtral ep2", (2, {"ep_size": 2}, {"model": MIXTRAL, "training": CLIPPED})),
     ("shard_parameters", "mixtral", (2, {}, {"model": MIXTRAL, "training": CLIPPED})),
+    (
+        "shard_parameters",
+        "llama pp2, every micro-batch",
+        (
+            4,
+            {"pp_size": 2, "schedule": "dualpipe_v", **MICROBATCH},
+            {"model": {"num_hidden_layers": 4, **TIED}, "training": {**CLIPPED, "gradient_accumulation_steps": 6}},
+        ),
+    ),
+    *(
+        ("shard_parameters", f"{name}, every micro-batch", (ranks, {**helix, **MICROBATCH}, options))
+        for name, (ranks, helix, options) in TRAININGS.items()
+        if "other weights" not in name
+    ),
+    (
+        "shard_parameters",
+        "llama on the host, every micro-batch",
+        (2, {"offload": "optimizer", **MICROBATCH}, {"model": TIED, "training": CLIPPED}),
+    ),
     ("shard_parameters", "llama, smoothed labels", (2, {}, {"training": {**CLIPPED, "label_smoothing_factor": 0.2}})),
 ]
+
+
+QUICK_TRAININGS = ("llama dp4 in two copies, every micro-batch", "llama pp2, every micro-batch")
 
 
 @pytest.mark.parametrize(
     ("option", "case"),
     [
-        pytest.param(option, case, id=f"{option}, {name}", marks=[SLOW] * (name != "llama"))
+        pytest.param(option, case, id=f"{option}, {name}", marks=[SLOW] * (name not in ("llama", *QUICK_TRAININGS)))
         for option, name, case in (
             *((option, *each) for option in ("shard_optimizer", "shard_parameters") for each in TRAININGS.items()),
             *OF_ONE,
@@ -714,19 +740,22 @@ def test_what_a_window_sends_once_at_its_end(
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
 @pytest.mark.parametrize(("training", "count"), [(BF16, 2), pytest.param({}, 2, marks=SLOW)], ids=str)
+@pytest.mark.parametrize("sharded", [PARAMETERS, OFTEN], ids=["once", "often"])
 def test_what_a_window_sends_for_every_micro_batch(
-    ranks: int, training: dict[str, Any], count: int, cluster_of: Any, tmp_path: Path
+    ranks: int, training: dict[str, Any], count: int, sharded: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:
-    """Every gradient once, in fp32; for each micro-batch weights forward and again in backward, but for those of the
-    first unit, whose backward reads none, and of the last one, which keeps them: what products read in bfloat16."""
-    job = {"folder": str(tmp_path), "sharded": PARAMETERS, "training": training, "count": count}
+    """Every gradient once, or once for each micro-batch, in fp32; for each micro-batch weights forward and again in
+    backward, but for those of the first unit, whose backward reads none, and of the last one, which keeps them: what
+    products read in bfloat16."""
+    job = {"folder": str(tmp_path), "sharded": sharded, "training": training, "count": count}
     for result in cluster_of(ranks).run(sent, **job):
         d = result["ranks"]
         assert d == ranks
         layers = [size * length for places, length, size in result["flats"] if not {0, result["last"]} & set(places)]
         everything = sum(size * length for _, length, size in result["flats"])
         weights = count * (everything + sum(layers)) * (d - 1) // d
-        gradients = sum(4 * length for _, length, _ in result["flats"]) * (d - 1) // d
+        times = count if sharded is OFTEN else 1
+        gradients = times * sum(4 * length for _, length, _ in result["flats"]) * (d - 1) // d
         assert result["sent"] == weights + gradients
         assert result["summed"] == gradients
         assert result["gathered"] == weights

@@ -254,5 +254,7 @@ def test_spread_weights_are_simulated(small: Path, capsys: Any):
     said = capsys.readouterr().out
     assert said.startswith("dp 2 on two CPUs: 2 x 1, shard_parameters, 128 tokens a sequence\n")
     assert "all-gathers of weights" in said
+    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", "--reduce_gradients", "microbatch"))
+    assert "shard_parameters, gradients reduced in every micro-batch," in capsys.readouterr().out
     both = ["--shard_parameters", "--shard_optimizer"]
     assert "use shard_optimizer=False" in refused(capsys, words_of("simulate", small, *both))

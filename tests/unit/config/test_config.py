@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     *((name, (0, -2), ValueError, rf"^{name} must be at least 1, such as {name}=1; got (0|-2)$") for name in SIZES),
     *(
         (name, (None, 1, True, "", Path("plan.json")), TypeError, f"^{name} must be a string, such as {name}='auto'; ")
-        for name in ("plan", "schedule")
+        for name in ("plan", "schedule", "reduce_gradients")
     ),
     *(
         (name, UNREAL, TypeError, f"^{name} must be true or false, such as {name}=True; got ")
@@ -109,6 +109,8 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
         ValueError,
         r"='optimiser' is unknown; use one of optimizer, parameters \(did you mean",
     ),
+    ("reduce_gradients", ("windows",), ValueError, r"='windows' is unknown; use one of auto, window, .*mean 'window'"),
+    ("reduce_gradients", ("microbatch",), ValueError, r"='microbatch' without shard_parameters=True: .* add shard_p"),
     ("offload", (True,), TypeError, r" must be a string, such as offload='optimizer', or None; got True"),
     ("inter_node_axes", (("pp",),), ValueError, "inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"),
     ("inter_node_axes", ("cp",), TypeError, r" must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"),

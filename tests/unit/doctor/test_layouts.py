@@ -278,6 +278,26 @@ def test_weights_are_spread_where_nothing_else_makes_room():
     assert plain.memory.total <= device.memory
 
 
+def test_gradients_are_reduced_in_every_micro_batch_where_that_saves_recomputation() -> None:
+    paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
+
+    def memory(**saving: str) -> float:
+        case = Case(sizes, 1, LENGTH, 16, "sequential", shard_parameters=True, **saving)
+        return memory_of_case(paper.amounts(case), case).total
+
+    once, often = memory(reduce_gradients="window"), memory(reduce_gradients="microbatch")
+    assert often < once
+    device = replace(CLUSTER.device, memory=(once + often) / 2)
+    fast = replace(PAIR, device=device, node=replace(PAIR.node, bandwidth=1e15))
+    step = search_of(sizes, paper, fast).plain()
+    assert step is not None
+    assert (step.case.reduce_gradients, step.case.shard_parameters) == ("microbatch", True)
+    room = replace(fast, device=replace(device, memory=4 * once))
+    step = search_of(sizes, paper, room).plain()
+    assert step is not None
+    assert step.case.reduce_gradients == "window"
+
+
 def test_states_on_the_host_leave_room_and_take_its_time():
     paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
     usual, offloaded = (

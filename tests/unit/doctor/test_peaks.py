@@ -85,6 +85,27 @@ def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
     assert found[2][1] == whole <= found[2][0] <= whole + max(made.bytes for made in layout.reductions)
 
 
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+def test_full_gradients_go_as_they_come_where_every_micro_batch_is_reduced(rule: str) -> None:
+    """As of a single micro-batch, however many there are."""
+    amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
+    layout = layout_of(amounts, case_of())
+    sums = gradient_sums(amounts, layout, amounts.spread, often=True)
+    layout = replace(layout, reductions=[made for made, _ in sums])
+    plan = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1})
+    whole, found = sum(made.bytes for made in layout.reductions), {}
+    for count in (1, 4, 12):
+        schedule = Scheduler("auto", 1)(count)
+        (program,) = build_programs(schedule, layout, plan)
+        (expected,) = peaks_of_schedules(amounts, layout, [schedule], rule != "sequential", often=True)
+        memory = list(memory_of_program(amounts, layout, program))
+        found[count] = most = max(peak.gradients for peak in memory)
+        assert min(peak.gradients for peak in memory) >= 0
+        assert expected.gradients < whole / 2
+        assert most == expected.gradients if rule == "sequential" else most < whole / 2
+    assert found[4] == found[12]
+
+
 def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> None:
     """The same instructions with every weight gradient behind all others of its micro-batch."""
     program = program_of(amounts, 1, "sequential")

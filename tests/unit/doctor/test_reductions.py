@@ -93,10 +93,15 @@ def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
     [{}, {"tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}],
     ids=str,
 )
-def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
-    """The gradients of a unit are one sum, and those of its experts another."""
+@pytest.mark.parametrize("when", ["window", "microbatch"])
+def test_sums_to_parts_are_those_of_training(when: str, options: dict[str, Any]) -> None:
+    """The gradients of a unit are one sum, those of its experts another; a tied table has one for all micro-batches."""
     model = on_meta(**options, num_hidden_layers=3)
     amounts = counted(model, shard_parameters=True, dp_size=2)
-    case = case_of(dp=2, shard_parameters=True)
-    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
-    assert result == list(layout_of_training(model, shard_parameters=True).reductions)
+    case = case_of(dp=2, shard_parameters=True, reduce_gradients=when)
+    sums = gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients, often=case.reduces_often)
+    training = layout_of_training(model, shard_parameters=True, reduce_gradients=when).reductions
+    assert [made for made, _ in sums] == list(training)
+    assert [made.every_microbatch for made in training].count(False) == (
+        len(training) if when == "window" else "tie_word_embeddings" in options
+    )

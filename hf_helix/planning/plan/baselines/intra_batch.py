@@ -28,7 +28,7 @@ from hf_helix.planning.graph.backward import (
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.plan.block_plan import BlockPlan
 from hf_helix.planning.timing.profile import Pair, Profile
-from hf_helix.planning.window.layout import GradientReduction, Layout, Name, is_per_step, named_operators
+from hf_helix.planning.window.layout import Layout, Name, is_per_step, named_operators
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
         return [(unit, each) for each in ([name] if name in known else rows)]
 
     sums = [
-        GradientReduction(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
+        replace(gradient_sum, adders=tuple(each for adder in gradient_sum.adders for each in adders(*adder)))
         for gradient_sum in layout.reductions
     ]
     return replace(layout, graphs=graphs, shared=(), reductions=sums)
