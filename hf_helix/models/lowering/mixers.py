@@ -1,10 +1,13 @@
 """The declaration of recurrent mixers, and of zeros for hidden tokens.
 
 In:   the segment plan of a unit, and the builder for its operators.
-Out:  an operator for each mixer, with the segment before it; over a sequence shared by context-parallel ranks, an
-      all-to-all from parts of the sequence to shares of the heads or channels, the mixer, and the way back.
-Must hold: a mixer sees the tokens of a row in their order, without the padding that makes the sequence divide. So its
-result is that of the unsplit model, wherever rows are padded or packed.
+Out:  an operator for each mixer, with the segment before it; over a sequence shared by context-parallel ranks, before a
+      convolution an all-gather of the few tokens before each part of the sequence (its halo); around a recurrence an
+      all-to-all from parts of the sequence to shares of the heads or channels, and the way back.
+Must hold: a mixer sees the tokens of a row in their order; a recurrence, without the padding that makes the sequence
+divide, which stands behind all others. So the result is that of the unsplit model, wherever rows are padded or packed.
+
+    convolution, 4 taps   ends [2 * 3 tokens of a rank, batch, channels] -> all-gather -> each part behind 3 tokens
 
     operands [tokens of a rank, batch, heads] -> exchange -> [tokens of all ranks, batch, heads of a rank] -> mixer
     result   [tokens of a rank, batch, heads] <- exchange <- [tokens of all ranks, batch, heads of a rank] <-
@@ -27,7 +30,7 @@ from hf_helix.models.trace.mixers import MixerCall, hide_padding, shares_of
 from hf_helix.models.trace.opaque_calls import OpaqueCall
 from hf_helix.models.trace.trace import SEEN, Underivable, args_of
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.communication.collectives import Exchange
+from hf_helix.operators.communication.collectives import AllGather, Exchange
 
 
 class Mixers(ValueNames):
@@ -38,13 +41,46 @@ class Mixers(ValueNames):
         call: MixerCall = opaque.details["call"]
         name = self._free(".".join(filter(None, (opaque.path, call.name))))
         if self.b.cp.size > 1:
-            self._set(node, self._shared_mixer(name, node, call))
+            shared = self._shared_mixer if call.mixer.weight is None else self._shared_convolution
+            self._set(node, shared(name, node, call))
             return
         segment, inputs = self.plan.segment([node])
         function, side = self._function(segment, [node], inputs, mixes=True)
         names = [self.value(value, FULL) for value in inputs]
         used = self._used_by(segment)
         self._set(node, self.b.segment(name, function, *names, side=side, **used, **_fields(call)))
+
+    def _shared_convolution(self, name: str, node: Node, call: MixerCall) -> str:
+        """Declares a convolution over a sequence shared by ranks: each convolves its own tokens, each of its two parts of
+        the sequence behind the tokens before."""
+        b, plan, cp, cut = self.b, self.plan, self.b.cp, SequenceCut.of(self.b.tp, self.b.cp)
+        operands, like = args_of(node)[:2]
+        value, weight = operands[like], operands[call.tensors.index(call.mixer.weight)]
+        count = self.trace.shape(weight)[-1] - 1
+
+        segment, inputs = plan.segment([node])
+        before, _ = plan.segment([value], inputs)
+        behind, _ = plan.segment([node], [value])
+        if segment.side:
+            raise Underivable(f"cp_size={cp.size}: what {call.name}() convolves depends on more than its tokens")
+        given, convolved = before.bind(self.module), behind.bind(self.module)
+        names = [self.value(each, FULL) for each in inputs]
+
+        def ends_of(*values: Tensor) -> Tensor:
+            return given(*[cut.ends(each, count) for each in values])
+
+        ends = b.segment(
+            f"{name}.ends", ends_of, *names, **self._used_by(before), on_shard=True, relative_cost=LIGHT / 2
+        )
+        (halo,) = b.declare(f"{name}.halo", AllGather(cp), (ends,), kind=cp.kind, relative_cost=LIGHT)
+
+        def convolve(*values: Tensor) -> Tensor:
+            *own, ends = values
+            parts = cut.behind_ends(given(*own), ends, count)
+            rows = convolved(parts.transpose(1, 2).flatten(0, 1))[:, count:]  # [2 * batch, tokens of a part, channels]
+            return rows.unflatten(0, (2, -1)).transpose(1, 2).flatten(0, 1)
+
+        return b.segment(name, convolve, *names, halo, **self._used_by(segment), **_fields(call))
 
     def _shared_mixer(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a mixer over a sequence shared by ranks: each mixes all tokens of its share of heads or channels."""

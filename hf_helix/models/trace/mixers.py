@@ -36,6 +36,8 @@ class Mixer:
         like: the tensor with the shape of the result.
         tokens_last: the tensors that the function takes and returns as [batch, channels, sequence].
         by_channel: whether channels are independent, so that blocks of channels may lie side by side.
+        weight: of a convolution, the tensor whose last dimension is the number of tokens that a result depends on; None
+            for a recurrence, whose results depend on all tokens before.
         returns_state: whether the function returns a pair of result and state.
     """
 
@@ -43,6 +45,7 @@ class Mixer:
     like: str
     tokens_last: tuple[str, ...] = ()
     by_channel: bool = False
+    weight: str | None = None
     returns_state: bool = False
 
 
@@ -51,7 +54,11 @@ _SCAN = {"hidden_states": 2, "dt": 2, "A": 0, "B": 2, "C": 2, "D": 0, "dt_bias":
 
 MIXERS = {
     "causal_conv1d_fn": Mixer(
-        {"hidden_states": 2, "weight": 0, "bias": 0}, "hidden_states", ("hidden_states",), by_channel=True
+        {"hidden_states": 2, "weight": 0, "bias": 0},
+        "hidden_states",
+        ("hidden_states",),
+        by_channel=True,
+        weight="weight",
     ),
     "torch_chunk_gated_delta_rule": Mixer(_RULE, "value", returns_state=True),
     "chunk_kimi_delta_attention": Mixer(_RULE, "value", returns_state=True),
