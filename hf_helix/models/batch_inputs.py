@@ -195,8 +195,8 @@ class SequenceCut:
         return value.unflatten(0, (2, -1))[:, -count:].flatten(0, 1)
 
     def behind_ends(self, value: Tensor, ends: Tensor, count: int) -> Tensor:
-        """Returns this rank's two parts, each behind the tokens before it [2, count + n / 2, ...]; zeros are before the
-        sequence.
+        """Returns this rank's two parts, each behind the tokens before it [2 * (count + n / 2), ...]; zeros are before
+        the sequence.
 
         Args:
             value: the tokens of the rank [n, ...].
@@ -206,7 +206,7 @@ class SequenceCut:
         before = torch.cat((ends.new_zeros(count, *ends.shape[1:]), self.join(ends)))
         length = len(ends) // (2 * self.cp_size)
         parts = zip(parts_of(self.cp_size, self.cp_rank), value.chunk(2), strict=True)
-        return torch.stack([torch.cat((before[part * length :][:count], tokens)) for part, tokens in parts])
+        return torch.cat([piece for part, tokens in parts for piece in (before[part * length :][:count], tokens)])
 
     def _order(self, value: Tensor) -> Tensor:
         """Returns the positions of the tokens of rank 0, then those of rank 1 and so on."""

@@ -282,7 +282,7 @@ add_derived("qwen3_5", "tp2:left cp2:left", **HYBRID)
 for name in HYBRIDS:
     add_derived(name, "tp2:left tp2:dense pp2:packed cp2:left", slow=True, **HYBRID)
 for name in ("qwen3_next", "nemotron_h", "lfm2"):
-    add_derived(name, "tp2+pp2:left tp2+dp2:right tp2+cp2:left cp2:right cp2:packed", slow=True, **HYBRID)
+    add_derived(name, "tp2+pp2:left tp2+dp2:right tp2+cp2:left cp2:right cp2:packed cp4", slow=True, **HYBRID)
     for mode in ("selective", "full"):
         add_derived(f"{name} {mode}", "tp2:left cp2:left", slow=True, recompute=mode, **HYBRID)
 SHARED_KEYS = {"num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}

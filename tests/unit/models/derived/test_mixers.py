@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -143,31 +144,65 @@ def test_ids_are_looked_up_as_the_model_changes_them() -> None:
     assert torch.equal(lookup.function(ids)[:, 0], expected)
 
 
-def shared(name: str, cp_size: int, rank: int = 1) -> list[Unit]:
+def shared(name: str, cp_size: int, rank: int = 1, **ways: Any) -> list[Unit]:
     """The units of the layers over a sequence that ranks share, for one of them."""
     model = model_of(name)
-    return family_of(model).units(model, ParallelContext(cp=Axis(SilentTransport(cp_size, rank))))[1:-1]
+    return family_of(model).units(model, ParallelContext(cp=Axis(SilentTransport(cp_size, rank)), **ways))[1:-1]
+
+
+def compared(name: str, operator: str, run: Any, cp_size: int, sizes: Sequence[int], length: int, **ways: Any) -> None:
+    """Compares a mixer over a sequence that ranks share, and its input gradients, with the mixer over the sequence."""
+    model, cut = model_of(name), functools.partial(SequenceCut, 1, cp_size)
+    whole: Any = family_of(model).units(model, ParallelContext())[1].operators[operator]
+    ranks: list[Any] = [shared(name, cp_size, rank, **ways)[0].operators for rank in range(cp_size)]
+    values = [torch.randn(cut().padded(length), 2, size, requires_grad=True) for size in sizes]
+    expected = whole.function(*(value[:length] for value in values), length=length)
+    parts = [[cut(rank).take(value, 0) for value in values] for rank in range(cp_size)]
+    found = cut().join(torch.cat(run(ranks, parts)))[:length]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((result * weights).sum(), values) for result in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 @pytest.mark.parametrize("length", [5, 21, 24])  # parts shorter than the halo, padding behind the rows, none
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_convolutions_over_a_shared_sequence_take_the_tokens_before_each_part(cp_size: int, length: int) -> None:
-    model, name, cut = model_of("lfm2"), "conv.causal_conv1d_fn", functools.partial(SequenceCut, 1, cp_size)
-    whole: Any = family_of(model).units(model, ParallelContext())[1].operators[name]
-    ranks: list[Any] = [shared("lfm2", cp_size, rank=rank)[0].operators for rank in range(cp_size)]
-    value = torch.randn(cut().padded(length), 2, 192, requires_grad=True)
-    weights = torch.randn(length, 2, 64)
-    expected = whole.function(value[:length], length=length)
-    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), value)
-    parts = [cut(rank).take(value, 0) for rank in range(cp_size)]
-    ends = [each[f"{name}.ends"].function(part) for each, part in zip(ranks, parts, strict=True)]
-    assert len(ends[0]) == 2 * min(model.config.conv_L_cache - 1, len(parts[0]) // 2)
-    assert isinstance(ranks[0][f"{name}.halo"], AllGather)
-    results = [each[name].function(part, torch.cat(ends)) for each, part in zip(ranks, parts, strict=True)]
-    found = cut().join(torch.cat(results))[:length]
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad((found * weights).sum(), value)
-    torch.testing.assert_close(gradient, expected_gradient)
+    name = "conv.causal_conv1d_fn"
+
+    def run(ranks: Sequence[Any], parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        ends = [each[f"{name}.ends"].function(*values) for each, values in zip(ranks, parts, strict=True)]
+        assert len(ends[0]) == 2 * min(model_of("lfm2").config.conv_L_cache - 1, len(parts[0][0]) // 2)
+        assert isinstance(ranks[0][f"{name}.halo"], AllGather)
+        return [each[name].function(*values, torch.cat(ends)) for each, values in zip(ranks, parts, strict=True)]
+
+    compared("lfm2", name, run, cp_size, (192,), length)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sizes"),
+    [
+        ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4)),
+        ("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4)),
+    ],
+)
+@pytest.mark.parametrize(("cp_size", "length"), [(2, 134), (3, 5)])
+def test_states_are_handed_over_the_parts_of_a_shared_sequence(
+    cp_size: int, length: int, model: str, name: str, sizes: Sequence[int]
+) -> None:
+    def run(ranks: Sequence[Any], parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        results = [each[name].function(*values) for each, values in zip(ranks, parts, strict=True)]
+        assert isinstance(ranks[0][f"{name}.states"], AllGather)
+        states = torch.cat([last for _, last in results])
+        return [each[f"{name}.carried"].function(wide, states) for each, (wide, _) in zip(ranks, results, strict=True)]
+
+    compared(model, name, run, cp_size, sizes, length, cp_recurrence="states")
+
+
+def test_states_that_are_not_handed_on_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"cp_recurrence='states': mamba2_chunk_scan\(\) .* use cp_recurrence='heads'"):
+        shared("nemotron_h", cp_size=2, cp_recurrence="states")
 
 
 def test_ranks_of_a_shared_sequence_mix_shares_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
