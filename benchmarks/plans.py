@@ -41,7 +41,7 @@ from typing import Any
 
 from benchmarks.common import add_outputs, columns, llama, options_of, save
 from benchmarks.ranks import DEVICES, Ranks, shape
-from hf_helix.config import RULES
+from hf_helix.config import CP_RECURRENCES, RULES
 
 EVEN = "even"
 STUDIES = ("tp", "dp", "cp", "ep", "recompute")
@@ -97,6 +97,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--local_rate", type=int, help="Mbit/s inside a host")
     parser.add_argument("--experts", type=int, default=16, help="of a layer, in the study ep")
     parser.add_argument("--capacity", type=float, help="expert_capacity_factor; without it no token is dropped")
+    parser.add_argument("--cp_recurrence", choices=CP_RECURRENCES, default="heads", help="in cp, with qwen3_next")
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16 over weights in fp32")
     parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
     add_outputs(parser)
@@ -125,7 +126,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
         once = Contender("shard_optimizer", helix={**tp, "shard_optimizer": True})
         return [*spread, Contender("whole", helix=tp), once]
     if options.study == "cp":
-        helix = {**tp, "cp_size": 2, "inter_node_axes": ("cp",)}
+        helix = {**tp, "cp_size": 2, "cp_recurrence": options.cp_recurrence, "inter_node_axes": ("cp",)}
         alone = ("+ tp overlap", "+ both at once") if options.tp_size == 1 else ()
         rows = [(name, *row) for name, row in FREEDOMS.items() if name not in alone]
         return [Contender(name, rule, helix, without) for name, rule, without in rows]

@@ -301,8 +301,8 @@ class Builder:
         plain = tuple(non_differentiable)
         segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
         writes = (*outputs, *plain)
-        fields = {"non_differentiable": plain, "recompute_when_selective": True, "relative_cost": relative_cost}
-        return self.declare(name, segment, inputs, writes, **fields)
+        fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
+        return self.declare(name, segment, inputs, writes, relative_cost=relative_cost, **fields)
 
     def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
         """Adds a function of one output without gradient; see `segment_outputs` for the options."""
