@@ -7,15 +7,16 @@ A step is forward, backward and gradient reduction of a window, without the opti
 process (docs/results.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
 with `--rates`, joins two network namespaces, over which stock software runs, too (needs root). The studies:
 
-    tp         a Llama (or, with `--model qwen3_next`, a decoder of as many recurrent layers as layers with attention)
-               with tp_size=2 under every plan; with `--rates` beside Transformers' tensor parallelism and DDP
+    tp         a Llama with tp_size=2 under every plan; with `--rates` beside Transformers' tensor parallelism and DDP
     dp         replicas: DDP and FSDP2 (with `--rates`), ours whole, with shard_optimizer, with shard_parameters
     cp         a sequence on two ranks: what each kind of overlap adds (the paper's figure 15)
     ep         the experts of a Phi-MoE on two ranks, beside all experts on both
     recompute  none, selective and full under each plan: time and peak memory
 
+With `--model qwen3_next`, the decoder of any study has as many recurrent layers as layers with attention.
+
     python -m benchmarks.plans tp --links even 150mbit --microbatches 16
-    python -m benchmarks.plans cp --links even --microbatches 8 --hidden 512 --heads 8 --model qwen3_next
+    python -m benchmarks.plans cp --links even --microbatches 8 --hidden 256 --heads 4 --batch 1 --model qwen3_next
     python -m benchmarks.plans tp --links even --microbatches 8 --dp_size 2
     sudo env "PATH=$PATH" python -m benchmarks.plans tp --rates 300 500 1000 --microbatches 16
     sudo env "PATH=$PATH" python -m benchmarks.plans dp --rates 1000 --microbatches 4 8 --hidden 512
@@ -40,7 +41,7 @@ from typing import Any
 
 from benchmarks.common import add_outputs, columns, llama, options_of, save
 from benchmarks.ranks import DEVICES, Ranks, shape
-from hf_helix.config import RULES
+from hf_helix.config import CP_RECURRENCES, RULES
 
 EVEN = "even"
 STUDIES = ("tp", "dp", "cp", "ep", "recompute")
@@ -87,7 +88,7 @@ def read_options() -> argparse.Namespace:
         __doc__, microbatches=[16], batch=2, sequence=256, hidden=1024, layers=4, heads=16, repeats=3, timeout=3 * 3600
     )
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--model", choices=("llama", "qwen3_next"), default="llama", help="in tp, dp, cp and recompute")
+    parser.add_argument("--model", choices=("llama", "qwen3_next"), default="llama", help="in ep, llama is a Phi-MoE")
     parser.add_argument("--links", nargs="+", help="emulated links, as of HelixConfig(link=...) (default: even)")
     parser.add_argument("--rates", nargs="+", help=f"Mbit/s between two hosts, or `{EVEN}`; needs root")
     parser.add_argument("--plans", nargs="+", choices=RULES, help="the rules that are compared")
@@ -96,6 +97,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--local_rate", type=int, help="Mbit/s inside a host")
     parser.add_argument("--experts", type=int, default=16, help="of a layer, in the study ep")
     parser.add_argument("--capacity", type=float, help="expert_capacity_factor; without it no token is dropped")
+    parser.add_argument("--cp_recurrence", choices=CP_RECURRENCES, default="heads", help="in cp, with qwen3_next")
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16 over weights in fp32")
     parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
     add_outputs(parser)
@@ -124,7 +126,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
         once = Contender("shard_optimizer", helix={**tp, "shard_optimizer": True})
         return [*spread, Contender("whole", helix=tp), once]
     if options.study == "cp":
-        helix = {**tp, "cp_size": 2, "inter_node_axes": ("cp",)}
+        helix = {**tp, "cp_size": 2, "cp_recurrence": options.cp_recurrence, "inter_node_axes": ("cp",)}
         alone = ("+ tp overlap", "+ both at once") if options.tp_size == 1 else ()
         rows = [(name, *row) for name, row in FREEDOMS.items() if name not in alone]
         return [Contender(name, rule, helix, without) for name, rule, without in rows]
@@ -150,16 +152,19 @@ def model_of(options: argparse.Namespace) -> Any:
         "max_position_embeddings": options.sequence,
     }
     torch.manual_seed(0)
-    if options.study == "ep":
-        experts = {"num_local_experts": options.experts, "pad_token_id": 0, "num_key_value_heads": options.heads // 4}
-        return PhimoeForCausalLM(PhimoeConfig(**sizes, **experts, intermediate_size=25 * options.hidden // 16)).train()
+    width = 25 * options.hidden // 16
     if options.model == "qwen3_next":
         head_dim = options.hidden // options.heads
         recurrent = {"linear_num_key_heads": options.heads, "linear_num_value_heads": options.heads}
         recurrent |= {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "head_dim": head_dim}
-        kinds = {"layer_types": ["linear_attention", "full_attention"] * (options.layers // 2), "num_experts": 0}
+        kinds = {"layer_types": ["linear_attention", "full_attention"] * (options.layers // 2)}
+        experts = {"num_experts": options.experts if options.study == "ep" else 0, "num_experts_per_tok": 2}
+        experts |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
         alike = {"intermediate_size": options.hidden * 11 // 4, "num_key_value_heads": options.heads}
-        return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **recurrent, **kinds, **alike)).train()
+        return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **recurrent, **kinds, **experts, **alike)).train()
+    if options.study == "ep":
+        experts = {"num_local_experts": options.experts, "pad_token_id": 0, "num_key_value_heads": options.heads // 4}
+        return PhimoeForCausalLM(PhimoeConfig(**sizes, **experts, intermediate_size=width)).train()
     length = {"max_position_embeddings": options.sequence}
     return LlamaForCausalLM(llama(options.hidden, options.layers, VOCABULARY, options.heads, **length)).train()
 

@@ -31,6 +31,7 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
+CP_RECURRENCES = ("heads", "states")
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 OFFLOADS = (OPTIMIZER, PARAMETERS)
 EVERY_MICROBATCH = "microbatch"
@@ -143,6 +144,9 @@ class HelixConfig:
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step concurrently with the
             attention to keys that have arrived, or `all_gather`, all at once.
+        cp_recurrence: what recurrent layers exchange between the ranks that share a sequence: `heads`, so that each
+            rank has all tokens of its share of the heads, or `states`, of the parts of the sequence, whose size does
+            not grow with the sequence (Gated DeltaNet and Kimi delta attention); see docs/layouts.md.
         inter_node_axes: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`, `dp`): their communication runs
             on a separate stream. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
@@ -192,6 +196,7 @@ class HelixConfig:
     reduce_gradients: str = AUTO
     offload: str | None = None
     cp_method: str = "ring"
+    cp_recurrence: str = "heads"
     expert_capacity_factor: float | None = None
     inter_node_axes: tuple[str, ...] | None = None
     recompute: str | None = None
@@ -241,11 +246,11 @@ class HelixConfig:
             )
 
     def _check_choices(self) -> None:
-        if self.cp_method not in CP_METHODS:
-            raise ValueError(
-                f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
-                f"{nearest(str(self.cp_method), CP_METHODS)}"
-            )
+        for name, known in (("cp_method", CP_METHODS), ("cp_recurrence", CP_RECURRENCES)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(
+                    f"{name}={given!r} is unknown; use one of {', '.join(known)}{nearest(str(given), known)}"
+                )
         modes = (*RECOMPUTE, OFFLOAD)
         if self.recompute not in (None, *modes):
             raise ValueError(

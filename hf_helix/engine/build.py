@@ -152,7 +152,9 @@ def declare(
     ways = config.cp_method, config.expert_capacity_factor
     spread = mesh.vocabulary if config.spread_vocabulary else None
     kernels.use(config.fused_kernels)
-    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread)
+    sharing = ParallelContext(
+        mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence
+    )
     units, counts = family.units(base, sharing, loss_tweaks, places), None
     placement = scheduler_of(config).placement
     if places is not None:

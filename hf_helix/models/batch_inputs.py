@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.ring_attention import PADDING, positions_of
+from hf_helix.operators.attention.ring_attention import PADDING, parts_of, positions_of
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.vocab_parallel import IGNORED
 
@@ -184,6 +184,29 @@ class SequenceCut:
         extra = self.padded(len(value)) - len(value)
         value = torch.cat((value, value.new_zeros(extra, *value.shape[1:]))) if extra else value
         return value if self.cp_size == 1 else value[self._order(value)]
+
+    def ends(self, value: Tensor, count: int) -> Tensor:
+        """Returns the last tokens of this rank's two parts.
+
+        Args:
+            value: the tokens of the rank [n, ...].
+            count: the number of tokens; of a shorter part, all.
+        """
+        return value.unflatten(0, (2, -1))[:, -count:].flatten(0, 1)
+
+    def behind_ends(self, value: Tensor, ends: Tensor, count: int) -> Tensor:
+        """Returns this rank's two parts, each behind the tokens before it [2 * (count + n / 2), ...]; zeros are before
+        the sequence.
+
+        Args:
+            value: the tokens of the rank [n, ...].
+            ends: the last `count` tokens of the parts of every rank, from `ends` [ranks * tokens, ...].
+            count: the number of tokens before a part.
+        """
+        before = torch.cat((ends.new_zeros(count, *ends.shape[1:]), self.join(ends)))
+        length = len(ends) // (2 * self.cp_size)
+        parts = zip(parts_of(self.cp_size, self.cp_rank), value.chunk(2), strict=True)
+        return torch.cat([piece for part, tokens in parts for piece in (before[part * length :][:count], tokens)])
 
     def _order(self, value: Tensor) -> Tensor:
         """Returns the positions of the tokens of rank 0, then those of rank 1 and so on."""

@@ -252,9 +252,10 @@ def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> No
         name: a function of `support.derived_models`, and a word for what is changed.
         where: see `add`.
         slow: see `add`.
-        changes: to the model, `recompute` of `HelixConfig`, `lengths` and `floor`.
+        changes: to the model, `recompute` and `cp_recurrence` of `HelixConfig`, `lengths` and `floor`.
     """
-    options = {key: changes.pop(key) for key in ("recompute", "lengths", "floor") if key in changes}
+    names = ("recompute", "cp_recurrence", "lengths", "floor")
+    options = {key: changes.pop(key) for key in names if key in changes}
     add(f"derived {name}", {"family": f"{HOME}{name.split()[0]}", **changes}, where, slow, cache=True, **options)
 
 
@@ -282,9 +283,13 @@ add_derived("qwen3_5", "tp2:left cp2:left", **HYBRID)
 for name in HYBRIDS:
     add_derived(name, "tp2:left tp2:dense pp2:packed cp2:left", slow=True, **HYBRID)
 for name in ("qwen3_next", "nemotron_h", "lfm2"):
-    add_derived(name, "tp2+pp2:left tp2+dp2:right tp2+cp2:left cp2:right cp2:packed", slow=True, **HYBRID)
+    add_derived(name, "tp2+pp2:left tp2+dp2:right tp2+cp2:left cp2:right cp2:packed cp4", slow=True, **HYBRID)
     for mode in ("selective", "full"):
         add_derived(f"{name} {mode}", "tp2:left cp2:left", slow=True, recompute=mode, **HYBRID)
+for name in ("qwen3_next", "kimi_linear"):
+    places = "cp2:left cp2:packed tp2+cp2:left cp4:right"
+    add_derived(f"{name} states", places, slow=True, cp_recurrence="states", **HYBRID)
+add_derived("qwen3_5 states", "cp2:left", slow=True, cp_recurrence="states", recompute="selective", **HYBRID)
 SHARED_KEYS = {"num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 add_derived("qwen3_next shared keys", "tp4:left", slow=True, **HYBRID, **SHARED_KEYS)
 for name in ("qwen3_5_moe", "nemotron_h", "granite_moe_hybrid"):

@@ -302,7 +302,9 @@ def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, 
         "graphs": digest,
         "source": _source_digest(kind),
         "layout": describe({**mesh.sizes, "dp": 1}),
-        "options": f"cp_method={config.cp_method} recompute={config.recompute} schedule={config.schedule}",
+        "options": " ".join(
+            f"{name}={getattr(config, name)}" for name in ("cp_method", "cp_recurrence", "recompute", "schedule")
+        ),
         "attention": str(model.config._attn_implementation),
         "device": mesh.device.type,
         "kernels": _kernels(),

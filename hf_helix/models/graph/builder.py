@@ -288,6 +288,7 @@ class Builder:
         non_differentiable: Sequence[str] = (),
         frees_inputs: bool = False,
         compiles: bool = True,
+        relative_cost: float = LIGHT,
     ) -> tuple[str, ...]:
         """Adds a function of several outputs under autograd; see `segment` for the other arguments.
 
@@ -300,7 +301,8 @@ class Builder:
         plain = tuple(non_differentiable)
         segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
         writes = (*outputs, *plain)
-        return self.declare(name, segment, inputs, writes, non_differentiable=plain, recompute_when_selective=True)
+        fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
+        return self.declare(name, segment, inputs, writes, relative_cost=relative_cost, **fields)
 
     def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
         """Adds a function of one output without gradient; see `segment_outputs` for the options."""

@@ -18,6 +18,7 @@ TRANSFER = 4.0
 LIGHT = 1.0
 
 RING, ALL_GATHER = "ring", "all_gather"
+HEADS, STATES = "heads", "states"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ParallelContext:
         cp: the ranks of context parallelism.
         vocabulary: the ranks with slices of the vocabulary, if these are others than those of tp.
         experts: the ranks that exchange tokens of experts: the ranks of expert parallelism and of tp together.
-        cp_method: see `HelixConfig`.
+        cp_method, cp_recurrence: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
         device: the device of the operators; the model may still lie on another device.
         compile: `HelixConfig.compile`.
@@ -43,6 +44,7 @@ class ParallelContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     compile: bool = False
     vocabulary: Axis | None = None
+    cp_recurrence: str = HEADS
 
     @property
     def ep_size(self) -> int:

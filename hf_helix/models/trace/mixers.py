@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
 
@@ -36,25 +38,37 @@ class Mixer:
         like: the tensor with the shape of the result.
         tokens_last: the tensors that the function takes and returns as [batch, channels, sequence].
         by_channel: whether channels are independent, so that blocks of channels may lie side by side.
+        weight: of a convolution, the tensor whose last dimension is the number of tokens that a result depends on; None
+            for a recurrence, whose results depend on all tokens before.
         returns_state: whether the function returns a pair of result and state.
+        states: of a recurrence that is linear in its state [batch, heads, features of keys, features of values], the
+            arguments for the first state, and for whether the last state is returned; None where a state cannot be
+            handed on.
     """
 
     dims: Mapping[str, int | None]
     like: str
     tokens_last: tuple[str, ...] = ()
     by_channel: bool = False
+    weight: str | None = None
     returns_state: bool = False
+    states: tuple[str, str] | None = None
 
 
 _RULE = {"query": 2, "key": 2, "value": 2, "g": 2, "beta": 2}
+_STATES = "initial_state", "output_final_state"
 _SCAN = {"hidden_states": 2, "dt": 2, "A": 0, "B": 2, "C": 2, "D": 0, "dt_bias": 0}
 
 MIXERS = {
     "causal_conv1d_fn": Mixer(
-        {"hidden_states": 2, "weight": 0, "bias": 0}, "hidden_states", ("hidden_states",), by_channel=True
+        {"hidden_states": 2, "weight": 0, "bias": 0},
+        "hidden_states",
+        ("hidden_states",),
+        by_channel=True,
+        weight="weight",
     ),
-    "torch_chunk_gated_delta_rule": Mixer(_RULE, "value", returns_state=True),
-    "chunk_kimi_delta_attention": Mixer(_RULE, "value", returns_state=True),
+    "torch_chunk_gated_delta_rule": Mixer(_RULE, "value", returns_state=True, states=_STATES),
+    "chunk_kimi_delta_attention": Mixer(_RULE, "value", returns_state=True, states=_STATES),
     "mamba2_chunk_scan": Mixer(_SCAN, "hidden_states"),
     "mamba_selective_scan": Mixer(
         {"hidden_states": 2, "dt": 2, "A": 0, "B": None, "C": None, "D": 0, "z": 2, "delta_bias": 0},
@@ -115,9 +129,39 @@ class MixerCall:
         given = dict(zip(self.tensors, tensors, strict=True))
         for name in given.keys() & {*self.mixer.tokens_last}:
             given[name] = given[name].transpose(1, 2)
-        result = vars(sys.modules[self.home])[self.name](**given, **dict(self.options))
+        result = self._function(**given, **dict(self.options))
         mixed: Tensor = result[0] if self.mixer.returns_state else result
         return mixed.transpose(1, 2) if self.mixer.tokens_last else mixed
+
+    def run_part(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what parts of sequences give, each by itself, and what they do to a state before them.
+
+        Result and last state are linear in the first state, and features of values are independent of each other. So
+        one call with values of zero behind the values, whose first state is the identity, gives both.
+
+        Args:
+            tensors: the operands with tokens first; every row is a part.
+
+        Returns:
+            [rows, tokens, heads, values + keys]: the result from no state; then what a first state, on the right,
+            is multiplied by to be added to the result.
+            [rows, heads, keys, values + keys]: the last state, likewise.
+        """
+        assert self.mixer.states is not None
+        given = dict(zip(self.tensors, tensors, strict=True))
+        value, size = given[self.mixer.like], given["key"].shape[-1]
+        given[self.mixer.like] = functional.pad(value, (0, size))
+        identity = functional.pad(torch.eye(size, device=value.device), (value.shape[-1], 0))
+        first = identity.expand(len(value), value.shape[2], *identity.shape).contiguous()
+        starts, ends = self.mixer.states
+        wide, last = self._function(**given, **{**dict(self.options), starts: first, ends: True})
+        return wide, last
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        """The function that stands in the model's file now."""
+        function: Callable[..., Any] = vars(sys.modules[self.home])[self.name]
+        return function
 
 
 @contextlib.contextmanager

@@ -103,6 +103,7 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("expert_capacity_factor", (0.5, 0, -1.0, float("nan")), ValueError, r"=.* leaves less room.*use 1\.0 or more"),
     ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
     ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
+    ("cp_recurrence", ("state",), ValueError, r"='state' is unknown; use one of heads, states \(did you mean 'states"),
     (
         "offload",
         ("optimiser",),

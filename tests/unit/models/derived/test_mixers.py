@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from support import derived_models
 from support.derived_models import HYBRIDS, small
 from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.nemotron_h import modeling_nemotron_h
 
 from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ATTENTION, ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.trace.mixers import hide_padding, shares_of
-from hf_helix.operators.communication.collectives import Exchange
+from hf_helix.operators.communication.collectives import AllGather, Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import COPIED_ON_SHARDS, Placement
 from hf_helix.operators.unit import Unit
@@ -141,35 +144,87 @@ def test_ids_are_looked_up_as_the_model_changes_them() -> None:
     assert torch.equal(lookup.function(ids)[:, 0], expected)
 
 
-def shared(name: str, cp_size: int, tp_size: int = 1) -> list[Unit]:
-    """The units of the layers over a sequence that ranks share, for the second of them."""
+def shared(name: str, cp_size: int, rank: int = 1, **ways: Any) -> list[Unit]:
+    """The units of the layers over a sequence that ranks share, for one of them."""
     model = model_of(name)
-    axes = {"tp": Axis(SilentTransport(tp_size, 0)), "cp": Axis(SilentTransport(cp_size, 1))}
-    return family_of(model).units(model, ParallelContext(**axes))[1:-1]
+    return family_of(model).units(model, ParallelContext(cp=Axis(SilentTransport(cp_size, rank)), **ways))[1:-1]
 
 
-def test_ranks_of_a_shared_sequence_mix_shares_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel sees the whole sequence in its order and without padding, over the channels of this rank."""
-    operators: Any = shared("lfm2", cp_size=2)[0].operators
-    split, exchange, mix = (operators[f"conv.causal_conv1d_fn{end}"] for end in (".split", ".exchange", ""))
+def compared(name: str, operator: str, run: Any, cp_size: int, sizes: Sequence[int], length: int, **ways: Any) -> None:
+    """Compares a mixer over a sequence that ranks share, and its input gradients, with the mixer over the sequence."""
+    model, cut = model_of(name), functools.partial(SequenceCut, 1, cp_size)
+    whole: Any = family_of(model).units(model, ParallelContext())[1].operators[operator]
+    ranks: list[Any] = [shared(name, cp_size, rank, **ways)[0].operators for rank in range(cp_size)]
+    values = [torch.randn(cut().padded(length), 2, size, requires_grad=True) for size in sizes]
+    expected = whole.function(*(value[:length] for value in values), length=length)
+    parts = [[cut(rank).take(value, 0) for value in values] for rank in range(cp_size)]
+    found = cut().join(torch.cat(run(ranks, parts)))[:length]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((result * weights).sum(), values) for result in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("length", [5, 21, 24])  # parts shorter than the halo, padding behind the rows, none
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_convolutions_over_a_shared_sequence_take_the_tokens_before_each_part(cp_size: int, length: int) -> None:
+    name = "conv.causal_conv1d_fn"
+
+    def run(ranks: Sequence[Any], parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        ends = [each[f"{name}.ends"].function(*values) for each, values in zip(ranks, parts, strict=True)]
+        assert len(ends[0]) == 2 * min(model_of("lfm2").config.conv_L_cache - 1, len(parts[0][0]) // 2)
+        assert isinstance(ranks[0][f"{name}.halo"], AllGather)
+        return [each[name].function(*values, torch.cat(ends)) for each, values in zip(ranks, parts, strict=True)]
+
+    compared("lfm2", name, run, cp_size, (192,), length)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sizes"),
+    [
+        ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4)),
+        ("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4)),
+    ],
+)
+@pytest.mark.parametrize(("cp_size", "length"), [(2, 134), (3, 5)])
+def test_states_are_handed_over_the_parts_of_a_shared_sequence(
+    cp_size: int, length: int, model: str, name: str, sizes: Sequence[int]
+) -> None:
+    def run(ranks: Sequence[Any], parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        results = [each[name].function(*values) for each, values in zip(ranks, parts, strict=True)]
+        assert isinstance(ranks[0][f"{name}.states"], AllGather)
+        states = torch.cat([last for _, last in results])
+        return [each[f"{name}.carried"].function(wide, states) for each, (wide, _) in zip(ranks, results, strict=True)]
+
+    compared(model, name, run, cp_size, sizes, length, cp_recurrence="states")
+
+
+def test_states_that_are_not_handed_on_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"cp_recurrence='states': mamba2_chunk_scan\(\) .* use cp_recurrence='heads'"):
+        shared("nemotron_h", cp_size=2, cp_recurrence="states")
+
+
+def test_ranks_of_a_shared_sequence_mix_shares_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel sees the whole sequence in its order and without padding, over the heads of this rank."""
+    operators: Any = shared("nemotron_h", cp_size=2)[0].operators
+    exchange, mix = (operators[f"mixer.mamba2_chunk_scan{end}"] for end in (".exchange", ""))
     assert isinstance(exchange, Exchange)
-    tokens, value = 12, torch.randn(4, 1, 192)
-    (parts,) = split.function(value)
-    assert parts.shape == (8, 1, 32)
-    seen = []
-    plain = modeling_lfm2.causal_conv1d_fn
+    tokens, seen = 12, []
+    plain = modeling_nemotron_h.mamba2_chunk_scan
 
-    def watch(hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append((hidden_states, weight))
-        return plain(hidden_states, weight, *args, **kwargs)
+    def watch(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((hidden_states, kwargs["dt_bias"]))
+        return plain(hidden_states, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", watch)
+    monkeypatch.setattr(modeling_nemotron_h, "mamba2_chunk_scan", watch)
     order = torch.tensor([0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8])  # zig-zag: rank 0 has parts 0 and 3 of 4
-    mixed = mix.function(order[:, None, None].expand(-1, 1, 32).float(), length=tokens - 1)
-    ((hidden, weight),) = seen
-    assert torch.equal(hidden[0, 0], torch.arange(tokens - 1.0))
-    assert torch.equal(weight, next(iter(model_of("lfm2").model.layers)).conv.conv.weight[32:, 0])
-    assert mixed.shape == (tokens, 1, 32)
+    sizes = ((4, 16), (4,), (4, 16), (4, 16))  # heads, steps of time, two kinds of state features
+    values = [order.view(-1, *[1] * (len(size) + 1)).expand(-1, 1, *size).float() for size in sizes]
+    mixed = mix.function(*values, length=tokens - 1)
+    ((hidden, steps),) = seen
+    assert torch.equal(hidden[0, :, 0, 0], torch.arange(tokens - 1.0))
+    assert torch.equal(steps, model_of("nemotron_h").model.layers[0].mixer.dt_bias[4:])
     assert mixed[order == tokens - 1].eq(0).all()
 
 
@@ -182,7 +237,5 @@ def test_shares_of_heads_groups_and_common_values() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"cp_size=3: causal_conv1d_fn\(\) has 64 heads.*use a cp_size that divides 64"
-    ):
-        shared("lfm2", cp_size=3)
+    with pytest.raises(ValueError, match=r"cp_size=3: mamba2_chunk_scan\(\) has 8 heads.*use a cp_size that divides 8"):
+        shared("nemotron_h", cp_size=3)
