@@ -69,9 +69,7 @@ def run(
     return ranks
 
 
-def check(
-    cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str] = USUAL, job: str = WINDOWS
-) -> None:
+def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str] = USUAL, job: str = WINDOWS) -> None:
     """Losses and gradients by name are those of the unsplit model, the same bits in every order.
 
     Also under every schedule, where no two units share a gradient: those add up in the order of the schedule.
