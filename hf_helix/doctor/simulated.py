@@ -9,6 +9,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
+from hf_helix.operators.vocab_tiles import whole_logits
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -81,7 +83,7 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread), case.whole_logits
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
@@ -106,7 +108,7 @@ class SimulatedModel:
             kinds = self._kinds_for(case)
             kinds.family.check(base_of(self.model).config, sizes.tp)
             config, backend = _config_of(case), self.cluster.backend
-            with assuming(case.imbalance):
+            with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
                 return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp)
         except ValueError as error:
             return error

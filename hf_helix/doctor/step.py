@@ -75,6 +75,7 @@ class Case:
     cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
     offload: str | None = None  # as in `HelixConfig`
     spread_vocabulary: bool = False  # as in `HelixConfig`
+    whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
 
     @property
     def tokens(self) -> int:

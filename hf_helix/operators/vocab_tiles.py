@@ -4,16 +4,18 @@ In:   hidden states, and this rank's rows of the head.
 Out:  tiles, and their products; for `TokenStatistics` also what follows the products, and the gradients.
 Must hold: the results are those of whole logits, in the same types, but for the order of sums in fp32.
 
-The loss of a micro-batch with more than `WHOLE` logits on a rank is computed in tiles: the linear of the head, and
-element-wise functions of logits behind it, hand their input on to `TokenStatistics` (`Deferred`), which multiplies.
-Backward multiplies once more, a third more work in the head: with what a rank knows in forward, it cannot make the
-gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as in evaluation, has whole
-logits, which predictions read.
+The loss of a micro-batch with more logits on a rank than a limit (`HeadInTiles.is_used`) is computed in tiles: the
+linear of the head, and element-wise functions of logits behind it, hand their input on to `TokenStatistics`
+(`Deferred`), which multiplies. Backward multiplies once more, a third more work in the head: with what a rank knows in
+forward, it cannot make the gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as
+in evaluation, has whole logits, which predictions read.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -29,11 +31,23 @@ CHUNK = {"cpu": 2**20, "cuda": 2**26}
 """The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
 kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
-WHOLE = 2**27
-"""The most logits of a micro-batch that a rank keeps whole: 256 MiB in bf16."""
+WHOLE, AT_MOST = 2**27, 8
+"""The most logits of a micro-batch that a rank keeps whole where layers are recomputed: 256 MiB in bf16; and times as
+many where none is, and memory is worth less than time."""
 
 TOKENS, ROWS = 4096, 4096
 """The size of a tile, in tokens and in rows of the head, where a loss is computed in tiles."""
+
+
+@contextmanager
+def whole_logits() -> Iterator[None]:
+    """Returns a context in which no loss is computed in tiles."""
+    global WHOLE
+    before, WHOLE = WHOLE, sys.maxsize
+    try:
+        yield
+    finally:
+        WHOLE = before
 
 
 class Tile(NamedTuple):
@@ -78,18 +92,24 @@ class HeadInTiles:
         linear: with this rank's rows.
         parameters: the parameters that the linear may read.
         change: the function, such as a softcap; None for none.
+        recomputes: whether layers are recomputed.
     """
 
     def __init__(
-        self, linear: Projection, parameters: Tensors, change: Callable[[Tensor], Tensor | Tensors] | None
+        self,
+        linear: Projection,
+        parameters: Tensors,
+        change: Callable[[Tensor], Tensor | Tensors] | None,
+        recomputes: bool = False,
     ) -> None:
+        self._factor = 1 if recomputes else AT_MOST
         self.linear = linear
         self.parameters = parameters
         self._change = change
 
     def is_used(self, call: Call) -> bool:
         """Returns whether a micro-batch with backward has too many logits to keep."""
-        return int(call.side["targets"].numel()) * len(self.linear.weight) > WHOLE
+        return int(call.side["targets"].numel()) * len(self.linear.weight) > self._factor * WHOLE
 
     def tiles(self, call: Call, hidden: Tensor) -> Iterator[Tile]:
         """Yields the tiles of hidden states [..., hidden]."""

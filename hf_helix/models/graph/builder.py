@@ -465,7 +465,7 @@ class Builder:
             if isinstance(operator, Linear):
                 if not operator.is_plain:
                     return None
-                head = HeadInTiles(operator.linears[0], operator.parameters, change)
+                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes)
                 for name in chain:
                     self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
                 return head

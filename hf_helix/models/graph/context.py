@@ -33,6 +33,7 @@ class ParallelContext:
         capacity_factor: `HelixConfig.expert_capacity_factor`.
         device: the device of the operators; the model may still lie on another device.
         compile: `HelixConfig.compile`.
+        recomputes: whether layers run again in backward (`HelixConfig.recompute`), which gives time for memory.
     """
 
     tp: Axis = field(default_factory=Axis.single)
@@ -43,6 +44,7 @@ class ParallelContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     compile: bool = False
     vocabulary: Axis | None = None
+    recomputes: bool = False
 
     @property
     def ep_size(self) -> int:

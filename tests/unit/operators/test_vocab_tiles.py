@@ -83,7 +83,7 @@ def of_ranks(dtype: torch.dtype, change: Change | None, smoothing: float, size: 
         part = nn.Linear(HIDDEN, last - first, dtype=dtype)
         part.weight.data, part.bias.data = head.weight.data[first:last], head.bias.data[first:last]
         linear = Linear([part])
-        tiles = HeadInTiles(part, linear.parameters, change)
+        tiles = HeadInTiles(part, linear.parameters, change, recomputes=True)
         chain: list[Any] = [Deferred(linear, tiles)]
         if change is not None:
             chain.append(Deferred(Segment(change, elementwise=True), tiles))
