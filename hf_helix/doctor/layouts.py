@@ -347,7 +347,7 @@ class Search:
             try:
                 case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
                 # No rival drops rows; those with states on the host have formulas of their own.
-                case = replace(case, expert_capacity_factor=None, offload=None)
+                case = replace(case, expert_capacity_factor=None, offload=None, whole_logits=True)
             except ValueError:
                 continue
             try:

@@ -9,6 +9,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from hf_helix.models.towers import IMAGES
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
+from hf_helix.operators.vocab_tiles import whole_logits
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -101,7 +103,7 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread), case.whole_logits
         if case.streams_weights:  # the copies from the host change as well
             cut = *cut, tuple(spread.values())
         key = cut, case.batch, case.length, case.imbalance
@@ -128,7 +130,7 @@ class SimulatedModel:
             kinds = self._kinds_for(case)
             kinds.family.check(base_of(self.model).config, sizes.tp)
             config, backend = _config_of(case), self.cluster.backend
-            with assuming(case.imbalance):
+            with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
                 images = self.images_per_row * case.batch
                 return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp, images)
         except ValueError as error:

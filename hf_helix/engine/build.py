@@ -31,6 +31,7 @@ from hf_helix.operators.fused import kernels
 from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
+from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import layer_ranks
@@ -152,8 +153,9 @@ def declare(
     ways = config.cp_method, config.expert_capacity_factor
     spread = mesh.vocabulary if config.spread_vocabulary else None
     kernels.use(config.fused_kernels)
+    again = any(mode != NONE for mode in modes)
     sharing = ParallelContext(
-        mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence
+        mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
     )
     units, counts = family.units(base, sharing, loss_tweaks, places), None
     placement = scheduler_of(config).placement

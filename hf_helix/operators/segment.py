@@ -69,6 +69,8 @@ class Segment(Computation):
         backward_reads: whether backward reads the values of parameters; False for a lookup in a table.
         frees_inputs: whether inputs that autograd does not save are freed with their last reader, such as queries
             before a rope. Takes the host some microseconds for each input.
+        elementwise: whether an element of the only output depends on the same element of the only input, and on nothing
+            else.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Segment(Computation):
         explicit: Explicit | None = None,
         backward_reads: bool = True,
         frees_inputs: bool = False,
+        elementwise: bool = False,
     ) -> None:
+        self.elementwise = elementwise
         self.num_plain = num_plain
         self.function = function
         self.side = tuple(side)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.vocab_parallel import CHUNK
 from hf_helix.operators.vocab_slices import VocabDivision, stack_over, start_sum
+from hf_helix.operators.vocab_tiles import CHUNK, tiles_of
 
-TOKENS, ROWS = 4096, 32768
-"""The size of a tile, in tokens and in rows of the head; as TRL's."""
+ROWS = 32768
+"""The most rows of the head in a tile; as TRL's."""
 
 
 @dataclass(frozen=True)
@@ -85,30 +85,6 @@ def vocab_log_probs(
     results = _LogProbs.apply(flat, weight, bias, targets.reshape(-1), division, options)
     shaped: Any = [None if each is None else each.view(targets.shape) for each in results]
     return LogProbs(*shaped)
-
-
-class _Tile(NamedTuple):
-    """Some tokens and some rows of the head: positions, and the operands of their product."""
-
-    tokens: slice
-    rows: slice
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    def products(self) -> Tensor:
-        """Returns the products of hidden states and rows [tokens, rows], in their type."""
-        products = self.hidden @ self.weight.t()
-        return products if self.bias is None else products.add_(self.bias)
-
-
-def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> Iterator[_Tile]:
-    for start in range(0, len(hidden), TOKENS):
-        tokens = slice(start, min(start + TOKENS, len(hidden)))
-        values = hidden[tokens].to(dtype)
-        for first in range(0, len(weight), rows):
-            place = slice(first, min(first + rows, len(weight)))
-            yield _Tile(tokens, place, values, weight[place].to(dtype), None if bias is None else bias[place].to(dtype))
 
 
 def _pieces(products: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -184,7 +160,7 @@ class _LogProbs(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         local, first = _Statistics.none(len(hidden), hidden.device).values, division.bounds()[0]
         with torch.autocast(kind, enabled=False):
-            for tile in _tiles(hidden, weight, bias, dtype, options.rows):
+            for tile in tiles_of(hidden, weight, bias, dtype, options.rows):
                 for piece, products in _pieces(tile.products()):
                     known, ids = local[:, tile.tokens][:, piece], targets[tile.tokens][piece]
                     found = _Statistics.of(options.logits(products)[0], ids - first - tile.rows.start, wanted)
@@ -210,7 +186,7 @@ class _LogProbs(torch.autograd.Function):
         ]
         per_token, waits = [gradients[0], gradients[1], log_total, entropy], []
         with torch.autocast(hidden.device.type, enabled=False):
-            for tile in _tiles(hidden, weight, bias, ctx.dtype, ctx.options.rows):
+            for tile in tiles_of(hidden, weight, bias, ctx.dtype, ctx.options.rows):
                 gradient = tile.products()
                 for piece, products in _pieces(gradient):
                     given = [None if each is None else each[tile.tokens][piece].float() for each in per_token]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, Computation, Tensors
+from hf_helix.operators.vocab_tiles import CHUNK, HeadInTiles, Tile
 
 IGNORED = -100
-
-CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
-kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
 
 def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_row: int | None) -> Tensor:
@@ -103,6 +101,10 @@ class TokenStatistics(Computation):
 
     With figures, two more: the mean logit by their probabilities, and whether the target's is the largest.
 
+    With a head in tiles (`hf_helix.operators.vocab_tiles`), logits of a large micro-batch exist for a tile at a time.
+    In place of logits there are the hidden states [sequence, batch, hidden], and backward returns their gradient, and
+    adds to those of the head.
+
     Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 or 5, sequence, batch], gathered
     along the first dimension. At most a chunk of tokens is computed in fp32 at a time.
 
@@ -113,6 +115,7 @@ class TokenStatistics(Computation):
         overwrites: whether the gradient may overwrite the logits, which have no other reader.
         figures: whether to compute statistics of entropy and accuracy.
         wrap: changes the functions that run, such as `compiled`.
+        head: makes logits tile by tile; None for logits that are made before.
     """
 
     def __init__(
@@ -123,7 +126,9 @@ class TokenStatistics(Computation):
         overwrites: bool = False,
         figures: bool = False,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        head: HeadInTiles | None = None,
     ) -> None:
+        self.head = head
         self.first_row = first_row
         self.smoothing = smoothing
         self.share = smoothing / num_rows
@@ -132,8 +137,18 @@ class TokenStatistics(Computation):
         self._statistics = wrap(chunk_statistics)
         self._gradient = wrap(chunk_gradient)
 
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return () if self.head is None else self.head.parameters
+
+    @property
+    def cast_parameters(self) -> tuple[Tensor, ...]:
+        return self.parameters
+
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (logits,) = inputs
+        if self.head is not None and call.training and self.head.is_used(call):
+            return self._forward_in_tiles(call, self.head, logits)
         statistics = torch.empty(
             (5 if self.figures else 3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device
         )
@@ -144,6 +159,8 @@ class TokenStatistics(Computation):
         return (statistics.unsqueeze(0),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        if self.head is not None and self.head.is_used(call):
+            return self._backward_in_tiles(call, self.head, gradients[0])
         (logits, totals), call.saved = call.saved, None
         # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
         _, of_total, of_target = gradients[0].squeeze(0)[:3]
@@ -154,6 +171,35 @@ class TokenStatistics(Computation):
         for (rows, targets, factor), out in zip(chunks, written, strict=True):
             out.copy_(self._gradient(rows, targets, factor, self.smoothing, self.share))
         return (result,)
+
+    def _forward_in_tiles(self, call: Call, head: HeadInTiles, hidden: Tensor) -> Tensors:
+        """Returns the statistics; keeps the hidden states, and every tile's part of the sums."""
+        tiles, targets = list(head.tiles(call, hidden)), call.side["targets"]
+        shape = tiles[-1].number + 1, 5 if self.figures else 3, targets.numel()
+        of_tiles = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        for tile in tiles:
+            ids = self._ids_in(tile, targets)
+            logits = head.logits(call, tile.products())
+            found = self._statistics(logits, ids, self.smoothing, self.share, self.figures)
+            of_tiles[tile.number, :, tile.tokens] = found
+        joined, totals = join_statistics(of_tiles)
+        call.saved = hidden, totals
+        return (joined.view(1, -1, *targets.shape),)
+
+    def _backward_in_tiles(self, call: Call, head: HeadInTiles, gradient: Tensor) -> Tensors:
+        (hidden, totals), call.saved = call.saved, None
+        _, of_total, of_target = gradient.squeeze(0)[:3].flatten(1)
+        result = head.new_gradient(hidden)
+        for tile in head.tiles(call, hidden):
+            ids = self._ids_in(tile, call.side["targets"])
+            factors = torch.stack((of_total * totals[tile.number], of_target))[:, tile.tokens]
+            change = partial(self._gradient, targets=ids, factors=factors, smoothing=self.smoothing, share=self.share)
+            head.add_gradients(tile, head.of_products(call, tile.products(), change), result)
+        return (call.precision.cast_for_matmul(result.to(hidden.dtype)).view_as(hidden),)
+
+    def _ids_in(self, tile: Tile, targets: Tensor) -> Tensor:
+        """Returns the targets of a tile's tokens, counted from its first row."""
+        return targets.reshape(-1)[tile.tokens] - (self.first_row + tile.rows.start)
 
     def _chunks(self, logits: Tensor, targets: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields logits [tokens, slice], targets [tokens] counted from this rank's first row, and values [...,
@@ -228,14 +274,25 @@ def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Te
         targets: [sequence, batch], already shifted; -100 is ignored.
         loss_scale: the factor of the sum over tokens, such as 1 / number of targets in the window.
     """
-    maxima, totals, logits, *figures = statistics.unbind(1)
-    maximum = maxima.detach().amax(0)
-    total = (totals * (maxima.detach() - maximum).exp()).sum(0)
-    per_token = maximum + total.log() - logits.sum(0)
-    loss = torch.where(targets != IGNORED, per_token, 0.0).sum() * loss_scale
+    (maximum, total, target, *figures), _ = join_statistics(statistics)
+    whole = maximum + total.log()
+    loss = torch.where(targets != IGNORED, whole - target, 0.0).sum() * loss_scale
     if not figures:
         return loss
-    mean = (totals * (maxima - maximum).exp() / total * figures[0]).sum(0)
-    entropy = (maximum + total.log() - mean).detach()
-    is_right = figures[1].detach().gather(0, maxima.argmax(0, keepdim=True)).squeeze(0)
+    entropy, is_right = (whole - figures[0]).detach(), figures[1].detach()
     return torch.stack((loss, *(torch.where(targets != IGNORED, each, 0.0).sum() for each in (entropy, is_right))))
+
+
+def join_statistics(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the statistics of all rows [3 or 5, ...] from those of parts of the rows [parts, 3 or 5, ...], and every
+    part's sum of exponentials by the maximum of all [parts, ...]."""
+    maxima, totals, targets, *figures = parts.unbind(1)
+    maxima = maxima.detach()
+    maximum = maxima.amax(0)
+    totals = totals * (maxima - maximum).exp()
+    joined = [maximum, totals.sum(0), targets.sum(0)]
+    if figures:
+        means, are_largest = figures
+        joined.append((totals / joined[1] * means).sum(0))
+        joined.append(are_largest.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0))
+    return torch.stack(joined), totals

@@ -32,6 +32,8 @@ OWN = "the run's own"  # the plan that the options name
 USUAL = ("sequential", RANDOM)
 NAMED = ("sequential", "round_robin", "greedy", "search", "dhelix")
 
+WINDOWS = "invariant.harness:windows"
+
 ClusterOf = Callable[[int], Any]
 Result = Mapping[str, Any]
 
@@ -50,6 +52,7 @@ def run(
     case: Case,
     orders: Sequence[str] = USUAL,
     training: Mapping[str, Any] | None = None,
+    job: str = WINDOWS,
 ) -> list[list[Result]]:
     """The windows of a case, rank by rank and schedule by schedule; all orders of one give the same bits."""
     seed = seed_of(case.name)
@@ -57,9 +60,7 @@ def run(
     given = {"helix": {"plan": "sequential", **case.helix}, "model": dict(case.model), "training": dict(training or {})}
     batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
     shape = {"schedules": case.schedules, "orders": orders, "seed": seed}
-    ranks = cluster_of(case.ranks).run(
-        "invariant.harness:windows", folder=str(folder), given=given, batches=batches, **shape
-    )
+    ranks = cluster_of(case.ranks).run(job, folder=str(folder), given=given, batches=batches, **shape)
     assert ranks[0][0]["gradients"]
     for rank, results in enumerate(ranks):
         for schedule, result in zip(case.schedules, results, strict=True):
@@ -68,12 +69,12 @@ def run(
     return ranks
 
 
-def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str] = USUAL) -> None:
+def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str] = USUAL, job: str = WINDOWS) -> None:
     """Losses and gradients by name are those of the unsplit model, the same bits in every order.
 
     Also under every schedule, where no two units share a gradient: those add up in the order of the schedule.
     """
-    ranks = run(cluster_of, folder, case, orders)
+    ranks = run(cluster_of, folder, case, orders, job=job)
     sizes = case.sizes
     expected = unsplit(case.model, case.count * sizes["dp"], case.kind, case.lengths, case.rows)
     for place, schedule in enumerate(case.schedules):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_helix.doctor.amounts.made import made_on_meta, tensors_in
 from hf_helix.models import stock_modules
 from hf_helix.models.trace.mixers import MixerCall
-from hf_helix.operators import vocab_parallel
+from hf_helix.operators import vocab_tiles
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate
 
@@ -297,11 +297,11 @@ def meta_as(backend: str) -> Iterator[None]:
     on_gpu = (stock_modules.DEVICES, accumulate.DEVICES, kernels.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
-    vocab_parallel.CHUNK["meta"] = vocab_parallel.CHUNK["cuda" if on_gpu else "cpu"]
+    vocab_tiles.CHUNK["meta"] = vocab_tiles.CHUNK["cuda" if on_gpu else "cpu"]
     try:
         yield
     finally:
-        del vocab_parallel.CHUNK["meta"]
+        del vocab_tiles.CHUNK["meta"]
         for devices in on_gpu:
             devices.discard("meta")
 

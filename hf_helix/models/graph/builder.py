@@ -27,6 +27,7 @@ from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS
 from hf_helix.operators.segment import Add, Dropout, Segment, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
+from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 
 Used = nn.Module | nn.Parameter
@@ -249,6 +250,7 @@ class Builder:
         explicit: Explicit | None = None,
         relative_cost: float = LIGHT,
         frees_inputs: bool = False,
+        elementwise: bool = False,
     ) -> str:
         """Adds a submodule, or any function of one output, under autograd. Selective recompute runs it again.
 
@@ -266,12 +268,14 @@ class Builder:
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
-            frees_inputs: see `Segment`.
+            frees_inputs, elementwise: see `Segment`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         kept = explicit if runs is function else None
-        segment = Segment(runs, parameters, side, draws, explicit=kept, frees_inputs=frees_inputs)
+        segment = Segment(
+            runs, parameters, side, draws, explicit=kept, frees_inputs=frees_inputs, elementwise=elementwise
+        )
         return self.declare(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)[0]
 
     def segment_outputs(
@@ -435,18 +439,42 @@ class Builder:
         self.logits = logits
         first, _ = cut_bounds(vocab_size, self.vocabulary.size, self.vocabulary.rank)
         written_by = next((op.name for op in self._declared if logits in op.writes), "")
+        overwrites = isinstance(self._tensor_operators.get(written_by), Linear)  # a linear keeps nothing of its output
+        head = self._head_in_tiles(logits)
         statistics = TokenStatistics(
             first,
             vocab_size,
             self.loss_tweaks.label_smoothing,
-            # A linear keeps nothing of its output.
-            overwrites=isinstance(self._tensor_operators.get(written_by), Linear),
+            overwrites,
             figures=self.loss_tweaks.figures,
             wrap=self.compiled,
+            head=head,
         )
         (value,) = self.declare(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
+
+    def _head_in_tiles(self, logits: str) -> HeadInTiles | None:
+        """Returns the linear of the head and a function behind it, for a loss in tiles, and defers both; None where
+        logits are made in another way."""
+        written_by = {value: op for op in self._declared for value in op.writes}
+        chain: list[str] = []
+        value, change = logits, None
+        while value in written_by:
+            op = written_by[value]
+            operator = self._tensor_operators[op.name]
+            chain.append(op.name)
+            if isinstance(operator, Linear):
+                if not operator.is_plain:
+                    return None
+                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes)
+                for name in chain:
+                    self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
+                return head
+            if change is not None or not (isinstance(operator, Segment) and operator.elementwise):
+                return None
+            change, (value,) = operator.function, op.reads
+        return None
 
     def place_above(self, model: Any, below: Collection[nn.Parameter] | None) -> None:
         """Records the placements of the parameters above the decoder, which code of the caller's reads: the head cut by

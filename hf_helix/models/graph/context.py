@@ -34,6 +34,7 @@ class ParallelContext:
         capacity_factor: `HelixConfig.expert_capacity_factor`.
         device: the device of the operators; the model may still lie on another device.
         compile: `HelixConfig.compile`.
+        recomputes: whether layers run again in backward (`HelixConfig.recompute`), which gives time for memory.
     """
 
     tp: Axis = field(default_factory=Axis.single)
@@ -45,6 +46,7 @@ class ParallelContext:
     compile: bool = False
     vocabulary: Axis | None = None
     cp_recurrence: str = HEADS
+    recomputes: bool = False
 
     @property
     def ep_size(self) -> int:

@@ -198,6 +198,7 @@ class Lowering(Experts, Mixers):
             explicit=explicit,
             draws=draws,
             relative_cost=cost,
+            elementwise=segment.elementwise,
         )
         if placement.is_summand:
             name = b.sum_over_ranks(self._name(node, "sum"), name)

@@ -26,6 +26,7 @@ from hf_helix.models.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DROPOUT, DTYPE, OPS
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import Placement, cut_bounds
+from hf_helix.operators.torch_functions import is_tagged_elementwise
 
 META = torch.device("meta")
 LEAST = torch.finfo(DTYPE).min
@@ -59,6 +60,7 @@ class SegmentFunction:
         gate: the path of the submodule, if the function is `submodule(x) * y`; else None.
         mixes: whether the function mixes tokens.
         drops: the paths of the submodules that decide whether the function drops out values.
+        elementwise: see `Segment`.
     """
 
     function: Callable[..., Any]
@@ -68,6 +70,7 @@ class SegmentFunction:
     gate: str | None = None
     mixes: bool = False
     drops: tuple[str, ...] = ()
+    elementwise: bool = False
 
     def bind(self, module: nn.Module) -> Callable[..., Any]:
         """Returns the function for one layer."""
@@ -151,7 +154,10 @@ class SegmentWriter:
         mixes = any(node in self.placements.mixing for node in nodes)
         calls = [(self.trace.path_of(node), self.trace.opaque_call(node)) for node in opaque_calls]
         drops = tuple(path for path, call in calls if call is not None and call.kind == DROPOUT)
-        return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate, mixes, drops)
+        elementwise = len(inputs) == 1 and all(
+            node.op == "call_function" and is_tagged_elementwise(name_of(node)) for node in nodes
+        )
+        return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate, mixes, drops, elementwise)
 
     def _share_of(self, node: Node) -> Node:
         """Writes this rank's share of a buffer or an input, which every rank has in full."""

@@ -13,6 +13,9 @@ Limits of each kernel, the fastest first (signatures as of torch 2.11 to 2.13):
     Efficient   fp32, fp16, bf16  any          any mask, read from memory               7.0 and more (bf16: 8.0)
     Exact       any               any          any; all products of queries and keys    any
 
+With FlashAttention 3 behind torch's own switch (`torch.nn.attention.activate_flash_attention_impl("FA3")`), which
+`attn_implementation="flash_attention_3"` turns, Flash runs it, and comes before Cudnn.
+
 The backward passes of Flash and Efficient add with atomics unless `torch.use_deterministic_algorithms(True)` is called;
 Cudnn's may always, so it does not serve then.
 """
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import attention, functional
 
 from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact, FirstOf, Fused, TorchCpu
 from hf_helix.operators.base import Tensors
@@ -142,6 +145,12 @@ class Flash(Fused):
         return {"window_size_left": reach(seen, q.shape[2], k.shape[2]), "window_size_right": right}
 
 
+class Flash3(Flash):
+    """The flash attention of torch, run by FlashAttention 3."""
+
+    unpads = True
+
+
 class Efficient(Fused):
     """The memory-efficient attention of torch: fp32, and any mask, as an additive bias."""
 
@@ -247,7 +256,7 @@ class FlashAttention(AttentionKernel):
         return tuple(value.transpose(1, 2) for value in (dq, dk, dv))
 
 
-KERNELS = ("eager", "sdpa", "flash_attention_2")
+KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 """The attention implementations of Transformers with a kernel here."""
 
 
@@ -255,7 +264,7 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     """Returns the kernel for an attention implementation of Transformers.
 
     Raises:
-        ValueError: the implementation gives no log-sum-exp; names the implementations with one.
+        ValueError: the implementation gives no log-sum-exp, or its package is absent; names what serves.
     """
     if implementation not in KERNELS:
         raise ValueError(
@@ -266,15 +275,40 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
         raise ValueError("attn_implementation='flash_attention_2' needs the package flash-attn; use 'sdpa'")
     if implementation == "eager":
         return Exact(averages=True)
-    own = (FlashAttention(),) if implementation == "flash_attention_2" else ()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    own: tuple[AttentionKernel, ...] = (FlashAttention(),) if implementation == "flash_attention_2" else ()
+    if implementation == "flash_attention_3":
+        _activate_flash_3()
+        own = (Flash3(capability),)
     if device.type == "cuda":
-        return FirstOf(*own, *cuda_kernels(torch.cuda.get_device_capability(device)))
+        return FirstOf(*own, *cuda_kernels(capability))
     return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
 
 
 def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
     """Returns the kernels of torch for a GPU of this compute capability, the fastest first."""
-    return Cudnn(capability), Flash(capability), Efficient(capability)
+    kernels = Cudnn(capability), Flash(capability), Efficient(capability)
+    has_switch = hasattr(attention, "current_flash_attention_impl")  # from some torch after 2.11
+    is_other = has_switch and attention.current_flash_attention_impl() is not None
+    return (kernels[1], kernels[0], kernels[2]) if is_other else kernels
+
+
+def _activate_flash_3() -> None:
+    """Lets torch's flash attention run FlashAttention 3, by torch's own switch.
+
+    Raises:
+        ValueError: torch has no such switch, or the package is absent.
+    """
+    why = f"torch {torch.__version__} has no switch for it; use torch 2.13 or 'sdpa'"
+    if "FA3" in getattr(attention, "list_flash_attention_impls", list)():
+        if attention.current_flash_attention_impl() == "FA3":
+            return
+        try:
+            attention.activate_flash_attention_impl("FA3")
+            return
+        except (ImportError, RuntimeError) as error:
+            why = f"it needs the package flash-attn-3 (module flash_attn_interface): {error}; use 'sdpa'"
+    raise ValueError(f"attn_implementation='flash_attention_3' with cp_size above 1: {why}")
 
 
 def reach(seen: AttentionMask, queries: int, keys: int) -> int:

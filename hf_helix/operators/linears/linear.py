@@ -80,6 +80,15 @@ class Linear(SplitComputation):
         return tuple(self._of_adapters()) if part is Part.W else self.parameters
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a single linear with a weight [features_out, features_in] and perhaps a bias, and no more."""
+        return (
+            len(self.linears) == 1
+            and self.adds_bias
+            and not (self.transposed or self._adapters or self._four_bit[0] is not None)
+        )
+
+    @property
     def trained(self) -> float:
         if self._trains_weights():
             return 1.0

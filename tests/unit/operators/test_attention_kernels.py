@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import attention, functional
 
 from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels, kernel_for
 from hf_helix.operators.attention.partial import (
@@ -260,6 +260,41 @@ def test_flash_attention_leaves_hidden_tokens_out(monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
     assert kernel_for("flash_attention_2", cpu).unpads
     assert not any(kernel_for(name, cpu).unpads for name in ("sdpa", "eager"))
+
+
+def test_flash_attention_3_by_the_switch_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The switch is turned once; Flash then comes before cuDNN. A registered stand-in loads no package."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    registry = pytest.importorskip("torch.nn.attention._registry")
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"flash_attn_interface.*use 'sdpa'"):
+        kernel_for("flash_attention_3", cpu)
+    turned: list[Handle] = []
+
+    def register() -> Handle:
+        turned.append(Handle())
+        return turned[-1]
+
+    monkeypatch.setitem(registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    try:
+        assert names((9, 0), torch.bfloat16, 128) == "Cudnn"
+        assert all(kernel_for("flash_attention_3", cpu).unpads for _ in range(2))
+        assert len(turned) == 1
+        assert names((9, 0), torch.bfloat16, 128) == "Flash"
+        assert names((9, 0), torch.float32, 128) == "Efficient"
+    finally:
+        attention.restore_flash_attention_impl()
+    assert turned[0].is_removed
+    assert names((9, 0), torch.bfloat16, 128) == "Cudnn"
+
+
+class Handle:
+    """What keeps an implementation of flash attention in torch's dispatcher."""
+
+    is_removed = False
+
+    def remove(self) -> None:
+        self.is_removed = True
 
 
 def test_which_kernel_serves_where(monkeypatch: pytest.MonkeyPatch) -> None:

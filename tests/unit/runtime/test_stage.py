@@ -132,8 +132,9 @@ def test_layers_of_stages() -> None:
 def test_a_tied_weight_stays_on_one_rank_or_is_refused() -> None:
     tied = llama(num_hidden_layers=4, tie_word_embeddings=True)
     stage, _ = placed(0, 2, FOLD, tied)
-    ((head, embedding),) = stage.layout.shared
-    assert (stage.layout.units[head[0]], stage.layout.units[embedding[0]]) == ("head", "embedding")
+    (adders,) = stage.layout.shared
+    found = [(stage.layout.units[unit], name) for unit, name in adders]
+    assert found == [("head", "loss.statistics"), ("head", "head.W"), ("embedding", "lookup")]
     assert placed(1, 2, FOLD, tied)[0].layout.shared == stage.layout.shared
     for rank in range(2):
         with pytest.raises(
