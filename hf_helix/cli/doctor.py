@@ -99,6 +99,7 @@ class DoctorCommand(OnCluster):
         best = ranking.steps[0]
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
+        supposes = supposes or self.float8
         if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
@@ -177,6 +178,7 @@ class DoctorCommand(OnCluster):
                 state_bytes=self.state_bytes,
                 cuda_graphs=self.cuda_graphs,
                 offload=self.offload if self.offload in OFFLOADS else None,
+                float8=self.float8,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=leading,
@@ -231,6 +233,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "shard_parameters": case.shard_parameters,
         "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
         "offload": case.offload,
+        "float8": case.float8,
     }
     data = {
         "compute_environment": "LOCAL_MACHINE",

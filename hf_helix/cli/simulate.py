@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AUTO, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
+from hf_helix.config import AUTO, FLOAT8, OFFLOADS, RECOMPUTE, RULES, HelixConfig, LinkSpeed, parse_link
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -45,6 +45,7 @@ class OnCluster(Command):
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
     expert_capacity_factor: float | None = config_option("expert_capacity_factor")
     dtype: str = option("bf16", "the type of matrix products", choices=("bf16", "fp32"))
+    float8: str | None = config_option("float8", default=None, choices=FLOAT8)
     state_bytes: float = option(
         8.0, "bytes of the optimizer's states for a trained element: 8 of AdamW, about 2 in 8 bits, 1 in 4 bits"
     )
@@ -194,7 +195,7 @@ class SimulateCommand(OnCluster):
         HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses both at once
         names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
         case = {
-            name: getattr(self, name) for name in [*names, "cuda_graphs", "offload", "spread_vocabulary"]
+            name: getattr(self, name) for name in [*names, "cuda_graphs", "offload", "spread_vocabulary", "float8"]
         } | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan

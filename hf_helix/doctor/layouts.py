@@ -107,6 +107,7 @@ class Search:
     state_bytes: float = STATES
     cuda_graphs: str = AUTO
     offload: str | None = None
+    float8: str | None = None
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -331,6 +332,7 @@ class Search:
             state_bytes=self.state_bytes,
             cuda_graphs=self.cuda_graphs,
             offload=self.offload,
+            float8=self.float8,
         )
 
     def rival(self, name: str) -> RivalStep | None:

@@ -44,6 +44,7 @@ def case_text(case: Case) -> str:
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
     parts += [f"offload {case.offload}"] if case.offload else []
+    parts += [f"float8 {case.float8}"] if case.float8 else []
     return ", ".join(parts)
 
 

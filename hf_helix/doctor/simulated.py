@@ -81,7 +81,7 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
+        cut = sizes.tp, sizes.cp, sizes.ep, slices, *options, case.float8, tuple(spread)
         key = cut, case.batch, case.length, case.imbalance
         if key not in self._amounts:
             self._amounts[key] = self._counted(case)
@@ -122,6 +122,7 @@ def _config_of(case: Case) -> HelixConfig:
         expert_capacity_factor=case.expert_capacity_factor,
         pp_size=case.sizes.pp if case.spread_vocabulary else 1,
         spread_vocabulary=case.spread_vocabulary,
+        float8=case.float8,
     )
 
 

@@ -75,6 +75,7 @@ class Case:
     cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
     offload: str | None = None  # as in `HelixConfig`
     spread_vocabulary: bool = False  # as in `HelixConfig`
+    float8: str | None = None  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:
