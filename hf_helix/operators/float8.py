@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
+from hf_helix.operators.fused import kernels
+
 ROWWISE = "rowwise"
 
 FORWARD = torch.float8_e4m3fn
@@ -49,10 +51,13 @@ class Scaled(NamedTuple):
 
 def quantize(matrix: Tensor, recipe: str, dtype: torch.dtype = FORWARD) -> Scaled:
     """Returns a matrix [rows, columns] in fp8, with a scale for all of it, or with `rowwise` for each row."""
-    if recipe == ROWWISE:
-        largest = torch.linalg.vector_norm(matrix, math.inf, dim=1, keepdim=True)
-    else:
+    is_fused, by_row = kernels.is_on(matrix), recipe == ROWWISE
+    if not by_row:
         largest = torch.linalg.vector_norm(matrix, math.inf) if matrix.numel() else matrix.new_zeros(())
+    elif not is_fused:
+        largest = torch.linalg.vector_norm(matrix, math.inf, dim=1, keepdim=True)
+    if is_fused:
+        return Scaled(*kernels.to_float8(matrix, None if by_row else largest, dtype, LEAST))
     factor = torch.finfo(dtype).max / largest.float().clamp(min=LEAST)
     factor = (factor.view(torch.int32) & EXPONENT).view(torch.float32)  # the next power of two below
     wide = torch.promote_types(matrix.dtype, torch.bfloat16)  # fp16 has too few exponents

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.jobs import train
 from support.models import llama
-from support.pipeline_jobs import batches_of, items_in
+from support.pipeline_jobs import batches_of, items_in, windows
 from torch import Tensor, nn
 
 MODEL = {
@@ -73,10 +76,15 @@ def expected(recipe: str) -> dict[str, Any]:
     }
 
 
-def run(cluster: Any, folder: Path, **helix: Any) -> dict[str, Any]:
-    cases = [("greedy", "folded_1f1b", COUNT)]
-    given = {"folder": str(folder), "helix": {"plan": "sequential", **helix}, "model": MODEL, "cases": cases}
-    return cluster.run("support.pipeline_jobs:windows", **given)[0][0]
+def window(folder: str, **given: Any) -> tuple[dict[str, Any], str]:
+    """A window, and what is said before it."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        (found,) = windows(folder, model=MODEL, cases=[("greedy", "folded_1f1b", COUNT)], **given)
+    return found, said.getvalue()
+
+
+def run(cluster: Any, folder: Path, **helix: Any) -> tuple[dict[str, Any], str]:
+    return cluster.run(window, folder=str(folder), helix={"plan": "sequential", **helix})[0]
 
 
 def distance(found: dict[str, Any], wanted: dict[str, Any], without: Collection[str] = ()) -> float:
@@ -89,15 +97,17 @@ def distance(found: dict[str, Any], wanted: dict[str, Any], without: Collection[
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_rank_is_the_stock_model_in_fp8(
-    cluster_of: Any, tmp_path: Path, recipe: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    found, wanted, plain = run(cluster_of(1), tmp_path, float8=recipe), expected(recipe), run(cluster_of(1), tmp_path)
+def test_one_rank_is_the_stock_model_in_fp8(cluster_of: Any, tmp_path: Path, recipe: str) -> None:
+    (found, said), wanted = run(cluster_of(1), tmp_path, float8=recipe), expected(recipe)
+    plain, _ = run(cluster_of(1), tmp_path)
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
     assert distance(found, wanted) < 1e-5
     assert 0.02 < distance(plain, wanted) < 0.3, "fp8 is not fp32"
-    said = capfd.readouterr().out
-    assert re.search(rf"on a small model, float8={recipe}: loss differs by .*e-0\d from bf16, gradients by ", said)
+    (error,) = re.findall(
+        rf"on a small model, float8={recipe}: loss differs by (\S+) from bf16, gradients by (\S+)", said
+    )
+    assert 1e-5 < float(error[0]) < 0.02
+    assert 0.01 < float(error[1]) < 0.3
     assert f"float8={recipe}: 28 linears of this rank multiply in fp8" in said
     assert "not in fp8: 1 (the head, lm_head.weight); emulated on this CPU" in said
 
@@ -105,26 +115,30 @@ def test_one_rank_is_the_stock_model_in_fp8(
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_are_one(cluster_of: Any, tmp_path: Path, layout: str, recipe: str) -> None:
-    found, wanted = run(cluster_of(2), tmp_path, float8=recipe, **LAYOUTS[layout]), expected(recipe)
+    (found, _), wanted = run(cluster_of(2), tmp_path, float8=recipe, **LAYOUTS[layout]), expected(recipe)
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
     assert distance(found, wanted, without=GATHERED if layout == "tp2" else ()) < 1e-4
     assert distance(found, wanted) < 0.05, "gathers round what weight gradients read"
 
 
+def figures(cluster: Any, folder: Path, steps: int, **helix: Any) -> Any:
+    """Losses and norms of a training in bf16, each step on all of eight sequences."""
+    training = {"max_steps": steps, "bf16": True, "learning_rate": 3e-3, "logging_steps": 1}
+    training["per_device_train_batch_size"] = 8 if "tp_size" in helix else 4
+    given = {"folder": str(folder), "helix": {"plan": "greedy", **helix}, "model": MODEL, "data": {"count": 8}}
+    found = cluster.run(train, training=training, **given)[0]
+    return np.array([found["losses"], found["norms"]])
+
+
 def test_sharded_weights_are_cast_as_full_ones(cluster_of: Any, tmp_path: Path) -> None:
-    given = {"float8": "rowwise", "recompute": "selective"}
-    sharded, full = run(cluster_of(2), tmp_path, shard_parameters=True, **given), run(cluster_of(2), tmp_path, **given)
-    assert sharded["losses"] == pytest.approx(full["losses"], rel=1e-6)
-    assert distance(sharded, full) < 1e-5
+    given = {"steps": 3, "float8": "rowwise", "recompute": "selective"}
+    full = figures(cluster_of(2), tmp_path, **given)
+    for option in ("shard_parameters", "shard_optimizer"):
+        np.testing.assert_allclose(figures(cluster_of(2), tmp_path, **given, **{option: True}), full, rtol=1e-4)
 
 
 def test_loss_falls_as_in_bf16(cluster_of: Any, tmp_path: Path) -> None:
-    def losses(**helix: Any) -> Any:
-        training = {"max_steps": 30, "bf16": True, "learning_rate": 3e-3, "logging_steps": 1}
-        given = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy", **helix}, "training": training}
-        return np.array(cluster_of(2).run("support.jobs:train", model=MODEL, **given)[0]["losses"])
-
-    plain, scaled = losses(), losses(float8=True)
-    assert plain[-5:].mean() < 0.9 * plain[:5].mean()
+    plain, scaled = (figures(cluster_of(2), tmp_path, 30, tp_size=2, **given)[0] for given in ({}, {"float8": True}))
+    assert plain[-1] < 0.8 * plain[0]
     assert not np.array_equal(plain, scaled)
-    np.testing.assert_allclose(scaled, plain, rtol=0.02)
+    np.testing.assert_allclose(scaled, plain, rtol=0.05)
