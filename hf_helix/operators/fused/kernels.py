@@ -165,7 +165,7 @@ def to_float8(rows: Tensor, largest: Tensor | None, dtype: torch.dtype, least: f
     values = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
     scale = rows.new_empty((len(rows), 1) if by_row else (), dtype=torch.float32)
     tensors = rows, rows if largest is None else largest, values, scale
-    options = {"MOST": torch.finfo(dtype).max, "LEAST": least, "BY_ROW": by_row}
+    options: dict[str, Any] = {"MOST": torch.finfo(dtype).max, "LEAST": least, "BY_ROW": by_row}
     launch(
         "to_float8", (len(rows),), *tensors, rows.stride(0), columns, **options, BLOCK=min(4096, _power_of_two(columns))
     )
