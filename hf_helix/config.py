@@ -143,9 +143,9 @@ class HelixConfig:
         fused_kernels: run RMS norms, gated activations and ropes as one kernel each (Triton), on GPUs. The kernels were
             checked on CPU alone, in Triton's interpreter; see docs/gpu.md.
         float8: multiply in 8-bit floating point (fp8) in forward, and for the input gradients, in all linears but the
-            head; on GPUs of compute capability 8.9 or more. Weight gradients stay in the type of the run, as do
-            products of experts, weights in 4 bits, and linears with adapters or with sizes that 16 does not divide.
-            With `tp_size`, all-gathers before these linears carry half the bytes of bf16. Not run on a GPU yet,
+            head and routers; on GPUs of compute capability 8.9 or more. Weight gradients stay in the type of the run,
+            as do products of experts, weights in 4 bits, and linears with adapters or with sizes that 16 does not
+            divide. With `tp_size`, all-gathers before these linears carry half the bytes of bf16. Not run on a GPU yet,
             emulated on CPUs; see docs/gpu.md:
             `tensorwise`: one scale for each matrix, and gradients in e5m2; the same as true;
             `rowwise`: one scale for each row, and gradients in e4m3: closer to bf16, and slower.

@@ -138,8 +138,7 @@ class Engine(Diagnostics):
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            say(describe_float8(self.runner.stage.model.values(), config.float8_recipe, names, mesh.device))
+            say(describe_float8(self.runner.stage.model.values(), config.float8_recipe, mesh.device))
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""

@@ -2,13 +2,14 @@
 
 In:   the declared units of a model, and a recipe.
 Out:  the same units, whose linears multiply in fp8, and whose all-gathers before these linears carry fp8.
-Must hold: the head, the products of experts, weights in 4 bits and linears with adapters stay in the type of the run.
+Must hold: the head, routers, the products of experts, weights in 4 bits and linears with adapters stay in the type of
+the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ LEAST_CAPABILITY = (8, 9)
 
 
 def use_float8(units: Iterable[Unit], recipe: str | None, head: Tensor | None) -> None:
-    """Sets the recipe of all linears but the head; of all-gathers that only such linears read.
+    """Sets the recipe of all linears but the head and routers; of all-gathers that only such linears read.
 
     Args:
         units: changed in place.
@@ -31,11 +32,13 @@ def use_float8(units: Iterable[Unit], recipe: str | None, head: Tensor | None) -
         head: the weight of the head, if there is one.
     """
     for unit in units:
+        experts = {meter.num_experts for meter in unit.meters}
         for op in unit.graphs.forward.operators:
             operator = unit.operators[op.forward_name]
             if isinstance(operator, Linear):
-                is_head = any(linear.weight is head for linear in operator.linears)
-                operator.float8 = None if is_head else recipe
+                # Of a router, the output features are the experts.
+                stays = any(each.weight is head or each.weight.shape[0] in experts for each in operator.linears)
+                operator.float8 = None if stays else recipe
             elif isinstance(operator, AllGather):
                 operator.in_float8 = _all_in_float8(_readers(unit, op.writes[0]))
 
@@ -72,13 +75,12 @@ def check_float8(recipe: str | None, device: torch.device) -> None:
         )
 
 
-def describe_float8(units: Iterable[Unit], recipe: str, names: Mapping[Tensor, str], device: torch.device) -> str:
+def describe_float8(units: Iterable[Unit], recipe: str, device: torch.device) -> str:
     """Returns which linears of a rank multiply in fp8, and why others do not, in one sentence.
 
     Args:
         units: of the rank, cut.
         recipe: of `use_float8`.
-        names: of parameters.
         device: of the run.
 
     Raises:
@@ -90,8 +92,8 @@ def describe_float8(units: Iterable[Unit], recipe: str, names: Mapping[Tensor, s
             if isinstance(operator, GroupedLinear):
                 others["experts"] += 1
             if isinstance(operator, Linear):
-                for linear, reason in zip(operator.linears, operator.reasons_against_float8(), strict=True):
-                    reason = f"the head, {names.get(linear.weight, 'above')}" if operator.float8 is None else reason
+                for reason in operator.reasons_against_float8():
+                    reason = "the head or a router" if operator.float8 is None else reason
                     in_float8, others = in_float8 + (not reason), others + Counter([reason] if reason else [])
     rest = "; ".join(f"{count} ({reason})" for reason, count in others.items())
     if not in_float8:

@@ -109,7 +109,7 @@ def test_one_rank_is_the_stock_model_in_fp8(cluster_of: Any, tmp_path: Path, rec
     assert 1e-5 < float(error[0]) < 0.02
     assert 0.01 < float(error[1]) < 0.3
     assert f"float8={recipe}: 28 linears of this rank multiply in fp8" in said
-    assert "not in fp8: 1 (the head, lm_head.weight); emulated on this CPU" in said
+    assert "not in fp8: 1 (the head or a router); emulated on this CPU" in said
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
