@@ -36,6 +36,7 @@ OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 OFFLOADS = (OPTIMIZER, PARAMETERS)
 EVERY_MICROBATCH = "microbatch"
 REDUCE_GRADIENTS = (AUTO, "window", EVERY_MICROBATCH)
+FLOAT8 = ("tensorwise", "rowwise")
 AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = "offload"  # as "full", with what layers keep on the host
@@ -48,6 +49,7 @@ NEEDED = {
         name: f"true or false, such as {name}=True"
         for name in ("cache", "compile", "fused_kernels", "shard_optimizer", "shard_parameters", "spread_vocabulary")
     },
+    "float8": "a string, such as float8='rowwise', true for 'tensorwise', or None",
     "cuda_graphs": "'auto', true or false, such as cuda_graphs='auto'",
     "tuning_share": "a number from 0 to 1, such as 0.05",
     "image_share": "a number from 0 to 1, such as 0.3",
@@ -162,6 +164,14 @@ class HelixConfig:
             `False`: never.
         fused_kernels: run RMS norms, gated activations and ropes as one kernel each (Triton), on GPUs. The kernels were
             checked on CPU alone, in Triton's interpreter; see docs/gpu.md.
+        float8: multiply in 8-bit floating point (fp8) in forward, and for the input gradients, in all linears but the
+            head and routers; on GPUs of compute capability 8.9 or more. Weight gradients stay in the type of the run,
+            as do products of experts, weights in 4 bits, and linears with adapters or with sizes that 16 does not
+            divide. With `tp_size`, all-gathers before these linears carry half the bytes of bf16. Not run on a GPU yet,
+            emulated on CPUs; see docs/gpu.md:
+            `tensorwise`: one scale for each matrix, and gradients in e5m2; the same as true;
+            `rowwise`: one scale for each row, and gradients in e4m3: closer to bf16, and slower.
+            None for products in the type of the run.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -186,6 +196,7 @@ class HelixConfig:
     compile: bool = False
     fused_kernels: bool = True
     cuda_graphs: bool | str = AUTO
+    float8: bool | str | None = None
     memory_gb: float | None = None
     cache: bool = True
     layers_per_stage: tuple[float, ...] | None = None
@@ -215,6 +226,8 @@ class HelixConfig:
         for name in ("layers_per_stage", "inter_node_axes"):
             if isinstance(getattr(self, name), list):  # as YAML gives it
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.float8, bool):
+            object.__setattr__(self, "float8", self.float8_recipe)
         for name, needed in NEEDED.items():
             value = getattr(self, name)
             if not _is_of(value, _KINDS[name]) or value == "":
@@ -273,6 +286,11 @@ class HelixConfig:
             raise ValueError(
                 f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
                 f"{nearest(str(self.offload), OFFLOADS)}, or None to keep everything on the device"
+            )
+        if self.float8 not in (None, *FLOAT8):
+            raise ValueError(
+                f"float8={self.float8!r} is unknown; use one of {', '.join(FLOAT8)}"
+                f"{nearest(str(self.float8), FLOAT8)}, or None for products in the type of the run"
             )
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
@@ -346,6 +364,11 @@ class HelixConfig:
     def zero_stage(self) -> int:
         """The stage of ZeRO: 3 with `shard_parameters`, 1 with `shard_optimizer`, 0 with neither."""
         return 3 if self.shard_parameters else int(self.shard_optimizer)
+
+    @property
+    def float8_recipe(self) -> str | None:
+        """The name of the scaling of products in fp8; None without."""
+        return self.float8 if isinstance(self.float8, str) else FLOAT8[0] if self.float8 else None
 
     @property
     def option_sizes(self) -> dict[str, int]:

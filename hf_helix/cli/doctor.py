@@ -102,6 +102,7 @@ class DoctorCommand(OnCluster):
         chosen = self._chosen(ranking) if self.layout else best
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
+        supposes = supposes or self.float8
         if not supposes:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
@@ -200,6 +201,7 @@ class DoctorCommand(OnCluster):
                 cuda_graphs=self.cuda_graphs,
                 offload=self.offload if self.offload in OFFLOADS else None,
                 image_share=simulated.image_share(self.sequence_length),
+                float8=self.float8,
                 progress=lambda share: progress("simulating layouts", share),
                 workers=usable_cores(),
                 leading=leading,
@@ -257,6 +259,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "reduce_gradients": case.reduce_gradients if case.shard_parameters else usual.reduce_gradients,
         "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
         "offload": case.offload,
+        "float8": case.float8,
     }
     data = {
         "compute_environment": "LOCAL_MACHINE",

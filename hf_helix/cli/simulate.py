@@ -17,6 +17,7 @@ from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
 from hf_helix.config import (
     AUTO,
+    FLOAT8,
     OFFLOAD,
     OFFLOADS,
     RECOMPUTE,
@@ -60,6 +61,7 @@ class OnCluster(Command):
     imbalance: float = option(1.0, "rows of the busiest rank's experts in parts of the mean, such as 1.3")
     expert_capacity_factor: float | None = config_option("expert_capacity_factor")
     dtype: str = option("bf16", "the type of matrix products", choices=("bf16", "fp32"))
+    float8: str | None = config_option("float8", default=None, choices=FLOAT8)
     state_bytes: float = option(
         8.0, "bytes of the optimizer's states for a trained element: 8 of AdamW, about 2 in 8 bits, 1 in 4 bits"
     )
@@ -226,7 +228,8 @@ class SimulateCommand(OnCluster):
         sharding = {name: getattr(self, name) for name in options}
         HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses what is wrong
         names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
-        case = {name: getattr(self, name) for name in [*names, "cuda_graphs", "spread_vocabulary"]} | sharding
+        names += ["cuda_graphs", "spread_vocabulary", "float8"]
+        case = {name: getattr(self, name) for name in names} | sharding
         sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
         rule = RULES[0] if self.plan == ALL else self.plan
         return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)

@@ -17,7 +17,7 @@ from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.cluster import FP8, Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
@@ -83,7 +83,8 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
     moving = device.moving_seconds(kernel.bytes)
     computing = kernel.exponentials / device.exponentials
     if kernel.sort == MATMUL and kernel.flops:
-        computing += kernel.flops / (device.peaks[dtype] * device.matmul[dtype].at(kernel.flops))
+        kind = FP8 if kernel.fp8 else dtype
+        computing += kernel.flops / (device.peaks[kind] * device.matmul[kind].at(kernel.flops))
     if kernel.sort == ATTENTION and kernel.flops:
         keys = kernel.sizes[1]
         blocks = -(-keys // device.attention_block)
@@ -153,8 +154,14 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
     Raises:
         ValueError: the device has no peak for the type.
     """
+    multiplies_fp8 = any(kernel.fp8 for counted in amounts.operators.values() for kernel in counted.kernels)
+    known = ", ".join(cluster.device.peaks)
+    if multiplies_fp8 and FP8 not in cluster.device.peaks:
+        raise ValueError(
+            f"{cluster.name} has no device.peak_tflops for {FP8}, which --float8 multiplies in; it has {known}: leave "
+            f"--float8 out, or add {FP8} to its file if the device has products in fp8"
+        )
     if dtype not in cluster.device.peaks:
-        known = ", ".join(cluster.device.peaks)
         raise ValueError(
             f"{cluster.name} has no device.peak_tflops for {dtype}; it has {known}: add {dtype} to its file, or "
             f"use --dtype with one of these"

@@ -109,6 +109,7 @@ class Search:
     cuda_graphs: str = AUTO
     offload: str | None = None
     image_share: float = 0.0
+    float8: str | None = None
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -337,6 +338,7 @@ class Search:
             cuda_graphs=self.cuda_graphs,
             offload=self.offload,
             image_share=self.image_share,
+            float8=self.float8,
         )
 
     def rival(self, name: str) -> RivalStep | None:

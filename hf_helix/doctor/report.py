@@ -48,6 +48,7 @@ def case_text(case: Case) -> str:
     parts += ["shard_parameters"] if case.shard_parameters else []
     parts += ["gradients reduced in every micro-batch"] if case.reduces_often else []
     parts += [f"offload {case.offload}"] if case.offload else []
+    parts += [f"float8 {case.float8}"] if case.float8 else []
     return ", ".join(parts)
 
 

@@ -103,7 +103,16 @@ class SimulatedModel:
         # kinds of operators.
         options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread), case.whole_logits
+        cut: tuple[object, ...] = (
+            sizes.tp,
+            sizes.cp,
+            sizes.ep,
+            slices,
+            *options,
+            case.float8,
+            tuple(spread),
+            case.whole_logits,
+        )
         if case.streams_weights:  # the copies from the host change as well
             cut = *cut, tuple(spread.values())
         key = cut, case.batch, case.length, case.imbalance
@@ -148,6 +157,7 @@ def _config_of(case: Case) -> HelixConfig:
         expert_capacity_factor=case.expert_capacity_factor,
         pp_size=case.sizes.pp if case.spread_vocabulary else 1,
         spread_vocabulary=case.spread_vocabulary,
+        float8=case.float8,
     )
 
 

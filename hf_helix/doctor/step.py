@@ -79,6 +79,7 @@ class Case:
     spread_vocabulary: bool = False  # as in `HelixConfig`
     image_share: float = 0.0  # as in `HelixConfig`
     whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
+    float8: str | None = None  # as in `HelixConfig`
 
     @property
     def tokens(self) -> int:

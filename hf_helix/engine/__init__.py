@@ -6,6 +6,7 @@ diagnostics       measurements of the cut model: the figures of the logs, overla
 seam              calls of the cut decoder by code above it: losses of one's own
 microbatches      from batches to the micro-batches of a runner
 checks            refusals of models, declarations and batches, by name
+float8            the linears that multiply in fp8
 recompute         the recomputed layers
 evaluate          evaluation before and after the runner
 snapshot          the parts of a cut model that a script may not change

@@ -21,6 +21,7 @@ from hf_helix.checkpoint.load import initialize_parameters, load_parameters
 from hf_helix.checkpoint.slices import cut_parameters
 from hf_helix.config import AUTO, EVERY_MICROBATCH, HelixConfig
 from hf_helix.engine.checks import check_placements
+from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.recompute import recompute_units
 from hf_helix.models.family import number_distinct_graphs
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
@@ -158,6 +159,8 @@ def declare(
         mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
     )
     units, counts = family.units(base, sharing, loss_tweaks, places), None
+    if config.float8:
+        use_float8(units, config.float8_recipe, getattr(base.get_output_embeddings(), "weight", None))
     placement = scheduler_of(config).placement
     if places is not None:
         units, modes = in_halves(units, modes, [places.index(each) for each in halved])

@@ -37,6 +37,7 @@ from hf_helix.engine.checks import (
 )
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
+from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
@@ -105,6 +106,7 @@ class Engine(Diagnostics):
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
         check_model(model, options.loss_tweaks, options.weights)
         check_sizes(model, config)
+        check_float8(config.float8_recipe, mesh.device)
         self.model = model
         self.base = base = base_of(model)
         elements = base.num_parameters(exclude_embeddings=True)
@@ -119,7 +121,7 @@ class Engine(Diagnostics):
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._has_said_link = self._has_said_images = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, mesh, options.autocast_dtype, modes)
+        about = fingerprint(base, mesh, options.autocast_dtype, modes, config.float8_recipe)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         warn_bf16_weights(model)
         warn_random_start(model, options.weights, options.seed)
@@ -136,6 +138,8 @@ class Engine(Diagnostics):
         self.seam = self._make_seam() if self._has_own_loss else None
         self._refuse_direct_use(instead)
         say(self._summary())
+        if config.float8_recipe:
+            say(describe_float8(self.runner.stage.model.values(), config.float8_recipe, mesh.device))
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""

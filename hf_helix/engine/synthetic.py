@@ -82,7 +82,7 @@ class Workload:
         self.model = model_on_meta(model_config)
         self.mesh = mesh or mesh_of(config, device)
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
-        self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes)
+        self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes, config.float8_recipe)
         self._maker = WindowMaker(self.model, self.mesh)
         self.runner = build_runner(
             self.model, config, self.mesh, modes, RunOptions(autocast_dtype=autocast_dtype)

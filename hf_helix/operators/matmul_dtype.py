@@ -62,10 +62,11 @@ class CastWeights:
         """
         if len(weights) == 1 and weights[0].dtype is dtype and self._existing(weights[0]) is None:
             return weights[0]
-        cast: Tensor = self.once((dtype, *map(id, weights)), lambda: self._make(weights, dtype))
+        cast: Tensor = self.once((dtype, *map(id, weights)), lambda: self.cast(weights, dtype))
         return cast
 
-    def _make(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def cast(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Returns the weights joined along the first dimension, in a type, and keeps nothing; see `of`."""
         existing = [self._existing(weight) for weight in weights]
         parts = [weight if cast is None else cast for weight, cast in zip(weights, existing, strict=True)]
         joined = None if any(cast is None for cast in existing) else contiguous_rows(parts)

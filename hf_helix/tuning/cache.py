@@ -130,7 +130,11 @@ def write_file(path: Path, text: str) -> None:
 
 
 def fingerprint(
-    model: Any, mesh: Mesh, autocast_dtype: torch.dtype | None = None, recompute: Sequence[str] = ()
+    model: Any,
+    mesh: Mesh,
+    autocast_dtype: torch.dtype | None = None,
+    recompute: Sequence[str] = (),
+    float8: str | None = None,
 ) -> dict[str, str]:
     """Returns the case of measurements of a model, as names and values.
 
@@ -138,13 +142,15 @@ def fingerprint(
         model: a Transformers model, before it is cut.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
+        float8: see `HelixConfig.float8`.
     """
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]
     again = {} if set(recompute) <= {NONE} else {"recompute": recompute[0] if len(runs) == 1 else ", ".join(runs)}
     return {
         "model": f"{type(model).__name__} {model_digest(model)}"
-        + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
+        + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else "")
+        + (f" float8 {float8}" if float8 else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         **_sharding(mesh),
         "attention": str(model.config._attn_implementation),

@@ -264,7 +264,7 @@ def count_amounts(
         operators[name] = OperatorAmounts(metered.delta, metered.peak, gathered.get(name, 0), metered.kernels, sent)
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
-        if name[1].startswith("F."):
+        if name[1].startswith("F.") or name[1].endswith(".I"):  # for input gradients in fp8 too
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(stage.model.values())
     if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas

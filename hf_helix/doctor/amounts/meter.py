@@ -43,6 +43,7 @@ class Kernel:
     sizes: tuple[int, ...] = ()
     exponentials: float = 0.0  # number of values of an exponential or a similar function
     causal: bool = False  # whether attention leaves out the keys after a query
+    fp8: bool = False  # whether the factors of a product are in fp8
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def kernel_of(
         left, right = _PRODUCTS[packet](args)
         count = left.shape[0] if left.dim() == 3 else 1
         m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-        return Kernel(MATMUL, 2.0 * count * m * n * k, _bytes(inputs) + _bytes(outputs), (count, m, n, k))
+        return Kernel(
+            MATMUL, 2.0 * count * m * n * k, _bytes(inputs) + _bytes(outputs), (count, m, n, k), fp8=left.itemsize == 1
+        )
     if packet in _ATTENTIONS:
         first = _ATTENTIONS[packet]
         q, k, v = args[first : first + 3]
@@ -242,6 +245,7 @@ _PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
     aten.addmm_: lambda args: (args[1], args[2]),
     aten.baddbmm: lambda args: (args[1], args[2]),
     aten.baddbmm_: lambda args: (args[1], args[2]),
+    aten._scaled_mm_v2: lambda args: (args[0], args[1]),
     aten._grouped_mm: lambda args: (args[0], args[1][0] if args[1].dim() == 3 else args[1]),
 }
 _ATTENTIONS = {

@@ -228,7 +228,8 @@ FORMAT = "hf_helix.proof/1"
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
-    """Proves the family of a model, unless the family is declared or was proven on this machine before. Collective.
+    """Proves the family of a model, unless the family is declared or was proven on this machine before; with `float8` a
+    declared family too, to print the error against bf16. Collective.
 
     The census proves classes with their default configurations; a checkpoint may switch on more options.
 
@@ -236,7 +237,7 @@ def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
         ValueError: on every rank: the cut model differs from the unsplit model.
     """
     family = on_all_ranks(lambda: family_of(model))
-    if not family.needs_proof:
+    if not family.needs_proof and not config.float8:
         return
     key = on_all_ranks(lambda: _key(family.digest(model), model, config, mesh))
     if config.cache and decide_on_rank_0(lambda: _was_proven(key)):
@@ -246,9 +247,10 @@ def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
         raise ValueError(_advice(proof))
     if config.cache:
         decide_on_rank_0(lambda: _keep(key, proof))
+    derived = "derived from the model; " * family.needs_proof
     say(
-        f"{proof.model}: derived from the model; equal to the unsplit model at {proof.layout} "
-        f"({about_time(proof.seconds)})"
+        f"{proof.model}: {derived}equal to the unsplit model at {proof.layout} ({about_time(proof.seconds)})"
+        + f"; on a small model, {proof.float8}" * bool(proof.float8)
     )
 
 
@@ -304,7 +306,8 @@ def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, 
         "layout": describe({**mesh.sizes, "dp": 1}),
         "options": " ".join(
             f"{name}={getattr(config, name)}" for name in ("cp_method", "cp_recurrence", "recompute", "schedule")
-        ),
+        )
+        + f" float8={config.float8}" * bool(config.float8),
         "attention": str(model.config._attn_implementation),
         "device": mesh.device.type,
         "kernels": _kernels(),

@@ -29,12 +29,15 @@ from hf_helix.checkpoint.slices import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
 from hf_helix.engine.evaluate import evaluate_batch
+from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.proof.reference import (
     ITEMS,
     KINDS,
     LENGTHS,
     RECURRENT_LENGTHS,
+    ROWS,
+    USUAL_GAIN,
     Batch,
     Outcome,
     Unsplit,
@@ -45,7 +48,7 @@ from hf_helix.engine.proof.reference import (
     make_batches,
     scale_weights,
 )
-from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
+from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
 from hf_helix.models.batch_inputs import LOSS_ALONE
@@ -205,8 +208,8 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
             declared = on_all_ranks(ours.declare)
         except Exception as error:
             return Proof(*about, refusal=shared_reason(error))
-        cases = ours.run(declared, plans)
-    return Proof(*about, cases=cases, seconds=time.monotonic() - started)
+        cases, float8 = ours.run(declared, plans)
+    return Proof(*about, cases=cases, float8=float8, seconds=time.monotonic() - started)
 
 
 def describe(sizes: Mapping[str, int]) -> str:
@@ -222,7 +225,8 @@ class _Copy:
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
         # The layers are not those of the run; a capacity changes results, and a link only takes time.
         config = replace(config, plan=PLANS[0], layers_per_stage=None)
-        self.config = replace(config, expert_capacity_factor=None, link=None)
+        self.config = replace(config, expert_capacity_factor=None, link=None, float8=None)
+        self.float8 = config.float8_recipe
         self.mesh = mesh
         self.model = copy_module(model).train()
         scale_weights(self.model)
@@ -282,16 +286,17 @@ class _Copy:
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[ComparedWindow, ...]:
-        """Cuts the copy, and runs and compares all windows. Collective."""
+    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
+        """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
         runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
         self.model.to(self.mesh.device)
         first, *others = plans
         try:
-            return (
+            cases = (
                 *[self._case(kind, self._under(first, runner)) for kind in KINDS],
                 *[self._case(MIXED, self._under(plan, runner)) for plan in others],
             )
+            return cases, self._float8_error(runner) if self.float8 else ""
         finally:
             runner.executor.streams.close()
 
@@ -300,10 +305,36 @@ class _Copy:
         profile, model = rough_profile(runner.layout), type(self.model).__name__
         return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.config.option_sizes))
 
+    def _float8_error(self, runner: Runner) -> str:
+        """The error of fp8 against bf16, in a window with bf16 autocast and weights of a usual size. Collective."""
+        with torch.no_grad():
+            for parameter in runner.stage.placements:
+                parameter.mul_(USUAL_GAIN if parameter.dim() > 1 else 1)
+        about = runner.stage, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
+        in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
+        head = self.model.get_output_embeddings()
+        use_float8(runner.stage.model.values(), self.float8, None if head is None else head.weight)
+        in_float8 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
+        errors = all_gather_object(float8_error(in_float8, in_bf16) if self.compares else None)
+        loss, gradients = max(error for error in errors if error is not None)
+        return f"float8={self.float8}: loss differs by {loss:.1e} from bf16, gradients by {gradients:.1e}"
+
     def _case(self, kind: str, runner: Runner) -> ComparedWindow:
         """One window. Collective."""
+        outcome = self._outcome(kind, runner)
+        batches, rule = self._batches(kind), runner.plan.rule
+        mine = on_all_ranks(lambda: self._compare(kind, rule, batches, outcome) if self.compares else None)
+        cases = [case for case in all_gather_object(mine) if case is not None]
+        return max(cases, key=lambda case: len(case.wrong))
+
+    def _batches(self, kind: str) -> list[Batch]:
+        """The batches of this rank."""
         dp_rank = 0 if self.mesh.dp_group is None else dist.get_rank(self.mesh.dp_group)
-        batches = self.windows[dp_rank % len(self.windows)][kind]
+        return self.windows[dp_rank % len(self.windows)][kind]
+
+    def _outcome(self, kind: str, runner: Runner) -> Outcome:
+        """The results of a window of the cut model. Collective."""
+        batches = self._batches(kind)
         scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
         make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
         logits: Tensor | None = None
@@ -317,10 +348,7 @@ class _Copy:
             family = family_of(self.model)
             _, logits = evaluate_batch(runner, family, self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
-        outcome = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
-        mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, outcome) if self.compares else None)
-        cases = [case for case in all_gather_object(mine) if case is not None]
-        return max(cases, key=lambda case: len(case.wrong))
+        return Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
 
     def _train_output(self, runner: Runner, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor]:
         """Runs a window with a loss of the decoder's output; returns the losses, and the output for the first batch."""

@@ -43,6 +43,9 @@ MOVES = 4
 """The number of random moves of the weights: what a gradient does near a bend shows in some moves only."""
 
 GAIN = 2.0
+USUAL_GAIN = 0.25
+"""The factor from matrices with this gain to matrices of the usual size, under which rounding grows as in training."""
+
 SPREAD = 0.3
 
 

@@ -101,6 +101,7 @@ class Proof:
         refusal: the reason why the model cannot be cut; empty without a refusal.
         failure: the error of a rank; empty without an error.
         trace: the traceback of the error.
+        float8: the error of fp8 against bf16, which has no bar, as a sentence; empty without `HelixConfig.float8`.
         seconds: the duration.
     """
 
@@ -110,6 +111,7 @@ class Proof:
     refusal: str = ""
     failure: str = ""
     trace: str = ""
+    float8: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -127,7 +129,8 @@ class Proof:
     @property
     def lines(self) -> list[str]:
         """A line for each window, or the reason of a refusal, or the traceback of a failure."""
-        return list(filter(None, [self.refusal, self.trace or self.failure])) or [str(case) for case in self.cases]
+        lines = [*map(str, self.cases), self.float8]
+        return list(filter(None, [self.refusal, self.trace or self.failure] if not self.cases else lines))
 
     @property
     def wrong(self) -> list[Difference]:
@@ -142,7 +145,7 @@ class Proof:
             return f"{head}: {self.refusal or self.failure}"
         figures = _largest([difference for case in self.cases for difference in case.differences])
         names = f"; {first_names(self.wrong)}" if self.wrong else ""
-        return f"{head} ({figures}; {self.seconds:.0f} s){names}"
+        return f"{head} ({figures}; {self.seconds:.0f} s){names}{'; ' * bool(self.float8)}{self.float8}"
 
 
 def _largest(differences: Sequence[Difference]) -> str:
@@ -155,6 +158,18 @@ def first_names(wrong: Sequence[Difference], form: Callable[[Difference], str] =
     """Returns the first `SHOWN` wrong values as text, and the number of the others."""
     more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return ", ".join(map(form, wrong[:SHOWN])) + more
+
+
+def float8_error(outcome: Outcome, in_bf16: Outcome) -> tuple[float, float]:
+    """Returns the largest relative difference of a loss, and the norm of the difference of all gradients relative to
+    their norm."""
+    losses = max(abs(mine / theirs - 1) for mine, theirs in zip(outcome.losses, in_bf16.losses, strict=True))
+    pairs = [(outcome.gradients[name], gradient) for name, gradient in in_bf16.gradients.items()]
+    distance, norm = (
+        sum(float(each.square().sum()) for each in found)
+        for found in ([mine - theirs for mine, theirs in pairs], [theirs for _, theirs in pairs])
+    )
+    return losses, (distance / norm) ** 0.5
 
 
 def compare(

@@ -21,19 +21,29 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.float8 import pack, unpack
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Part
 
 
 class AllGather(Communication):
-    """Shards [n, ...] to the full value [size * n, ...]; backward is a reduce-scatter."""
+    """Shards [n, ...] to the full value [size * n, ...]; backward is a reduce-scatter.
+
+    Attributes:
+        in_float8: returns whether the value travels in fp8, as products in fp8 read it.
+    """
+
+    in_float8: Callable[[], bool] | None = None
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
-        out, transfer = (prepare_reduce_scatter if part is Part.B else prepare_all_gather)(self.axis, *inputs)
+        prepare = prepare_reduce_scatter if part is Part.B else prepare_all_gather
+        if part is not Part.B and self.in_float8 is not None and self.in_float8():
+            prepare = prepare_all_gather_in_float8
+        out, transfer = prepare(self.axis, *inputs)
         return (out,), transfer
 
 
@@ -85,6 +95,19 @@ def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
     value = value.contiguous()
     out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
     return out, lambda: axis.transport.all_gather(out, value)
+
+
+def prepare_all_gather_in_float8(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:
+    """Does what `prepare_all_gather` does, for a value [n, ..., features] that is rounded to fp8, with a scale for each
+    row of features. Every rank gets the rounded value in the type of the given one."""
+    blocks, gather = prepare_all_gather(axis, pack(value))
+    out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
+
+    def gather_and_unpack() -> None:
+        gather()
+        unpack(blocks, out)
+
+    return out, gather_and_unpack
 
 
 def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, TransferFn]:

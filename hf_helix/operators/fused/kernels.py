@@ -1,4 +1,4 @@
-"""Element-wise work of a layer in one kernel each: RMS norms, the gates of an MLP, ropes.
+"""Element-wise work of a layer in one kernel each: RMS norms, the gates of an MLP, ropes, rounding to fp8.
 
 In:   values on a device of `DEVICES`.
 Out:  results and gradients, by operators of torch, which counters of kernels and detectors of races see.
@@ -148,6 +148,28 @@ def rotate(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, dtype: torch.dtype
         options: dict[str, Any] = {"PRODUCT": product, "BACK": back, "HEADS": HEADS, "BLOCK": block}
         launch("rotate", grid, part, cos, sin, target, *part.stride()[:3], *strides, *sizes, **options)
     return out
+
+
+@_operator("(Tensor rows, Tensor? largest, ScalarType dtype, float least) -> (Tensor, Tensor)")
+def to_float8(rows: Tensor, largest: Tensor | None, dtype: torch.dtype, least: float) -> tuple[Tensor, Tensor]:
+    """Returns a matrix in fp8, and its scale, see `hf_helix.operators.float8.quantize`.
+
+    Args:
+        rows: [rows, columns].
+        largest: the largest absolute value [], for a scale []; None for a scale of each row [rows, 1].
+        dtype: of the values.
+        least: what counts as the largest value of zeros.
+    """
+    rows, columns = _rows(rows), rows.shape[1]
+    by_row = largest is None
+    values = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    scale = rows.new_empty((len(rows), 1) if by_row else (), dtype=torch.float32)
+    tensors = rows, rows if largest is None else largest, values, scale
+    options: dict[str, Any] = {"MOST": torch.finfo(dtype).max, "LEAST": least, "BY_ROW": by_row}
+    launch(
+        "to_float8", (len(rows),), *tensors, rows.stride(0), columns, **options, BLOCK=min(4096, _power_of_two(columns))
+    )
+    return values, scale
 
 
 def launch(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **options: Any) -> None:

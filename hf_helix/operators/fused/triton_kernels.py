@@ -117,3 +117,35 @@ def rotate(
     target = out + place * out_stride + head * 2 * half + column
     tl.store(target, _rounded(left, PRODUCT).to(out.dtype.element_ty), mask=inside)
     tl.store(target + half, _rounded(right, PRODUCT).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_float8(
+    rows,
+    largest,
+    values,
+    scale,
+    stride,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`values * scale = rows`, with a power of two for each row, or for all rows by their largest value; a program for
+    each row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if BY_ROW:
+        found = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, columns, BLOCK):
+            found = tl.maximum(found, tl.abs(_load(rows, stride, row, start + column, columns)))
+        bound = tl.max(found)
+    else:
+        bound = tl.load(largest).to(tl.float32)
+    exponent = (MOST / tl.maximum(bound, LEAST)).to(tl.int32, bitcast=True) & 0x7F800000
+    factor = exponent.to(tl.float32, bitcast=True)
+    if BY_ROW or row == 0:
+        tl.store(scale + row, 1 / factor)
+    for start in range(0, columns, BLOCK):
+        given = _load(rows, stride, row, start + column, columns)
+        _store(values, columns, row, start + column, columns, given * factor)

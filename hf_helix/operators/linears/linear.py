@@ -4,7 +4,8 @@ In:   a value [..., features_in], and its linears (q, k, v; gate, up), cut or fu
 Out:  one value per linear.
 Must hold: W reads only the inputs of forward and the output gradient, so W can run at any time afterwards. Once a
 window, weights are cast to the type of their input and joined to a matrix; outputs are slices then. W accumulates in
-the type of the weight. The matrix of a weight in 4 bits is made for each product, and never kept.
+the type of the weight. The matrix of a weight in 4 bits is made for each product, and never kept. In fp8, weights are
+cast once a window too, for forward and for the input gradient; W stays in the type of the input.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
+from hf_helix.operators.float8 import GRADIENTS, MULTIPLE, ROWWISE, Scaled, quantize
+from hf_helix.operators.float8 import product as scaled_product
 from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients, product
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
@@ -48,7 +51,12 @@ class Linear(SplitComputation):
         adapters: of each linear; empty where no linear has any.
         copies: all modules that the linears may stand for at run time; by default themselves.
         four_bit: of each linear its frozen weight in 4 bits, or None; empty where no linear has one.
+
+    Attributes:
+        float8: the recipe of products in fp8, see `HelixConfig.float8`; None for products in the type of the input.
     """
+
+    float8: str | None = None
 
     def __init__(
         self,
@@ -101,7 +109,12 @@ class Linear(SplitComputation):
         for gemm in self._gemms(call, value.dtype):
             dtype = gemm.dtype(call, value.dtype)
             bias = call.precision.weights.of(gemm.biases, dtype) if self.adds_bias and gemm.biases else None
-            output = functional.linear(value.to(dtype), self._matrix(call, gemm, dtype), bias).to(value.dtype)
+            if gemm.float8 is None:
+                output = functional.linear(value.to(dtype), self._matrix(call, gemm, dtype), bias).to(value.dtype)
+            else:
+                scaled = self._scaled(call, gemm, gemm.float8, dtype)
+                output = scaled_product(quantize(value, gemm.float8), scaled, dtype, fast=True)
+                output = output if bias is None else output.add_(bias)
             output = output.view(*shape, output.shape[-1])
             outputs += [output] if len(gemm.sizes) == 1 else output.split(gemm.sizes, -1)
         if self._adapters:
@@ -113,6 +126,12 @@ class Linear(SplitComputation):
         total: Tensor | None = None
         for gemm, parts in self._with_rows(call, gradients):
             kind = parts[0].dtype
+            if gemm.float8 is not None:
+                scaled = self._scaled(call, gemm, gemm.float8, kind, is_backward=True)
+                given = quantize(join_columns(parts), gemm.float8, GRADIENTS[gemm.float8])
+                made = scaled_product(given, scaled, kind, fast=gemm.float8 == ROWWISE)
+                total = made if total is None else total.add_(made)
+                continue
             dtype = gemm.dtype(call, kind)
             matrices, first = self._matrix(call, gemm, dtype, is_backward=True), 0
             for rows in parts:
@@ -156,10 +175,37 @@ class Linear(SplitComputation):
             _Gemm.of(linear.weight, linear.bias, self.transposed, four_bit)
             for linear, four_bit in zip(self.linears, self._four_bit, strict=True)
         ]
-        copied = all(gemm.weights[0].dtype is not dtype and gemm.four_bit is None for gemm in apart)
+        for gemm, reason in zip(apart, self.reasons_against_float8(), strict=True):
+            gemm.float8 = None if reason else self.float8
+        copied = all(
+            gemm.four_bit is None and (gemm.weights[0].dtype is not dtype or gemm.float8 is not None) for gemm in apart
+        )
         if len(apart) == 1 or self.transposed or not copied or len({gemm.kind for gemm in apart}) > 1:
             return apart
         return [_Gemm.joined(apart)]
+
+    def reasons_against_float8(self) -> list[str]:
+        """Returns for each linear why its products cannot be in fp8; empty texts where they can."""
+        if self._adapters:
+            return ["adapters"] * len(self.linears)
+        return [
+            "weights in 4 bits"
+            if four_bit is not None
+            else f"sizes that {MULTIPLE} does not divide" * any(size % MULTIPLE for size in linear.weight.shape)
+            for linear, four_bit in zip(self.linears, self._four_bit, strict=True)
+        ]
+
+    def _scaled(self, call: Call, gemm: _Gemm, recipe: str, dtype: torch.dtype, is_backward: bool = False) -> Scaled:
+        """The matrix in fp8, rounded to `dtype` before, as in every layout: [features_out, features_in]; for backward
+        [features_in, features_out]."""
+        weights = call.precision.weights
+
+        def make() -> Scaled:
+            matrix = weights.cast(gemm.weights, dtype)
+            return quantize((matrix.t() if is_backward is not self.transposed else matrix).contiguous(), recipe)
+
+        scaled: Scaled = weights.once((recipe, is_backward, dtype, *map(id, gemm.weights)), make)
+        return scaled
 
     def _with_rows(self, call: Call, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
         """Yields every product with the gradients of its outputs [tokens, features]: joined, or linear by linear."""
@@ -209,6 +255,7 @@ class _Gemm:
         weights, biases: of each linear; no biases where there are none.
         sizes: the output features of each linear.
         four_bit: the weight, where it is in 4 bits.
+        float8: the recipe of the product in fp8; None for others.
         matrix: the joined weights, after the first use.
     """
 
@@ -218,6 +265,7 @@ class _Gemm:
     trains_weights: bool
     trains_biases: bool
     four_bit: FourBit | None = None
+    float8: str | None = None
     matrix: Tensor | None = None
 
     @classmethod
@@ -231,8 +279,8 @@ class _Gemm:
     def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
         """Returns the joint product of several linears of equal kind with the same input."""
         weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
-        trains = gemms[0].trains_weights, gemms[0].trains_biases
-        return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)
+        first, sizes = gemms[0], [size for gemm in gemms for size in gemm.sizes]
+        return cls(weights, biases, sizes, first.trains_weights, first.trains_biases, float8=first.float8)
 
     def dtype(self, call: Call, given: torch.dtype) -> torch.dtype:
         """Returns the type of the product of a value in a given type."""
@@ -242,7 +290,7 @@ class _Gemm:
     @property
     def kind(self) -> tuple[object, ...]:
         """The common properties of linears in a joint product."""
-        return self.trains_weights, self.trains_biases, *(p.dtype for p in (*self.weights, *self.biases))
+        return self.float8, self.trains_weights, self.trains_biases, *(p.dtype for p in (*self.weights, *self.biases))
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ here imports torch.
       name: A40
       memory_gb: 48                              of which `reserved_gb` is not for a run
       reserved_gb: 2                             the context, communicators and fragments
-      peak_tflops: {bf16: 149.7, fp32: 37.4}     dense
+      peak_tflops: {bf16: 149.7, fp32: 37.4}     dense; fp8 too, with sums in fp32, where the device has it
       matmul: [[1e9, 0.5], [1e11, 0.9]]          floating-point operations of a product -> share of the peak
       attention: [[512, 0.3], [4096, 0.6]]       keys of fused attention -> share of the peak
       attention_block: 128                       keys at once; a causal mask spares whole blocks
@@ -63,7 +63,8 @@ T = TypeVar("T")
 
 ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
-TYPES = ("bf16", "fp16", "fp32")
+FP8 = "fp8"
+TYPES = ("bf16", "fp16", "fp32", FP8)
 MOST_EFFICIENT = 1.5
 """The largest share of a curve: a peak may be for large sizes, and data in a cache faster."""
 EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"

@@ -299,3 +299,28 @@ def test_spreading_weights_changes_nothing_else(options: dict[str, Any], count: 
         assert sum(k.flops for k in spread.operators[name].kernels) == sum(k.flops for k in result.kernels), name
     assert sum(result.delta for result in spread.operators.values()) == pytest.approx(0, abs=4096)
     assert sum(result.weights for result in spread.operators.values()) == 0, "each piece is freed with its last reader"
+
+
+FP8 = ("attn.qkv", "mlp.up", "attn.out", "mlp.down")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_gathers_before_linears_in_fp8_carry_half_the_bytes(recipe: str, count: Count):
+    """A byte for each feature and two for the scale of a token; other collectives stay as they are."""
+    wide = {"hidden_size": 128}  # 2 ranks of which each has 16 features of keys
+    options = ({}, {"float8": recipe})
+    plain, scaled = (counted(on_meta(**wide), BATCH, LENGTH, bf16=True, tp_size=2, **each) for each in options)
+    gathers = {("layer", "F.attn.gather"), ("layer", "F.mlp.gather")}
+    for name, op in named_operators(plain.layout):
+        before, now = ([sent.bytes for sent in each.operators[name].transfers] for each in (plain, scaled))
+        if name in gathers:
+            assert (before, now) == ([TOKENS // 2 * 2 * 128], [TOKENS // 2 * (128 + 2)])
+        else:
+            assert now == before, name
+        products = [kernel for kernel in scaled.operators[name].kernels if kernel.sort == MATMUL]
+        in_fp8 = name[0] == "layer" and op.forward_name in FP8 and not name[1].endswith(".W")
+        assert all(kernel.fp8 is in_fp8 for kernel in products), name
+        assert flops(scaled, *name) == flops(plain, *name), name
+    scales = 4 * (8 if recipe == "tensorwise" else 4 * 128 + 4 * 128 + 2 * 64 + 2 * HEAD * HEADS)
+    more = scaled.copies["layer"] - plain.copies["layer"]  # a byte forward and a byte backward, for two of bf16
+    assert 0 < more <= scales

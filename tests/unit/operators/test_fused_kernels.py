@@ -20,6 +20,7 @@ from hf_helix.models.stock_modules import is_rms_norm
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import GatedSilu, RmsNorm
+from hf_helix.operators.float8 import quantize
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.segment import Segment
 
@@ -104,6 +105,24 @@ def test_ropes(dtype: torch.dtype, angles: torch.dtype, batch: int, together: bo
         torch.autograd.backward(outputs, directions)
         rows.append([*outputs, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
     check(*rows, dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_rounding_to_fp8(recipe: str, kind: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of columns of a wider matrix, in more than a block, with a row of zeros. All values are of fp8: where there is
+    something to round, the interpreter loses carries (31 becomes 16), which a GPU does not."""
+    wide = torch.randn(4, 4200, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 4).unsqueeze(1)
+    wide[2] = 0
+    monkeypatch.setattr(kernels, "DEVICES", set())
+    rows = quantize(wide, recipe, kind).matrix(dtype)[:, 16:4176]
+    theirs = quantize(rows, recipe, kind)
+    monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    ours = quantize(rows, recipe, kind)
+    assert torch.equal(ours.scale, theirs.scale)
+    assert torch.equal(ours.matrix(FP32), rows.float())
 
 
 @pytest.mark.parametrize("derived", [False, True])

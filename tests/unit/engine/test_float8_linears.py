@@ -1,0 +1,77 @@
+"""Which linears of a model multiply in fp8, in a sentence; what cannot is named, and a model without any is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.models import tiny
+from transformers import AfmoeForCausalLM
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.build import declare
+from hf_helix.engine.float8 import describe_float8
+from hf_helix.models.peft import base_of
+from hf_helix.models.registry import family_of
+from hf_helix.models.small_config import default_config
+from hf_helix.runtime.distributed.mesh import build_mesh
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def described(**model: Any) -> str:
+    return described_of(tiny(**model))
+
+
+def described_of(made: Any) -> str:
+    layers = list(family_of(base_of(made)).layers(base_of(made)))
+    stage = declare(made, HelixConfig(float8=True), build_mesh(1, "cpu"), ["none"] * len(layers)).stage
+    return describe_float8(stage.model.values(), "tensorwise", torch.device("cpu"))
+
+
+def test_all_but_the_head() -> None:
+    said = described(**WIDE)
+    assert said.startswith("float8=tensorwise: 14 linears of this rank multiply in fp8, ")
+    assert "; not in fp8: 1 (the head or a router); emulated on this CPU" in said
+
+
+def test_experts_and_adapters_stay() -> None:
+    assert re.search(r"; not in fp8: (.*; )?\d+ \(experts\)", described(family="phimoe", **WIDE))
+    with pytest.raises(
+        ValueError, match=r"float8='tensorwise': no linear .* can multiply in fp8: 14 \(adapters\).*float8=None"
+    ):
+        described(lora={}, **WIDE)
+
+
+def test_routers_stay() -> None:
+    """Those of AFMoE are linears."""
+    config = default_config("AfmoeForCausalLM", 2)
+    config.num_experts = 16
+    model = AfmoeForCausalLM(config)
+    routers = [name for name, _ in model.named_parameters() if name.endswith("router.gate.weight")]
+    assert f" {len(routers) + 1} (the head or a router)" in described_of(model)
+
+
+def test_sizes_that_16_does_not_divide_stay() -> None:
+    said = described(**{**WIDE, "intermediate_size": 72})
+    assert said.startswith("float8=tensorwise: 8 linears ")
+    assert "6 (sizes that 16 does not divide)" in said
+
+
+def test_the_option() -> None:
+    assert [HelixConfig(float8=given).float8 for given in (True, False, None, "rowwise")] == [
+        "tensorwise",
+        None,
+        None,
+        "rowwise",
+    ]
+    with pytest.raises(
+        ValueError, match=r"float8='rowise' is unknown; use one of tensorwise, rowwise .did you mean 'rowwise'"
+    ):
+        HelixConfig(float8="rowise")
+    with pytest.raises(
+        TypeError, match="float8 must be a string, such as float8='rowwise', true for 'tensorwise', or None"
+    ):
+        HelixConfig(float8=8)  # type: ignore[arg-type]
