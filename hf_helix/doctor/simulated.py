@@ -101,7 +101,8 @@ class SimulatedModel:
         sizes, spread = case.sizes, case.spread_weights
         # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
         # kinds of operators.
-        options = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
+        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
+        options = *ways, case.float8, case.whole_logits
         slices = sizes.pp if case.spread_vocabulary else 1
         cut: tuple[object, ...] = (
             sizes.tp,
