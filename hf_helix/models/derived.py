@@ -225,7 +225,7 @@ class DerivedFamily(Family):
 
     @property
     def first_least(self) -> int:
-        return max(1, self.towers.deep_layers) if self.towers is not None and self._has_features else 1
+        return self.towers.deep_layers if self.towers is not None and self._has_features else 0
 
     def _last(self, b: Builder, x: str) -> str:
         """Returns the output of the last layer, behind which no features are left."""

@@ -257,7 +257,7 @@ class Family(ABC):
     @property
     def first_least(self) -> int:
         """The fewest layers of the first pipeline stage of the latest units, see `count_layers`."""
-        return 1
+        return 0
 
     def embedding_cost(self, model: Any, image_share: float) -> float:
         """Returns the work of a tower relative to a layer's work, by the sizes of the matrices; `image_share` is the

@@ -244,8 +244,13 @@ class Towers:
         table.forward, decoder.forward = recording, merging
 
     def declare(self, b: Builder, name: str, x: str) -> str:
-        """Adds the operator that puts features of images in their places among the embeddings `x` [tokens of this rank,
-        batch, hidden]."""
+        """Adds the operator that puts features of images in their places among the embeddings.
+
+        Args:
+            b: of the embedding unit.
+            name: of the operator.
+            x: the name of the embeddings [tokens of this rank, batch, hidden].
+        """
         drops = any(_drops(module) for module in self.modules)
 
         def merge(x: Tensor, images: Images | None) -> tuple[Tensor, ...]:

@@ -135,7 +135,7 @@ def place_units(
     layers_per_stage: Sequence[int] | None = None,
     of_slice: Callable[[int], MakeBuffers] | None = None,
     embedding_cost: float = 0.0,
-    first_least: int = 1,
+    first_least: int = 0,
 ) -> Stage:
     """Returns the stage of a rank: the embedding goes with the first layers, the head with the last.
 

@@ -58,7 +58,7 @@ def count_layers(
     head_cost: float = 0.0,
     layers_per_stage: Sequence[float] | None = None,
     first_half: float | None = None,
-    first_least: int = 1,
+    first_least: int = 0,
 ) -> list[float]:
     """Returns how many layers each virtual stage gets: the heaviest rank as light as can be, then the stages of every
     rank even. With `first_half`, layers are cut in the middle where the heaviest rank gets lighter by `WORTH_A_CUT`.
@@ -96,7 +96,7 @@ def count_layers(
         extra[0] += embedding_cost
         extra[-1] += head_cost
         first_least = min(first_least, num_layers - num_stages + 1)
-        counts = _lightest(num_layers, ranks, extra, first_least)
+        counts = _lightest(num_layers, ranks, extra, max(1, first_least))
         if first_half is not None and layers_per_stage is None:
             counts = _in_halves(counts, ranks, extra, first_half, first_least)
     if layers_per_stage is not None:
