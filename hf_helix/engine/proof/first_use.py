@@ -264,6 +264,7 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         cuda_graphs=False,
         shard_parameters=False,
         shard_optimizer=False,
+        reduce_gradients=AUTO,
         offload=None,
         dp_replicate_size=1,
     )

@@ -171,7 +171,13 @@ def rough_profile(layout: Layout) -> Profile:
 
 
 def seconds_per_step(profile: Profile, rank: int, count: int) -> float:
-    """Seconds of all weight gathers and gradient reductions of a pipeline rank in a window of `count` micro-batches."""
+    """Seconds of all weight gathers and gradient reductions of a pipeline rank.
+
+    Args:
+        profile: their times.
+        rank: of the pipeline.
+        count: micro-batches of the window.
+    """
     return sum(profile.times[name] for name in names_per_step(profile.layout, rank, count))
 
 

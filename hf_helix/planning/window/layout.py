@@ -288,8 +288,13 @@ def is_per_step(name: Name) -> bool:
 
 
 def names_per_step(layout: Layout, rank: int, count: int) -> list[Name]:
-    """Returns the weight gathers and gradient reductions of a pipeline rank in a window of `count` micro-batches; all
-    share a stream."""
+    """Returns the weight gathers and gradient reductions of a pipeline rank; all share a stream.
+
+    Args:
+        layout: of the units.
+        rank: of the pipeline.
+        count: micro-batches of the window; reductions of every micro-batch are listed as often.
+    """
     reductions, gathers = ([name for name, _ in named(layout)] for named in (named_reductions, named_gathers))
     times = {number: count if number in layout.reduced_often else 1 for number in layout.reductions_of(rank)}
     return [reductions[number] for number in times for _ in range(times[number])] + [
