@@ -18,6 +18,7 @@ from hf_helix.operators.communication.collectives import AllGather
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.vocab_tiles import Deferred
 
 LEAST_CAPABILITY = (8, 9)
 """The oldest compute capability with products in fp8: Ada (L40S, RTX 4090)."""
@@ -89,6 +90,7 @@ def describe_float8(units: Iterable[Unit], recipe: str, device: torch.device) ->
     in_float8, others = 0, Counter[str]()
     for unit in units:
         for operator in unit.operators.values():
+            operator = operator.operator if isinstance(operator, Deferred) else operator
             if isinstance(operator, GroupedLinear):
                 others["experts"] += 1
             if isinstance(operator, Linear):

@@ -171,22 +171,22 @@ class Deferred(TensorOperator):
     operator then hands its input on, and in backward the gradient of that input."""
 
     def __init__(self, operator: TensorOperator, head: HeadInTiles) -> None:
-        self._operator, self._head = operator, head
+        self.operator, self._head = operator, head
         self.has_saved_state = operator.has_saved_state
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return self._operator.parameters
+        return self.operator.parameters
 
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
-        return self._operator.weights_read_by(part)
+        return self.operator.weights_read_by(part)
 
     @property
     def cast_parameters(self) -> tuple[Tensor, ...]:
-        return self._operator.cast_parameters
+        return self.operator.cast_parameters
 
     def method_of(self, part: Part) -> Method:
-        run, is_forward = self._operator.method_of(part), part in (Part.F, Part.R)
+        run, is_forward = self.operator.method_of(part), part in (Part.F, Part.R)
 
         def run_or_pass(call: Call, *tensors: Tensor) -> Tensors:
             if self._head.is_used(call) and (call.training or not is_forward):

@@ -58,10 +58,12 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns arguments of which some are tensors of the host, as sizes of images are: they stay there, since code asks
     for their values, and beside tensors of the meta device they count as such."""
-    on_meta = {tensor.is_meta for tensor in tensors_in((args, kwargs))}
-    if on_meta == {False} and function.overloadpacket is torch.ops.aten._to_copy:
+    found = [*tensors_in((args, kwargs))]
+    of_host = [tensor for tensor in found if not tensor.is_meta]
+    if len(of_host) == len(found) > 0 and function.overloadpacket is torch.ops.aten._to_copy:
         return args, {**kwargs, "device": "cpu"}
-    if on_meta != {True, False} or function.overloadpacket in _INDEXING:
+    is_mixed = len(of_host) < len(found) and any(tensor.dim() for tensor in of_host)  # torch takes numbers itself
+    if not is_mixed or function.overloadpacket in _INDEXING:
         return args, kwargs
     given: tuple[Any, Any] = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
     return given

@@ -103,7 +103,7 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(
 
 def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: Any, tmp_path: Path):
     size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
-    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.7 * size)
+    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.4 * size)
     file = tmp_path / "helix.yaml"
     main(words_of("doctor", scarce, "--batch_tokens", "8k", "--write", file))
     said = capsys.readouterr().out

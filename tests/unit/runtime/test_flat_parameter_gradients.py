@@ -27,11 +27,11 @@ def test_gradients_that_were_moved_take_no_memory(dtype: torch.dtype) -> None:
         parameter.grad = torch.randn(parameter.shape).to(dtype)
         left.append(weakref.ref(parameter.grad))
         values.append(parameter.grad.clone())
-    gradients = FlatParameterGradients.take(flat)
-    assert gradients is not None
+    gradients = FlatParameterGradients(flat)
+    assert gradients.take()
     assert all((result() is None) == (dtype is torch.float32) for result in left)
-    work = gradients.reduce_scatter(2)
-    work()
+    for work in (gradients.reduce_scatter(), gradients.complete(2)):
+        work()
     del work
     assert all(result() is None for result in left)
     assert flat.shards[unused].grad is None
