@@ -41,6 +41,16 @@ AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = "offload"  # as "full", with what layers keep on the host
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
+CHOICES = {
+    "cp_method": (CP_METHODS, ""),
+    "cp_recurrence": (CP_RECURRENCES, ""),
+    "reduce_gradients": (REDUCE_GRADIENTS, ""),
+    "recompute": ((*RECOMPUTE, OFFLOAD), "to follow gradient_checkpointing"),
+    "offload": (OFFLOADS, "to keep everything on the device"),
+    "float8": (FLOAT8, "for products in the type of the run"),
+}
+"""Options with few values, and what None is for where None is one of them."""
+
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
     **{name: f"a whole number, such as {name}=1" for name in (*SIZES, "dp_replicate_size")},
@@ -259,17 +269,13 @@ class HelixConfig:
             )
 
     def _check_choices(self) -> None:
-        for name, known in (("cp_method", CP_METHODS), ("cp_recurrence", CP_RECURRENCES)):
-            if (given := getattr(self, name)) not in known:
+        for name, (known, without) in CHOICES.items():
+            given = getattr(self, name)
+            if given not in known and not (without and given is None):
                 raise ValueError(
                     f"{name}={given!r} is unknown; use one of {', '.join(known)}{nearest(str(given), known)}"
+                    + (f", or None {without}" if without else "")
                 )
-        modes = (*RECOMPUTE, OFFLOAD)
-        if self.recompute not in (None, *modes):
-            raise ValueError(
-                f"recompute={self.recompute!r} is unknown; use one of {', '.join(modes)}"
-                f"{nearest(str(self.recompute), modes)}, or None to follow gradient_checkpointing"
-            )
         if self.recompute == OFFLOAD and self.cuda_graphs is True:
             raise ValueError(
                 "recompute='offload' with cuda_graphs=True: layers' inputs lie elsewhere on the host in every window, "
@@ -277,21 +283,6 @@ class HelixConfig:
             )
         if isinstance(self.cuda_graphs, str) and self.cuda_graphs != AUTO:
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is unknown; use cuda_graphs='auto', true or false")
-        if self.reduce_gradients not in REDUCE_GRADIENTS:
-            raise ValueError(
-                f"reduce_gradients={self.reduce_gradients!r} is unknown; use one of {', '.join(REDUCE_GRADIENTS)}"
-                f"{nearest(self.reduce_gradients, REDUCE_GRADIENTS)}"
-            )
-        if self.offload not in (None, *OFFLOADS):
-            raise ValueError(
-                f"offload={self.offload!r} is unknown; use one of {', '.join(OFFLOADS)}"
-                f"{nearest(str(self.offload), OFFLOADS)}, or None to keep everything on the device"
-            )
-        if self.float8 not in (None, *FLOAT8):
-            raise ValueError(
-                f"float8={self.float8!r} is unknown; use one of {', '.join(FLOAT8)}"
-                f"{nearest(str(self.float8), FLOAT8)}, or None for products in the type of the run"
-            )
         axes = self.inter_node_axes
         if axes is not None and not isinstance(axes, tuple):
             raise TypeError(f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {axes!r}")

@@ -6,10 +6,7 @@ the piece `trainer`. Asked for is the idle share of a step from graphs, since no
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import release, synchronize
-from benchmarks.gpu.trainer import DRY, EAGER, HELIX, LONG, SHORT, WARM_UP, Case, make_trainer_of, model_of
+from benchmarks.gpu.timing import synchronize
+from benchmarks.gpu.trainer import DRY, EAGER, HELIX, LONG, SHORT, WARM_UP, Case, alone
 from hf_helix.runtime.trace import merge
 
 IDLE = 0.03
@@ -53,20 +50,10 @@ class _OneStep(TrainerCallback):
             self.profile.stop()
 
 
-@contextlib.contextmanager
-def _alone(case: Case, device: torch.device) -> Iterator[Any]:
-    """The Trainer of a case, alone on the device."""
-    release()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer_of(HELIX, model_of(case, device), case, folder, device.type == "cuda")
-        yield trainer
-        trainer.accelerator.free_memory()
-
-
 def _kernels(case: Case, device: torch.device) -> list[tuple[str, float, float]]:
     """Name, start and end in seconds of every kernel of a step; on a CPU of the operators that call no others."""
     step = _OneStep(device)
-    with _alone(case, device) as trainer:
+    with alone(HELIX, case, device) as trainer:
         trainer.add_callback(step)
         trainer.train()
     on_gpu = device.type == "cuda"

@@ -9,16 +9,17 @@ choose kernels.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, release, synchronize
@@ -191,29 +192,28 @@ def _train(name: str, case: Case, device: torch.device) -> Trained:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    model = model_of(case, device)
     timer = DeviceTimer(device)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer_of(name, model, case, folder, on_gpu)
+    with alone(name, case, device) as trainer:
+        model = trainer.model
         trainer.add_callback(timer)
         loss = trainer.train().training_loss
-        trainer.accelerator.free_memory()
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     issued, ran = zip(*timer.steps[WARM_UP - 1 :], strict=True)  # nothing comes before the first step to count from
     flops = token_flops(model).causal(case.sizes.length) * case.sizes.tokens
     return Trained(list(ran), list(issued), loss, peak, flops)
 
 
-def model_of(case: Case, device: torch.device) -> LlamaForCausalLM:
-    """A case's model, on the device."""
-    with device:
-        return make_model(_options(case.sizes))
-
-
-def make_trainer_of(name: str, model: LlamaForCausalLM, case: Case, folder: str, on_gpu: bool) -> Trainer:
-    """The trainer of a case, `HELIX` or `STOCK` by name."""
-    arguments = {"use_cpu": not on_gpu, "bf16": True, **case.arguments}
-    return make_trainer(name, model, _options(case.sizes), folder, case.helix, **arguments)
+@contextlib.contextmanager
+def alone(name: str, case: Case, device: torch.device) -> Iterator[Any]:
+    """The trainer of a case, `HELIX` or `STOCK` by name, with a model on the device, which it has to itself."""
+    release()
+    arguments = {"use_cpu": device.type != "cuda", "bf16": True, **case.arguments}
+    with tempfile.TemporaryDirectory() as folder:
+        with device:
+            model = make_model(_options(case.sizes))
+        trainer = make_trainer(name, model, _options(case.sizes), folder, case.helix, **arguments)
+        yield trainer
+        trainer.accelerator.free_memory()
 
 
 def _options(sizes: Sizes) -> argparse.Namespace:

@@ -101,9 +101,8 @@ class DoctorCommand(OnCluster):
         best = ranking.steps[0]
         chosen = self._chosen(ranking) if self.layout else best
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
-        supposes = self.network is not None or assumes_rows or self.state_bytes != STATES or best.case.offload
-        supposes = supposes or self.float8
-        if not supposes:  # a run is told nothing that was only supposed
+        usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
+        if usual and not assumes_rows:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""

@@ -70,11 +70,18 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
 def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> list[str]:
     """Returns the axes of a layout between nodes, under the names of `HelixConfig`. If weights are sharded (`spreads`),
     operators also communicate over data-parallel ranks."""
+    of_operators = ("tp", "cp", "ep", *["dp"] * spreads)
+    return [name for name, ring in used_rings(cluster, sizes).items() if ring.crosses and name in of_operators]
+
+
+def used_rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
+    """Returns the axes of a layout with several ranks, under the names of `HelixConfig`."""
     by_axis = rings(cluster, sizes)
-    used = {"tp": by_axis["tp"], "cp": by_axis["cp"]}
-    used |= {"ep": by_axis["experts"]} if sizes.ep > 1 else {}
-    used |= {"dp": by_axis["dp"]} if spreads else {}
-    return [name for name, ring in used.items() if ring.crosses]
+    return {
+        name: by_axis["experts" if name == "ep" else name]
+        for name in ("tp", "cp", "ep", "pp", "dp")
+        if getattr(sizes, name) > 1
+    }
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:

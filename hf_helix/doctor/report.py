@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.config import AUTO
-from hf_helix.doctor.estimate import rings
+from hf_helix.doctor.estimate import used_rings
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Case, Step
@@ -28,8 +28,6 @@ TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
-
-AXES = ("tp", "cp", "ep", "pp", "dp")
 
 WIDTH = 116  # columns of lists of layouts
 
@@ -103,8 +101,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
 
 def _network_text(cluster: Cluster, sizes: Sizes) -> str:
     """Returns which axes of a layout have ranks on several nodes, and which stay inside a node."""
-    by_axis = rings(cluster, sizes)
-    used = {name: by_axis["experts" if name == "ep" else name] for name in AXES if getattr(sizes, name) > 1}
+    used = used_rings(cluster, sizes)
     across = [
         f"{name} ({ring.within[-1]} neighbouring ranks on a node)" if ring.within[-1] > 1 else name
         for name, ring in used.items()

@@ -104,16 +104,7 @@ class SimulatedModel:
         ways = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
         options = *ways, case.float8, case.whole_logits
         slices = sizes.pp if case.spread_vocabulary else 1
-        cut: tuple[object, ...] = (
-            sizes.tp,
-            sizes.cp,
-            sizes.ep,
-            slices,
-            *options,
-            case.float8,
-            tuple(spread),
-            case.whole_logits,
-        )
+        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
         if case.streams_weights:  # the copies from the host change as well
             cut = *cut, tuple(spread.values())
         key = cut, case.batch, case.length, case.imbalance

@@ -405,9 +405,8 @@ def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
     capacity, or images) or takes gradients or activations."""
     on_host = case.offload or case.recompute == OFFLOAD
-    reads = (
-        any(op.host_read_sizes for pair in layout.graphs.values() for _, op in pair.entries()) or case.image_share > 0
-    )
+    operators = (op for pair in layout.graphs.values() for _, op in pair.entries())
+    reads = case.image_share > 0 or any(op.host_read_sizes for op in operators)
     return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
 
 

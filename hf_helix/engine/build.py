@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,15 +202,16 @@ def declare(
 
 def _with_reductions(stage: Stage, config: HelixConfig, mesh: Mesh) -> Layout:
     """Returns the layout of a stage with gradient reductions, see `HelixConfig.reduce_gradients`."""
-    once, often = (layout_with_reductions(stage.layout, stage.model, mesh, each) for each in (False, True))
+    made = partial(layout_with_reductions, stage.layout, stage.model, mesh)
     if not config.shard_parameters or config.reduce_gradients != AUTO:
-        return often if config.reduce_gradients == EVERY_MICROBATCH else once
-    ranks = range(often.num_ranks)
-    full = max(sum(often.reductions[number].bytes for number in often.reductions_of(rank)) for rank in ranks)
+        return made(often=config.reduce_gradients == EVERY_MICROBATCH)
+    once = made()
+    ranks = range(once.num_ranks)
+    full = max(sum(once.reductions[number].bytes for number in once.reductions_of(rank)) for rank in ranks)
     memory = 1e9 * config.memory_gb if config.memory_gb is not None else math.inf
     if mesh.device.type == "cuda" and config.memory_gb is None:
         memory = torch.cuda.get_device_properties(mesh.device).total_memory
-    return often if full > FULL_GRADIENTS * memory else once
+    return made(often=True) if full > FULL_GRADIENTS * memory else once
 
 
 def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Parameter]:

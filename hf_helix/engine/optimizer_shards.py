@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_helix.checkpoint.slices import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import meet
@@ -63,8 +64,8 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
         if callable(method):
             function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    if any(flat.host is not None and flat.is_trained for flat in stage.flat_parameters):
-        HostStep(optimizer, stage, streams)
+    if on_host := [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]:
+        HostStep(optimizer, on_host, streams)
     optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
@@ -108,10 +109,9 @@ class HostStep:
     step all at once.
     """
 
-    def __init__(self, optimizer: Any, stage: Stage, streams: Streams) -> None:
+    def __init__(self, optimizer: Any, flats: Sequence[FlatParameter], streams: Streams) -> None:
         self._optimizer, self._streams = optimizer, streams
         self._steps_parts = type(optimizer).__module__.startswith("torch.optim.")
-        flats = [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]
         # Weights in the order of their first use. The gradients of the first come last, so its turn is later.
         self._first = flats[0]
         self._flats = [*flats[1:-1], *flats[:1], *flats[1:][-1:]]

@@ -82,9 +82,10 @@ def recompute_units(units: Sequence[Unit], modes: Sequence[str], link: HostLink)
     """
     left = iter(modes)
     suffix = "_again" if len(set(modes)) > 1 else ""
-    links = {OFFLOAD: link}
     return [
-        unit.recomputed(mode := next(left), suffix, links.get(mode)) if unit.graphs.forward.repeats else unit
+        unit.recomputed(mode := next(left), suffix, link if mode == OFFLOAD else None)
+        if unit.graphs.forward.repeats
+        else unit
         for unit in units
     ]
 

@@ -156,7 +156,7 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
     stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
     # Besides, a window has the full gradients of sharded weights: all, or where every micro-batch reduces them, few.
-    trained = [flat for flat in flats if any(shard.requires_grad for shard in flat.shards.values())]
+    trained = [flat for flat in flats if flat.is_trained]
     often = [runner.buckets[number].flat for number in runner.buckets_reduced_often]
     sizes = {flat: flat.length * flat.shard.element_size() for flat in trained}
     missing += sum(size for flat, size in sizes.items() if flat not in often)

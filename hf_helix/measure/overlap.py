@@ -379,7 +379,7 @@ def _sent(bucket: Bucket, runner: Runner, count: int) -> int:
 def bytes_spared(flat: FlatParameter) -> int:
     """Returns the bytes of weights and AdamW's states that this rank saves by sharding a flat parameter."""
     weight = flat.shard.element_size()
-    states = STATES if any(shard.requires_grad for shard in flat.shards.values()) else 0
+    states = STATES if flat.is_trained else 0
     kept = (weight + states) * flat.shard.numel()
     if flat.host is not None:
         copy = flat.buffer if isinstance(flat, Zero1FlatParameter) else flat.host.copy

@@ -1,4 +1,4 @@
-"""What a user of the wheel runs first: `make package` and test_wheel.py run it by a Python that has the wheel and not
+"""What a user of the wheel runs first: `make package` and test_package.py run it by a Python that has the wheel and not
 the clone.
 
 In:   the README's example, the launcher's files and the demo's command of the clone; `--without_demo` leaves the demo

@@ -225,6 +225,7 @@ def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> 
 
 
 FORMAT = "hf_helix.proof/1"
+PROVEN_OPTIONS = ("cp_method", "cp_recurrence", "recompute", "schedule", "float8")
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
@@ -305,10 +306,7 @@ def _key(digest: str, model: Any, config: HelixConfig, mesh: Mesh) -> dict[str, 
         "graphs": digest,
         "source": _source_digest(kind),
         "layout": describe({**mesh.sizes, "dp": 1}),
-        "options": " ".join(
-            f"{name}={getattr(config, name)}" for name in ("cp_method", "cp_recurrence", "recompute", "schedule")
-        )
-        + f" float8={config.float8}" * bool(config.float8),
+        "options": " ".join(f"{name}={getattr(config, name)}" for name in PROVEN_OPTIONS),
         "attention": str(model.config._attn_implementation),
         "device": mesh.device.type,
         "kernels": _kernels(),

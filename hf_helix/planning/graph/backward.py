@@ -121,7 +121,9 @@ def backward_parts(graph: Graph) -> BackwardParts:
 
 def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
     """The graph of ordered backward operators; values that forward copied to the host are copied up first."""
-    operators = [*_copies_up(graph), *(_reading_copies(op, graph) for op in operators)]
+    away = {op.reads[0]: op.writes[0] for op in graph.operators if op.kind is Kind.DOWN}
+    if away:
+        operators = [*_copies_up(away), *(replace(op, reads=_seen_again(op.reads, away)) for op in operators)]
     read = {value for op in operators for value in (*op.reads, *op.weights)}
     return Graph(
         name=graph.name,
@@ -136,17 +138,10 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
     )
 
 
-def _copies_up(graph: Graph) -> Iterator[Operator]:
-    """Yields the copies from the host, prefetched, of what forward copied there."""
-    for op in (each for each in graph.operators if each.kind is Kind.DOWN):
-        (value,), (on_host,) = op.reads, op.writes
+def _copies_up(away: Mapping[str, str]) -> Iterator[Operator]:
+    """Yields the copies from the host, prefetched, of values that forward copied there under other names."""
+    for value, on_host in away.items():
         yield Operator(name=f"{value}.up", kind=Kind.UP, part=Part.R, reads=(on_host,), writes=(f"r.{value}",), ahead=1)
-
-
-def _reading_copies(op: Operator, graph: Graph) -> Operator:
-    """Returns a backward operator with copied values in the place of those that forward copied to the host."""
-    away = {value for each in graph.operators if each.kind is Kind.DOWN for value in each.reads}
-    return replace(op, reads=_seen_again(op.reads, away)) if away.intersection(op.reads) else op
 
 
 def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, ...]:

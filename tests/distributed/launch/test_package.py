@@ -1,11 +1,14 @@
-"""The sdist and the wheel hold the package and nothing else; the command runs from the wheel alone."""
+"""The sdist and the wheel hold the package and nothing else; from the wheel alone, the command runs, and what a user
+runs first."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -64,6 +67,25 @@ def test_the_command_runs_from_the_wheel(built: Path, tmp_path: Path) -> None:
     assert "transformers" in run(sys.executable, "-m", "hf_helix", "env", **told)
     listed = run(sys.executable, "-m", "hf_helix", "cluster", "--list", **told)
     assert "h100x8" in listed, "clusters are in the wheel"
+
+
+def test_a_user_of_the_wheel(built: Path, tmp_path: Path) -> None:
+    """The wheel is alone in an environment of its own; the packages that it requires are read from this environment."""
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "environment", with_pip=False)
+    programs = tmp_path / "environment" / "bin"
+    install = [sys.executable, "-m", "pip", "--python", programs / "python", "install", "--no-deps", "--quiet", wheel]
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # pip would find the clone there
+    subprocess.run(install, env=alone, check=True)
+    (packages,) = (tmp_path / "environment").glob("lib/*/site-packages")
+    (packages / "required.pth").write_text(sysconfig.get_path("purelib"))  # without its .pth files: not the clone
+    launcher = programs / "accelerate"
+    launcher.write_text(f"#!{programs / 'python'}\nfrom accelerate.commands.accelerate_cli import main\nmain()\n")
+    launcher.chmod(0o755)
+    script = ROOT / "tests" / "support" / "packaged.py"
+    done = subprocess.run([programs / "python", script, "--without_demo"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "$ accelerate launch" in done.stdout
 
 
 def test_the_citation_is_of_this_version() -> None:
