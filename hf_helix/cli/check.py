@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, argument, config_option, option
-from hf_helix.config import HelixConfig
+from hf_helix.config import FLOAT8, HelixConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,9 +40,10 @@ class CheckCommand(Command):
     Compared are losses, every gradient by name, and the logits of predict(), in fp32 on random weights
     large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
     divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to
-    the largest (1e-4). Of the model only the configuration is read. Its own sizes are cut on the meta device, without
-    memory, to see if heads, layers and experts divide; what is compared is made small, unless --as_is keeps the sizes.
-    Without any size, the usual layouts are checked.
+    the largest (1e-4). With --float8, the error of products in fp8 beside bf16 is printed as well. Of the model only
+    the configuration is read. Its own sizes are cut on the meta device, without memory, to see if heads, layers and
+    experts divide; what is compared is made small, unless --as_is keeps the sizes. Without any size, the usual layouts
+    are checked.
     """
 
     model: str = argument(
@@ -52,6 +53,7 @@ class CheckCommand(Command):
     pp_size: int | None = config_option("pp_size", default=None)
     cp_size: int | None = config_option("cp_size", default=None)
     ep_size: int | None = config_option("ep_size", default=None)
+    float8: str | None = config_option("float8", default=None, choices=FLOAT8)
     imports: list[str] | None = option(None, "modules with families of your own, such as starcoder2 for starcoder2.py")
     as_is: bool = option(False, "keep the sizes of the configuration")
     operators: bool = option(
@@ -65,7 +67,8 @@ class CheckCommand(Command):
         from hf_helix.engine.proof.verdict import Proof
         from hf_helix.testing import configs_for, layout_text, prove_layouts
 
-        asked = {name: size for name, size in self.of_config().items() if size is not None}
+        asked = {name: value for name, value in self.of_config().items() if value is not None}
+        product = {"float8": asked.pop("float8", None)}
         given = self.model if is_class(self.model) else configuration_file(self.model)
         sys.path.insert(0, "")  # a console script has the folder of its own file there
         for module in self.imports or []:
@@ -79,7 +82,7 @@ class CheckCommand(Command):
         configs = configs_for(subject, [asked] if asked else None)
         misfits = _misfits(subject, configs)
         proofs = [Proof(subject.name, layout_text(each), refusal=reason) for each, reason in misfits]
-        layouts = [each.option_sizes for each in configs if each not in dict(misfits)]
+        layouts = [{**each.option_sizes, **product} for each in configs if each not in dict(misfits)]
         for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
             proofs.append(proof)
             if not proof.refusal:

@@ -57,7 +57,7 @@ class DoctorCommand(OnCluster):
     offload: str = option(
         AUTO,
         "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
-        "auto: the optimizer where nothing fits without, the parameters where nothing fits with that",
+        "auto: the optimizer where that is faster, the parameters where nothing fits otherwise",
         choices=(AUTO, "none", *OFFLOADS),
     )
     top: int = option(5, "how many layouts are shown")
@@ -83,8 +83,8 @@ class DoctorCommand(OnCluster):
         base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
         for offload in OFFLOADS if self.offload == AUTO else ():
-            if not ranking.steps:
-                ranking = replace(self, offload=offload)._search(simulated, cluster, tokens, self.top)
+            if not ranking.steps or (offload == OFFLOADS[0] and self._is_short_of_memory(ranking)):
+                ranking = ranking.merged(replace(self, offload=offload)._search(simulated, cluster, tokens, self.top))
         if not ranking.steps:
             family_of(base).digest(base)  # raises where no layout at all can be made
             rivals = ranking.fitting_rivals(cluster)
@@ -140,6 +140,10 @@ class DoctorCommand(OnCluster):
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
 
+    def _is_short_of_memory(self, ranking: Ranking) -> bool:
+        """Returns whether the fastest layout recomputes, while memory of devices has optimizer states."""
+        return ranking.steps[0].case.recompute != "none" and not self.lora_r
+
     def _chosen(self, ranking: Ranking) -> Step:
         """Returns the step of `layout`.
 
@@ -163,7 +167,7 @@ class DoctorCommand(OnCluster):
         cluster, found = self.scaled_cluster(), []
         changes: list[dict[str, Any]] = [{"lora_r": 16}] if not self.lora_r else []
         changes += [{"state_bytes": 2}] if self.state_bytes == STATES and not self.lora_r else []
-        changes += [{"offload": OFFLOADS[0]}] if self.offload not in OFFLOADS and not self.lora_r else []
+        changes += [{"offload": OFFLOADS[0]}] if self.offload == "none" and not self.lora_r else []
         changes += [{"gpus": f"{2 * cluster.nodes}x{cluster.devices_per_node}"}]
         changes += [{"network": "100gbit"}] if cluster.nodes > 1 and not self.network else []
         for change in changes:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_helix.cli.common import configuration_file, join, start
 from hf_helix.cli.options import Command, config_option, option
-from hf_helix.config import AXES, OFFLOAD, RECOMPUTE, HelixConfig
+from hf_helix.config import AXES, FLOAT8, OFFLOAD, RECOMPUTE, HelixConfig
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import Profile
@@ -48,6 +48,7 @@ class ProfileCommand(Command):
     microbatches: int = option(4, "micro-batches in the window that is timed")
     bf16: bool = option(False, "matrix products in bf16, as TrainingArguments(bf16=True)")
     recompute: str = config_option("recompute", default="none", choices=(*RECOMPUTE, OFFLOAD))
+    float8: str | None = config_option("float8", default=None, choices=FLOAT8)
     output: Path = option(Path("profile.json"), "where the profile is written")
     trace: Path | None = option(None, "also write a Perfetto trace of a window, under the plan `greedy`")
 

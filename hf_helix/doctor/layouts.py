@@ -72,6 +72,13 @@ class Ranking:
         """Returns the fastest step with data parallelism alone; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
 
+    def merged(self, other: Ranking) -> Ranking:
+        """Returns the faster of two searches, for each combination of parallel sizes."""
+        best: dict[Sizes, Step] = {}
+        for step in sorted((*self.steps, *other.steps), key=lambda step: -step.tokens_per_second):
+            best.setdefault(step.case.sizes, step)
+        return Ranking([*best.values()], [each for each in other.dropped if each.case.sizes not in best], self.rivals)
+
     def fitting_rivals(self, cluster: Cluster) -> list[RivalStep]:
         """Returns the rivals that fit."""
         return [each for each in self.rivals if each.step.memory.total <= cluster.device.memory]

@@ -445,9 +445,9 @@ class Executor:
                 self._sent.append((event, value))
 
     def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
-        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
+        """Lets the compute stream wait for what barriers wait for of a micro-batch."""
         for key, event in list(strand.events.items()):
-            if event.kind is not Kind.PIPELINE and key not in but:
+            if event.kind.is_awaited and key not in but:
                 self._wait(event)
                 del strand.events[key]
 

@@ -41,6 +41,11 @@ class Kind(Enum):
     def copies(self) -> bool:
         return self in (Kind.UP, Kind.DOWN)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether barriers wait for it: collectives and copies up, but neither transfers nor copies to the host."""
+        return self not in (Kind.COMPUTE, Kind.PIPELINE, Kind.DOWN)
+
 
 class Part(Enum):
     """Forward, full backward, input gradient (dgrad), weight gradient (wgrad), or recomputed forward (R)."""

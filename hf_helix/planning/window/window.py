@@ -43,7 +43,7 @@ Times = Mapping[Name, float]
 """Seconds of each operator."""
 
 STREAMS = tuple(Kind)
-COMPUTE, PIPELINE, GRADIENTS = map(STREAMS.index, (Kind.COMPUTE, Kind.PIPELINE, Kind.GRADIENTS))
+COMPUTE, GRADIENTS = map(STREAMS.index, (Kind.COMPUTE, Kind.GRADIENTS))
 NONE = -1
 
 
@@ -145,7 +145,7 @@ class Pattern:
         ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
             and for a prefetched operator the writers of the inputs of the unit listed with it.
         prefetch_readers: of each prefetched instruction, the readers of its values, or of what is gathered from these.
-        is_awaited: whether a barrier waits for the instruction: collectives, unless prefetched.
+        is_awaited: whether a barrier waits for the instruction, see `Kind.is_awaited`; not if prefetched.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -168,10 +168,7 @@ class Pattern:
         self.size_sources = [self._size_source(*each) for each in zip(self.instructions, self.operators, strict=True)]
         self.ordered_after = [after for key, span in self.spans.items() for after in self._ordered_after(*key, span)]
         self.prefetch_readers = self._prefetch_readers()
-        self.is_awaited = [
-            stream not in (COMPUTE, PIPELINE) and not op.ahead
-            for stream, op in zip(self.streams, self.operators, strict=True)
-        ]
+        self.is_awaited = [op.kind.is_awaited and not op.ahead for op in self.operators]
 
     def _needs(self) -> list[list[int]]:
         forwards: dict[tuple[int, str], int] = {}

@@ -113,6 +113,23 @@ def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: A
     assert load_config_from_file(str(file)).num_processes == 2
 
 
+def test_states_go_to_the_host_where_the_best_layout_recomputes(one_process: None, capsys: Any, tmp_path: Path):
+    size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
+    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.4 * size)
+
+    def rows(*words: str) -> dict[str, tuple[bool, int]]:
+        """Of each layout, whether the host has states, and its tokens a second."""
+        main(words_of("doctor", scarce, "--batch_tokens", "8k", *words))
+        found = re.findall(r"^((?:\w\w \d(?: x )?)+)(.*?) ([\d,]+) +\d+% ", capsys.readouterr().out, re.MULTILINE)
+        return {name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, how, rate in found}
+
+    usual, without = rows(), rows("--offload", "none")
+    assert without.keys() <= usual.keys() and any(on_host for on_host, _ in usual.values())
+    assert not any(on_host for on_host, _ in without.values())
+    for name, (on_host, rate) in usual.items():
+        assert rate > without[name][1] if on_host and name in without else rate >= without.get(name, (False, 0))[1]
+
+
 def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsys: Any, tmp_path: Path):
     nodes = {"nodes": 2, "devices_per_node": 1, "network": {"gb_per_s": 0.1, "latency_us": 100}}
     two, file = cluster_file(tmp_path / "two.yaml", **nodes), tmp_path / "helix.yaml"

@@ -362,6 +362,10 @@ def test_inputs_of_layers_on_the_host_leave_room():
     assert full.memory.copies == away.memory.copies
     for kind in (Kind.UP, Kind.DOWN):
         assert away.loads[kind] * CLUSTER.host.bandwidth == pytest.approx(8 * 12 * kept)
+    slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 300))
+    busy = simulate_step(paper.amounts(away.case), away.case, slow)
+    assert busy.loads[Kind.DOWN] > 0.5 * busy.loads[Kind.COMPUTE]
+    assert busy.exposed[Kind.DOWN] < 0.2 * busy.loads[Kind.DOWN], "no barrier waits for copies down"
 
 
 def test_smaller_states_leave_room():
