@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, OFFLOAD
 from hf_helix.doctor.estimate import used_rings
 from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
@@ -94,7 +94,9 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
     if step.host:
-        yield f"  host          {bytes_text(step.host):>13}    of each node, for weights, states and gradients"
+        states = ["weights, states and gradients"] if case.offload else []
+        held = states + ["inputs of layers"] * (case.recompute == OFFLOAD)
+        yield f"  host          {bytes_text(step.host):>13}    of each node, for {' and '.join(held)}"
     if step.memory.total > budget:
         yield "  It does not fit."
 

@@ -156,7 +156,8 @@ class Step:
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
-    host: float = 0.0  # bytes of a node's host with weights, states and gradients; 0 if these are on devices
+    # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -397,7 +398,8 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         replayed,
         clock.fidelity,
         window.drawing,
-        (PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0,
+        ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0)
+        + cluster.devices_per_node * _inputs_on_host(amounts, case, layout),
     )
 
 
@@ -408,6 +410,23 @@ def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     operators = (op for pair in layout.graphs.values() for _, op in pair.entries())
     reads = case.image_share > 0 or any(op.host_read_sizes for op in operators)
     return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
+
+
+def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
+    """Returns the most bytes of inputs of layers that a rank has on its host, waiting for their backward passes."""
+    copied = dict.fromkeys(layout.units, 0)
+    for name, op in named_operators(layout):
+        if op.kind is Kind.DOWN:
+            copied[name[0]] += sum(each.bytes for each in amounts.operators[name].transfers)
+    most = 0
+    for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches, layout.is_spread):
+        for slots in schedule:
+            waiting = 0
+            for action in (action for slot in slots for action in slot.actions if action.computation_type != "W"):
+                inputs = sum(copied[layout.units[unit]] for unit in layout.chunks[action.stage])
+                waiting += inputs if action.computation_type == "F" else -inputs
+                most = max(most, waiting)
+    return most
 
 
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:

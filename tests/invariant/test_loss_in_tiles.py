@@ -53,6 +53,10 @@ SPREAD = {"pp_size": 2, "schedule": "auto", "spread_vocabulary": True}
         pytest.param(2, SPREAD, {"num_hidden_layers": 4}, marks=SLOW),
         pytest.param(4, {"tp_size": 2, **SPREAD}, {"num_hidden_layers": 4}, marks=SLOW),
         pytest.param(2, {"shard_optimizer": True, "recompute": "full"}, TIED, marks=SLOW),
+        pytest.param(4, {"pp_size": 4}, {"num_hidden_layers": 8, **TIED}, marks=SLOW),
+        pytest.param(4, {**SPREAD, "pp_size": 4}, {"num_hidden_layers": 8}, marks=SLOW),
+        pytest.param(4, {"pp_size": 2, "shard_optimizer": True}, {"num_hidden_layers": 4}, marks=SLOW),
+        pytest.param(4, {"pp_size": 2, "shard_parameters": True}, {"num_hidden_layers": 4, **TIED}, marks=SLOW),
     ],
 )
 def test_as_the_stock_trainer(ranks: int, options: dict[str, Any], model: dict[str, Any], like_stock: Any) -> None:

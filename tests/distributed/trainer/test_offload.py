@@ -32,8 +32,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tp_size": 2, "pp_size": 2},
     "tp2 shard_parameters": {"tp_size": 2, "shard_parameters": True},
     "copies": {"shard_parameters": True, "dp_replicate_size": 2},
+    "pp4": {"pp_size": 4},
+    "pp2 shard_optimizer": {"pp_size": 2, "shard_optimizer": True},
+    "pp2 shard_parameters": {"pp_size": 2, "shard_parameters": True},
 }
-FOUR = ("tp2 pp2", "tp2 shard_parameters", "copies")  # ranks
+FOUR = ("tp2 pp2", "tp2 shard_parameters", "copies", "pp4", "pp2 shard_optimizer", "pp2 shard_parameters")  # ranks
 OPTIMIZER, PARAMETERS = OFFLOADS
 BF16 = {"bf16": True}
 TIED = {"model": {"tie_word_embeddings": True}}
@@ -50,6 +53,8 @@ def options_of(
 ) -> dict[str, Any]:
     """Options of a job: clipped, over two micro-batches."""
     options = {"plan": "greedy", **LAYOUTS[layout], **(helix or {}), "offload": offload}
+    if layout == "pp4":
+        more["model"] = {"num_hidden_layers": 8, **more.get("model", {})}
     if "ep2" in layout:
         more["model"] = {"family": "mixtral", **more.get("model", {})}
     return {
@@ -83,6 +88,7 @@ def cases() -> list[Any]:
     slow: list[tuple[str, str, dict[str, Any]]] = [
         *((layout, kind, {"training": BF16}) for layout in LAYOUTS for kind in OFFLOADS),
         *((layout, kind, {}) for layout in two for kind in OFFLOADS),
+        *(("pp4", kind, {"training": BF16, **TIED}) for kind in OFFLOADS),
         *((layout, kind, plain_sgd) for layout in ("tp2", "dp2") for kind in OFFLOADS),
         ("pp2", OPTIMIZER, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
         ("pp2", PARAMETERS, {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}),
@@ -188,7 +194,8 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
         pytest.param("pp2", {"helix": {"plan": "round_robin", "schedule": "1f1b"}}, marks=SLOW),
         pytest.param("pp2", {"helix": {"plan": "dhelix", "schedule": "dualpipe_v"}}, marks=SLOW),
         pytest.param("shard_parameters", {"training": BF16}, marks=SLOW),
-        pytest.param("ep2", {}, marks=SLOW),
+        *(pytest.param(layout, {}, marks=SLOW) for layout in ("ep2", "tp2 pp2", "pp4", "pp2 shard_parameters")),
+        pytest.param("pp4", TIED, marks=SLOW),
         pytest.param("tp2", {"helix": TUNED}, marks=SLOW),
     ],
     ids=str,
@@ -199,7 +206,8 @@ def test_inputs_of_layers_on_the_host_have_the_bits_of_those_on_the_device(
     """`recompute="offload"` and "full"."""
     for mode in ("full", "offload"):
         helix = {**options.get("helix", {}), "recompute": mode}
-        cluster_of(2).run(JOB, folder=str(tmp_path / mode), **options_of(layout, None, **{**options, "helix": helix}))
+        given = options_of(layout, None, **{**options, "helix": helix})
+        cluster_of(4 if layout in FOUR else 2).run(JOB, folder=str(tmp_path / mode), **given)
     assert_same(tmp_path / "offload", tmp_path / "full")
 
 

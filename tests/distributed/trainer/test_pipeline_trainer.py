@@ -70,12 +70,15 @@ def test_pipelines_equal_the_stock_trainer(case: str, tp: int, dp: int, like_sto
 
 
 TIED = {"num_hidden_layers": 8, "tie_word_embeddings": True}
+HALVES = (1, 1, 1.5, 1.5, 1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("ranks", "options", "case"),
     [
         (4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}),
+        pytest.param(4, {"pp_size": 4}, {"model": {"num_hidden_layers": 8}}, marks=SLOW),
+        pytest.param(4, {"pp_size": 4, "layers_per_stage": HALVES}, {"model": {"num_hidden_layers": 9}}, marks=SLOW),
         pytest.param(2, {"layers_per_stage": (1.5, 1, 1.5, 1)}, {"model": {"num_hidden_layers": 5}}, marks=SLOW),
         pytest.param(4, {"shard_optimizer": True}, jobs.PADDED, marks=SLOW),
         (4, {"shard_parameters": True, "recompute": "selective"}, {"model": {"tie_word_embeddings": True}}),

@@ -360,6 +360,10 @@ def test_inputs_of_layers_on_the_host_leave_room():
     kept = 4 * 64 * LENGTH  # bytes of an input, in fp32
     assert 8 * kept < full.memory.activations - away.memory.activations < 12 * kept
     assert full.memory.copies == away.memory.copies
+    assert (full.host, away.host) == (0, CLUSTER.devices_per_node * 18 * kept), "half of the next micro-batch, too"
+    case = replace(away.case, sizes=Sizes(pp=4), schedule="1f1b", plan="greedy")
+    pipeline = simulate_step(paper.amounts(case), case, CLUSTER)
+    assert pipeline.host == 4 * 4 * 3 * kept, "the first rank has four micro-batches in its three layers"
     for kind in (Kind.UP, Kind.DOWN):
         assert away.loads[kind] * CLUSTER.host.bandwidth == pytest.approx(8 * 12 * kept)
     slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 300))
