@@ -12,7 +12,7 @@ from transformers import AfmoeForCausalLM
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
-from hf_helix.engine.float8 import describe_float8
+from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
@@ -58,6 +58,27 @@ def test_sizes_that_16_does_not_divide_stay() -> None:
     said = described(**{**WIDE, "intermediate_size": 72})
     assert said.startswith("float8=tensorwise: 8 linears ")
     assert "6 (sizes that 16 does not divide)" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip"), [((8, 0), None), ((8, 6), None), ((7, 5), None), ((9, 4), "6.2")], ids=str
+)
+def test_devices_without_such_products_are_refused(
+    capability: tuple[int, int], hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "the device")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    cuda = torch.device("cuda", 0)
+    said = rf"float8='rowwise' on the device \(compute capability {capability[0]}.{capability[1]}\): .* use float8=None"
+    with pytest.raises(ValueError, match=said):
+        check_float8("rowwise", cuda)
+    check_float8(None, cuda)
+    check_float8("rowwise", torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    for newer in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, newer=newer: newer)
+        check_float8("rowwise", cuda)
 
 
 def test_the_option() -> None:
