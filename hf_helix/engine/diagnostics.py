@@ -25,7 +25,7 @@ from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.cuda_graphs import WindowGraphs
-from hf_helix.runtime.distributed.agreement import all_gather_object, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -124,7 +124,7 @@ class Diagnostics:
 
     @contextlib.contextmanager
     def _repeated_window(self, asked: str) -> Iterator[list[MicroBatch]]:
-        meet(f"{asked}() is called")
+        agree_on_action(f"{asked}() is called")
         if not self.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         if self.graphs is not None:

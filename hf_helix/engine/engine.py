@@ -65,7 +65,12 @@ from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs
-from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks, meet, sum_over_ranks
+from hf_helix.runtime.distributed.agreement import (
+    agree_on_action,
+    agree_on_window,
+    check_same_on_all_ranks,
+    sum_over_ranks,
+)
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
 from hf_helix.runtime.failures.heartbeat import collective, watched
@@ -346,7 +351,7 @@ class Engine(Diagnostics):
         if self.mesh.dp_size == 1 or not self.family.trains_towers():
             return
         has_images = any(map(self.family.reads_images, batches))
-        if all(meet("a window is trained", [has_images, not has_images])):
+        if all(agree_on_action("a window is trained", [has_images, not has_images])):
             raise ValueError(
                 f"with {self.mesh.dp_size} data-parallel ranks, some have images in a step and others have none, and "
                 "the towers are trained: freeze them (requires_grad_(False) before the trainer is made), give every "
@@ -495,7 +500,7 @@ class Engine(Diagnostics):
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
-        meet("a batch is evaluated")
+        agree_on_action("a batch is evaluated")
         self._check_unchanged()
         agree_on_window([batch], self.mesh.batch_group)
         self.check_value_bounds(batch)

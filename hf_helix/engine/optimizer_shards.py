@@ -24,7 +24,7 @@ from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
-from hf_helix.runtime.distributed.agreement import meet
+from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import issue_copy
@@ -198,14 +198,14 @@ def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
 @contextlib.contextmanager
 def unsharded(stage: Stage, what: str) -> Iterator[None]:
     """Returns the context in which every rank has the full weights that replicas shard; `what` is the action, see
-    `meet`. Collective."""
+    `agree_on_action`. Collective."""
     with plain_parameters():
         for flat in stage.flat_parameters:
             flat.check_resharded()
         # Some full buffers include the shard that ranks step, so writes to their parameters would stay.
         before = {flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.has_shard}
         with watched():
-            meet(what)
+            agree_on_action(what)
             for flat in stage.flat_parameters:
                 flat.unshard(flat.gather())
     try:

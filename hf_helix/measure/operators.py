@@ -321,7 +321,7 @@ class Bench:
 
     def _call(self, timed: TimedOperator) -> Call:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.strand(self.batch, no_sources, training=True).call(
+        return self.runner.executor.begin(self.batch, no_sources, training=True).call(
             timed.unit, timed.op.forward_name, unit
         )
 

@@ -31,7 +31,7 @@ from torch.nn import functional
 from hf_helix.operators.param_shard import EXPERTS
 from hf_helix.operators.torch_functions import is_tagged_elementwise
 from hf_helix.operators.zero.host_shard import arrived
-from hf_helix.runtime.distributed.agreement import meet
+from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
@@ -109,7 +109,7 @@ class Division:
     def _reduce(self, tensor: Tensor) -> None:
         if world_size() > 1:
             with watched():
-                meet(f"{self.name} is read, {tensor.numel()} numbers of {tensor.dtype}")
+                agree_on_action(f"{self.name} is read, {tensor.numel()} numbers of {tensor.dtype}")
                 dist.all_reduce(tensor)
 
 
@@ -409,7 +409,7 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
             return NotImplemented
         if not has_gradients:  # perhaps in a callback, on a single rank
             with watched():
-                meet(f"{weight._division.name} is used")
+                agree_on_action(f"{weight._division.name} is used")
         return placed.linear(value, weight, bias)
 
 

@@ -34,12 +34,12 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
-from hf_helix.runtime.microbatch import MicroBatch, Strand
+from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.streams import Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given
-before its reader runs, see `Strand.given`."""
+before its reader runs, see `MicroBatchState.given`."""
 
 
 def no_sources(batch: MicroBatch) -> Mapping[Key, Tensor | None]:
@@ -216,7 +216,7 @@ class Executor:
         training: bool,
         reduce_gradients: ReduceGradients | None = None,
         at_barrier: Callable[[], object] | None = None,
-        strands: dict[int, Strand] | None = None,
+        states: dict[int, MicroBatchState] | None = None,
     ) -> KeptValues:
         """Issues every instruction of a program.
 
@@ -227,8 +227,8 @@ class Executor:
             training: whether there will be a backward pass.
             reduce_gradients: see `ReduceGradients`; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
-            strands: the strands that an earlier program has begun, by micro-batch; afterwards those that this program
-                has not ended. None where a program ends every strand.
+            states: the states that an earlier program has begun, by micro-batch; afterwards those that this program
+                has not ended. None where a program ends every state.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -241,8 +241,8 @@ class Executor:
                 self._wait(flat.host.copied)
         try:
             with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-                strands = {} if strands is None else strands
-                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, strands)
+                states = {} if states is None else states
+                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, states)
         finally:
             self._sent.clear()  # of a program that has failed
             self._gathered.clear()
@@ -272,12 +272,12 @@ class Executor:
         training: bool,
         reduce_gradients: ReduceGradients | None,
         at_barrier: Callable[[], object] | None,
-        strands: dict[int, Strand],
+        states: dict[int, MicroBatchState],
     ) -> KeptValues:
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
-                self._barrier(strands, include_ahead=at_barrier is not None)
+                self._barrier(states, include_ahead=at_barrier is not None)
                 if at_barrier is not None:
                     at_barrier()
                 continue
@@ -289,53 +289,53 @@ class Executor:
                 self._gather(step, step.gathers, microbatches)
                 continue
             microbatch = step.microbatch + later
-            strand = strands.get(microbatch)
-            if strand is None:
-                strand = strands[microbatch] = self.strand(microbatches[microbatch], sources, training)
-            if strand.given:
-                self._add_given(step, strand)
+            state = states.get(microbatch)
+            if state is None:
+                state = states[microbatch] = self.begin(microbatches[microbatch], sources, training)
+            if state.given:
+                self._add_given(step, state)
             if step.adds_to and reduce_gradients is not None:
                 for number in step.adds_to:
                     reduce_gradients(number, step.op.kind, microbatch)
             if step.communicates:
-                self._communicate(step, step.op, strand)
+                self._communicate(step, step.op, state)
             else:
-                self._compute(step, step.op, strand)
+                self._compute(step, step.op, state)
             for flat, key in step.returns:
-                flat.reshard(strand.values[key])
+                flat.reshard(state.values[key])
             for key in step.frees:
-                del strand.values[key]
-                if strand.events:
-                    strand.events.pop(key, None)
+                del state.values[key]
+                if state.events:
+                    state.events.pop(key, None)
             if step.ends:
-                self._drain(strand)
-                kept[microbatch] = strands.pop(microbatch).values
+                self._drain(state)
+                kept[microbatch] = states.pop(microbatch).values
         while self._sent:
             self._wait(self._sent.popleft()[0])
         while self._gathered:
             self._wait(self._gathered.popitem()[1])
         return kept
 
-    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
-        """Returns the strand of a micro-batch before its first operator.
+    def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
+        """Returns the state of a micro-batch before its first operator.
 
         Args:
             batch: the micro-batch.
             sources: the values before the first operator.
             training: whether dropout draws.
         """
-        return Strand(batch.key, batch.prepare(), training, self.seed, self._precision, {**sources(batch)})
+        return MicroBatchState(batch.key, batch.prepare(), training, self.seed, self._precision, {**sources(batch)})
 
-    def peek(self, strand: Strand, key: Key) -> Tensor:
+    def peek(self, state: MicroBatchState, key: Key) -> Tensor:
         """Returns a value that no program frees, once the compute stream may read it."""
-        if key in strand.events:
-            self._wait(strand.events.pop(key))
-        return strand.values[key]
+        if key in state.events:
+            self._wait(state.events.pop(key))
+        return state.values[key]
 
-    def take(self, strand: Strand, key: Key) -> Tensor:
+    def take(self, state: MicroBatchState, key: Key) -> Tensor:
         """Returns a value as `peek` does, and forgets it."""
-        value = self.peek(strand, key)
-        del strand.values[key]
+        value = self.peek(state, key)
+        del state.values[key]
         return value
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
@@ -363,18 +363,18 @@ class Executor:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = issue_gather(self.streams, flat, label)
 
-    def _add_given(self, step: BoundInstruction, strand: Strand) -> None:
+    def _add_given(self, step: BoundInstruction, state: MicroBatchState) -> None:
         """Adds gradients from outside to those that an operator is the first to read."""
         for key in step.reads:
-            given = strand.given.pop(key, None)
+            given = state.given.pop(key, None)
             if given is not None:
-                if key in strand.events:
-                    self._wait(strand.events.pop(key))
-                known = strand.values.get(key)
-                strand.values[key] = given if known is None else known + given
+                if key in state.events:
+                    self._wait(state.events.pop(key))
+                known = state.values.get(key)
+                state.values[key] = given if known is None else known + given
 
-    def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
-        values, events, trace = strand.values, strand.events, self.streams.trace
+    def _compute(self, step: BoundInstruction, op: Operator, state: MicroBatchState) -> None:
+        values, events, trace = state.values, state.events, self.streams.trace
         if self._gathered:
             for flat in step.awaited:
                 if flat in self._gathered:
@@ -383,16 +383,16 @@ class Executor:
             for key in step.needs:
                 if key in events:
                     self._wait(events.pop(key))
-        call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
+        call = state.calls.get(step.place) or state.call(*step.place, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
-        call.training = strand.training and step.keeps
+        call.training = state.training and step.keeps
         run = step.method(values) if step.weights else step.run
         if step.adds:
             call.partials = tuple([None if key is None else values[key] for key in step.adds])
         if trace is None:
             outputs = run(call, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(strand.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.place[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
             outputs = self.streams.compute(lambda: run(call, *inputs), label)
@@ -403,8 +403,8 @@ class Executor:
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
-        values, events, trace = strand.values, strand.events, self.streams.trace
+    def _communicate(self, step: BoundInstruction, op: Operator, state: MicroBatchState) -> None:
+        values, events, trace = state.values, state.events, self.streams.trace
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))
@@ -415,16 +415,16 @@ class Executor:
         after = [events[key] for key in step.reads if key in events] if events else ()
         label = op.name
         if trace is not None:
-            label = self.label(strand.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.place[0], op)
             trace.note("issue", label)
-        call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
+        call = state.calls.get(step.place) or state.call(*step.place, step.unit)
         outputs, work = step.prepare(call, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output
             events[key] = event
         if op.ahead:
-            strand.ahead.update(step.writes)
+            state.ahead.update(step.writes)
         if step.sends:
             self._sent += [(event, value) for value in inputs]
             if op.kind is Kind.DOWN:  # once a layer
@@ -444,14 +444,14 @@ class Executor:
             else:
                 self._sent.append((event, value))
 
-    def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
+    def _drain(self, state: MicroBatchState, but: Collection[Key] = ()) -> None:
         """Lets the compute stream wait for what barriers wait for of a micro-batch."""
-        for key, event in list(strand.events.items()):
+        for key, event in list(state.events.items()):
             if event.kind.is_awaited and key not in but:
                 self._wait(event)
-                del strand.events[key]
+                del state.events[key]
 
-    def _barrier(self, strands: Mapping[int, Strand], include_ahead: bool) -> None:
+    def _barrier(self, states: Mapping[int, MicroBatchState], include_ahead: bool) -> None:
         """Lets the compute stream wait for collectives; those issued ahead only with `include_ahead`."""
-        for strand in strands.values():
-            self._drain(strand, but=() if include_ahead else strand.ahead)
+        for state in states.values():
+            self._drain(state, but=() if include_ahead else state.ahead)

@@ -1,4 +1,4 @@
-"""Strands: micro-batches on their way through the units.
+"""Micro-batches, and their state on the way through the units.
 
 In:   the side inputs of a micro-batch, made when its first operator runs.
 Out:  live values, pending communication, and the operators' state for backward.
@@ -51,8 +51,8 @@ class MicroBatch:
 
 
 @dataclass(slots=True)
-class Strand:
-    """A micro-batch, from its first operator to its last.
+class MicroBatchState:
+    """The state of a micro-batch, from its first operator to its last.
 
     Attributes:
         key, training, seed, precision: as of `MicroBatch` and `Executor`.

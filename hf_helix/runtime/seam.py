@@ -23,7 +23,7 @@ from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import ReduceGradients, no_sources
 from hf_helix.runtime.gradients.reduce import GradientReducer
-from hf_helix.runtime.microbatch import MicroBatch, Strand
+from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.runner import Runner
 
 
@@ -33,12 +33,12 @@ class DecoderCall:
 
     Attributes:
         pieces: its micro-batches.
-        strands: their state between the forward and the backward pass.
+        states: their state between the forward and the backward pass.
         gradients: of values that the call returned, a tensor for each piece; None before the caller's backward pass.
     """
 
     pieces: Sequence[MicroBatch]
-    strands: Sequence[Strand]
+    states: Sequence[MicroBatchState]
     gradients: dict[Key, Sequence[Tensor]] | None = None
 
 
@@ -87,8 +87,8 @@ class CalledDecoder:
         """
         count, segments = len(pieces), self._segments_for(len(pieces), asked)
         earlier = self._next(count)
-        strands = dict(enumerate(earlier.strands)) if earlier else {}
-        if not strands:
+        states = dict(enumerate(earlier.states)) if earlier else {}
+        if not states:
             self.runner.stage.mark_weights_stale()
         program = segments.both if earlier else segments.forward
         self.num_fused += earlier is not None
@@ -101,12 +101,12 @@ class CalledDecoder:
             self.runner.absent_gradients,
             training=True,
             reduce_gradients=reduce_gradients,
-            strands=strands,
+            states=states,
         )
-        held, read = [strands[count + place] for place in range(count)], segments.read_backward
+        held, read = [states[count + place] for place in range(count)], segments.read_backward
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         takes = {key: executor.peek if key in read else executor.take for key in here}
-        values = {key: [take(strand, key) for strand in held] for key, take in takes.items()}
+        values = {key: [take(state, key) for state in held] for key, take in takes.items()}
         return DecoderCall(pieces, held), values
 
     @plain_parameters()
@@ -157,10 +157,10 @@ class CalledDecoder:
 
     def _run_backward(self, call: DecoderCall) -> None:
         program = self._segments_for(len(call.pieces)).backward
-        strands = dict(enumerate(self._started(call).strands))
+        states = dict(enumerate(self._started(call).states))
         _, reduce_gradients = self._reducing()
         self.runner.executor.run(
-            program, call.pieces, no_sources, training=True, reduce_gradients=reduce_gradients, strands=strands
+            program, call.pieces, no_sources, training=True, reduce_gradients=reduce_gradients, states=states
         )
 
     def _next(self, count: int) -> DecoderCall | None:
@@ -174,11 +174,11 @@ class CalledDecoder:
         return None
 
     def _started(self, call: DecoderCall) -> DecoderCall:
-        """Returns a call whose strands have its gradients."""
+        """Returns a call whose states have its gradients."""
         assert call.gradients is not None
         for key, pieces in call.gradients.items():
-            for strand, gradient in zip(call.strands, pieces, strict=True):
-                strand.given[self._gradient_of(key)] = gradient
+            for state, gradient in zip(call.states, pieces, strict=True):
+                state.given[self._gradient_of(key)] = gradient
         call.gradients = None
         return call
 

@@ -22,7 +22,7 @@ from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.runtime.executor import Executor, Sources
-from hf_helix.runtime.microbatch import MicroBatch, Strand
+from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
@@ -66,12 +66,12 @@ class LifetimeTrace(Trace):
         super().__init__()
         self.values: dict[Allocated, list[Key]] = defaultdict(list)
         self._meter = meter
-        self._strands: list[Strand] = []
+        self._states: list[MicroBatchState] = []
         self._seen: set[Key] = set()
 
-    def follow(self, strand: Strand) -> None:
-        """Notes the values of a strand from now on."""
-        self._strands.append(strand)
+    def follow(self, state: MicroBatchState) -> None:
+        """Notes the values of a micro-batch from now on."""
+        self._states.append(state)
 
     def note(self, verb: str, label: str) -> None:
         if verb != "wait":
@@ -83,7 +83,7 @@ class LifetimeTrace(Trace):
 
     def _begin(self, label: str | None) -> None:
         self._meter.begin(label)
-        for key, value in ((key, value) for strand in self._strands for key, value in strand.values.items()):
+        for key, value in ((key, value) for state in self._states for key, value in state.values.items()):
             copies = [copy for copy in vars(value).get("copies", {}).values() if isinstance(copy, Tensor)]
             for tensor in (*copies, *([] if key in self._seen else [value])):
                 allocated = self._meter.allocation_of(tensor)
@@ -93,7 +93,7 @@ class LifetimeTrace(Trace):
 
 
 class WatchedExecutor(Executor):
-    """An executor whose strands a `LifetimeTrace` follows."""
+    """An executor whose micro-batches a `LifetimeTrace` follows."""
 
     def __init__(
         self, watch: LifetimeTrace, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
@@ -101,10 +101,10 @@ class WatchedExecutor(Executor):
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
-    def strand(self, batch: MicroBatch, sources: Sources, training: bool) -> Strand:
-        strand = super().strand(batch, sources, training)
-        self._watch.follow(strand)
-        return strand
+    def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
+        state = super().begin(batch, sources, training)
+        self._watch.follow(state)
+        return state
 
 
 def lifetimes_of(

@@ -37,7 +37,7 @@ from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import plain_parameters
@@ -181,7 +181,7 @@ class HelixModel:
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
         with watched():
-            meet(_WINDOWS)
+            agree_on_action(_WINDOWS)
             agree_on_number(0, self.engine.mesh.device, self.engine.value_bounds([]))  # another rank may have a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -196,7 +196,7 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
-            meet(_WINDOWS)
+            agree_on_action(_WINDOWS)
             self.engine.limits.raise_if_invalid(
                 agree_on_number(len(batches), mesh.device, self.engine.value_bounds(batches))
             )
@@ -267,7 +267,7 @@ class HelixModel:
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes the checkpoint of the unsplit model's `save_pretrained`."""
-        meet("model.save_pretrained() is called")
+        agree_on_action("model.save_pretrained() is called")
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -33,7 +33,7 @@ from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
-from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -75,7 +75,7 @@ class CheckpointHooks(TrainerAttributes):
         self._health = Health(self.args.device)
         prepare_for_interrupts(self)
         with watched():
-            meet("trainer.train() is called")
+            agree_on_action("trainer.train() is called")
             if resume_from_checkpoint or self._saves:
                 self._settle_stream()
             folder = self._find_checkpoint(resume_from_checkpoint)
@@ -230,7 +230,7 @@ class CheckpointHooks(TrainerAttributes):
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
         name = f"{atomic.PREFIX}-{self.state.global_step}"
         with watched():
-            meet(f"{name} is saved")
+            agree_on_action(f"{name} is saved")
             self._health.check()
             decide_on_rank_0(lambda: atomic.recover(Path(folder), _is_complete))
             self._staging, self._push_waits = os.path.join(folder, atomic.STAGING), False
@@ -279,7 +279,7 @@ class CheckpointHooks(TrainerAttributes):
     @overrides("Trainer", "ranks would wait for rank 0, which waits for them")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
-        meet("trainer.save_model() is called")
+        agree_on_action("trainer.save_model() is called")
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_helix.checkpoint.manifest import NAME
-from hf_helix.runtime.distributed.agreement import meet
+from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.failures.endings import advise_on_interrupt
 
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -60,7 +60,7 @@ class CallbackDecisions:
         asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
         mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
-        *flags, begins, inside, ends = meet(f"training goes on after {event}", mine)
+        *flags, begins, inside, ends = agree_on_action(f"training goes on after {event}", mine)
         self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
         if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]

@@ -19,7 +19,7 @@ from hf_helix.integrations.trainer.checks import check_evaluation, check_overrid
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.operators.vocab_logits import VocabLogits
-from hf_helix.runtime.distributed.agreement import meet
+from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.failures.heartbeat import watched
 
 # The output of `use_cache`, renamed by Transformers 5.24.
@@ -76,7 +76,7 @@ class EvaluationHooks(TrainerAttributes):
         if not loss_only and self.helix.seam is None:
             check_outputs(self.model.config, ignore_keys)
         with watched():
-            meet(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
+            agree_on_action(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
             self._health.check()
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]
@@ -110,7 +110,7 @@ class EvaluationHooks(TrainerAttributes):
 
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
-        meet("a batch is evaluated")
+        agree_on_action("a batch is evaluated")
         assert self.helix.seam is not None
         self.helix.seam.step = self.state.global_step
         with self._gathering():

@@ -18,7 +18,7 @@ from transformers.trainer_utils import HPSearchBackend
 from hf_helix.integrations.trainer.checks import check_arguments
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
-from hf_helix.runtime.distributed.agreement import decide_on_rank_0, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
 # Options of a study that would end a trial, or the search, on rank 0 alone.
@@ -55,7 +55,7 @@ class SearchHooks(TrainerAttributes):
         given.apply_defaults()
         _check_options(given.arguments["backend"], given.arguments["kwargs"])
         self._num_trials = 0
-        meet("trainer.hyperparameter_search() is called")
+        agree_on_action("trainer.hyperparameter_search() is called")
         try:
             best = stock(*args, **kwargs)
         except _SearchEnded:

@@ -60,7 +60,7 @@ from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, check_same_on_all_ranks
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch
@@ -157,7 +157,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
         """Compares the options of the ranks, builds the mesh, and starts the heartbeat. Collective."""
-        meet("HelixTrainer is made")
+        agree_on_action("HelixTrainer is made")
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
         check_same_on_all_ranks(f"{shared_options(self.helix_config)}\n{shared}", "options")

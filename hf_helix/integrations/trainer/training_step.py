@@ -27,7 +27,7 @@ from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.batch_inputs import count_targets
-from hf_helix.runtime.distributed.agreement import agree_on_number, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
@@ -144,7 +144,7 @@ class WindowHooks(TrainerAttributes):
         if self.helix.seam is not None:
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
-            meet("trainer.training_step() is called")
+            agree_on_action("trainer.training_step() is called")
             self.helix.check_value_bounds(inputs)
             window = self._window = FetchedWindow([inputs])
             scale = self._scale_of_one(inputs, num_items_in_batch)
@@ -166,7 +166,7 @@ class WindowHooks(TrainerAttributes):
             )
         if window.losses is None:
             if type(self).training_step is not WindowHooks.training_step:
-                meet("a window is trained")  # a user's override may have started with work on a single rank
+                agree_on_action("a window is trained")  # a user's override may have started with work on a single rank
             window.losses = self._run_window(window, self.loss_scale(num_items_in_batch, self._num_parts))
         loss = window.losses[window.num_returned]
         window.num_returned += 1

@@ -31,7 +31,7 @@ TOGETHER = "every rank must do so; write it without `if trainer.is_world_process
 awaited = ""  # the action that this rank is about to take, while it waits for the others
 
 
-def meet(what: str, flags: Sequence[bool] = ()) -> list[bool]:
+def agree_on_action(what: str, flags: Sequence[bool] = ()) -> list[bool]:
     """Waits until every rank is about to take the same action. Collective, before any other collective of the action:
     the message has one size for all actions, so ranks with different actions find out, and do not communicate by
     mistake.

@@ -64,7 +64,7 @@ def is_same(one: str, other: str) -> bool:
     return one.split(" ", 2)[2:] == other.split(" ", 2)[2:]
 
 
-def claim(description: str) -> str:
+def claim_full_error(description: str) -> str:
     """Returns the description of the rank that prints its error in full on this host: the first caller.
 
     The ranks of a host share the folder of torchrun's error files; without a folder the result is empty.
@@ -82,7 +82,7 @@ def claim(description: str) -> str:
         return ""
 
 
-def finish(limit: float) -> None:
+def wait_for_full_error(limit: float) -> None:
     """Waits until the full error is printed, at most `limit` seconds: when the first rank ends, torchrun ends the
     others."""
     folder = _shared_folder()

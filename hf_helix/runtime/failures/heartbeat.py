@@ -293,7 +293,7 @@ def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[.
         _follow(number, culprit)
         return
     mine = endings.describe(error, number)
-    first = endings.claim(mine)
+    first = endings.claim_full_error(mine)
     told = _watch.report(mine) if _watch is not None else mine
     if (first or told) == mine:
         endings.record(endings.print_error(error, trace, show))
@@ -333,7 +333,7 @@ def _leave() -> None:
         # Destroying groups with work pending can hang; the peers have been told.
         sys.stdout.flush()
         sys.stderr.flush()
-        endings.finish(GRACE)
+        endings.wait_for_full_error(GRACE)
         os._exit(_status)
     if _watch is not None:
         _watch.close()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.models import arguments
 
-from hf_helix.runtime.distributed.agreement import agree_on_number, agree_on_window, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, agree_on_window
 
 
 def agree_on_count_of_rank(counts: list[int]) -> None:
@@ -82,9 +82,9 @@ def test_every_tensor_of_a_window_is_compared(cluster_of: Any) -> None:
 def meet_at(places: list[str]) -> tuple[list[bool], str]:
     arguments("unused")
     rank = dist.get_rank()
-    shared = meet("all is well", [rank == 1, False, rank == 0])
+    shared = agree_on_action("all is well", [rank == 1, False, rank == 0])
     try:
-        meet(places[rank])
+        agree_on_action(places[rank])
     except RuntimeError as error:
         return shared, str(error)
     return shared, ""

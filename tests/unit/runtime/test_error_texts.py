@@ -48,22 +48,22 @@ def test_a_check_shows_the_frame_of_the_user_and_the_sentence(capsys: pytest.Cap
 
 def test_a_rank_waits_for_the_one_that_says_it(error_file: Path) -> None:
     """Else torchrun would end that one in the middle of its sentence."""
-    endings.finish(60)  # nobody says anything
+    endings.wait_for_full_error(60)  # nobody says anything
     claimed = error_file.parents[1] / "hf_helix_failure"
     claimed.write_text("rank 0 failed: ValueError: no")
     said = claimed.with_name("hf_helix_failure.said")
     threading.Timer(0.3, said.touch).start()
-    endings.finish(60)
+    endings.wait_for_full_error(60)
     assert said.exists()
     # The rank that says it does not wait.
-    endings.claim("rank 1 failed: ValueError: no")
-    endings.finish(60)
+    endings.claim_full_error("rank 1 failed: ValueError: no")
+    endings.wait_for_full_error(60)
     assert (error_file.parents[1] / "hf_helix_failure.said").exists()
 
 
 def test_without_a_launcher_nobody_knows_who_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert endings.claim("rank 1 failed: ValueError: no") == ""
+    assert endings.claim_full_error("rank 1 failed: ValueError: no") == ""
 
 
 def test_the_error_file_is_what_torch_reads(error_file: Path) -> None:
