@@ -23,8 +23,8 @@ from torch.utils import swap_tensors
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from hf_helix.checkpoint.cut_parameters import UnshardedParameters, materialize
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.slices import UnshardedParameters, materialize
 from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED, Placement

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_helix.checkpoint.cut_parameters import UnshardedParameters
 from hf_helix.checkpoint.load import ModelTensor, model_tensors
 from hf_helix.checkpoint.reader import open_safetensors
-from hf_helix.checkpoint.slices import UnshardedParameters
 from hf_helix.runtime.distributed.agreement import on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_helix.checkpoint.cut_parameters import UnshardedParameters, join_slices
 from hf_helix.checkpoint.files import (
     CheckpointLayout,
     PendingCheckpoint,
@@ -32,7 +33,6 @@ from hf_helix.checkpoint.files import (
 )
 from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
-from hf_helix.checkpoint.slices import UnshardedParameters, join_slices
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_helix.checkpoint.cut_parameters import cut_parameters
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
-from hf_helix.checkpoint.slices import cut_parameters
 from hf_helix.config import AUTO, EVERY_MICROBATCH, HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.float8 import use_float8

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.checkpoint.slices import has_slices
+from hf_helix.checkpoint.cut_parameters import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import arrived

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.slices import full_parameter
+from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters

@@ -11,7 +11,7 @@ from support.models import arguments, sequences, tiny
 from torch import Tensor
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.slices import full_parameter
+from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler

@@ -25,7 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_helix.checkpoint.slices import full_parameter
+from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
 from hf_helix.engine.evaluate import evaluate_batch

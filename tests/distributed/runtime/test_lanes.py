@@ -16,7 +16,7 @@ from support.comparisons import assert_same_bits
 from support.models import arguments
 from torch import Tensor
 
-from hf_helix.checkpoint.slices import full_parameter
+from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.param_shard import Placement
