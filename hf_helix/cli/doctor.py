@@ -188,6 +188,8 @@ class DoctorCommand(OnCluster):
         """Returns the layouts with enough memory, the fastest first; `leading` are predicted at higher fidelity."""
         from hf_helix.doctor.layouts import Search
 
+        offload = self.offload if self.offload in OFFLOADS else None
+        work = f"simulating layouts{f', offload {offload}' if offload else ''}"
         with progress_bar() as progress:
             return Search(
                 simulated.amounts,
@@ -202,10 +204,10 @@ class DoctorCommand(OnCluster):
                 expert_capacity_factor=self.expert_capacity_factor,
                 state_bytes=self.state_bytes,
                 cuda_graphs=self.cuda_graphs,
-                offload=self.offload if self.offload in OFFLOADS else None,
+                offload=offload,
                 image_share=simulated.image_share(self.sequence_length),
                 float8=self.float8,
-                progress=lambda share: progress("simulating layouts", share),
+                progress=lambda share: progress(work, share),
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,

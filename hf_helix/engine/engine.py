@@ -330,11 +330,9 @@ class Engine(Diagnostics):
     def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Refuses a step in which some replicas alone have gradients of a tower, or whose features reach beyond the
         first stage; says once that the split of layers over stages counts no tower. Collective."""
-        config, towers, layout = self.config, self.family.towers, self.runner.layout
+        config, towers = self.config, self.family.towers
         if config.pp_size > 1 and any(map(self.family.reads_images, batches)):
-            stages = ([layout.units[unit] for unit in layout.chunks[stage]] for stage in sorted(layout.chunks))
-            wholes = ([n for n in names if layout.graphs[n].forward.repeats and FRONT not in n] for names in stages)
-            first, needed = len(next(filter(None, wholes), [])), self.family.first_least
+            first, needed = self._first_layers, self.family.first_least
             if first < needed:
                 raise ValueError(
                     f"the first pipeline stage has {first} whole layers, and images add features behind {needed}; use "
@@ -357,6 +355,14 @@ class Engine(Diagnostics):
                 "the towers are trained: freeze them (requires_grad_(False) before the trainer is made), give every "
                 "micro-batch an image, or use tp_size, cp_size or pp_size for all ranks"
             )
+
+    @functools.cached_property
+    def _first_layers(self) -> int:
+        """The number of whole layers of the first pipeline stage that has layers."""
+        layout = self.runner.layout
+        stages = ([layout.units[unit] for unit in layout.chunks[stage]] for stage in sorted(layout.chunks))
+        wholes = ([n for n in names if layout.graphs[n].forward.repeats and FRONT not in n] for names in stages)
+        return len(next(filter(None, wholes), []))
 
     @plain_parameters()
     def _check_trainable(self) -> None:
