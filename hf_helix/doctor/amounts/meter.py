@@ -289,6 +289,24 @@ class _Mixer(torch.autograd.Function):
         return None, None, *(torch.empty_like(tensor) for tensor in tensors)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """torch's fused RMS norm, a kernel forward and two backward; on the meta device torch takes it apart."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.meter = meter
+        meter.note(Kernel(OTHER, 0.0, 2 * _bytes([value])))
+        return value.new_empty(value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        value, weight = ctx.saved_tensors
+        for tensors in (3, 2):  # the gradient of the value is written, that of the weight is a sum
+            ctx.meter.note(Kernel(OTHER, 0.0, tensors * _bytes([value])))
+        return None, value.new_empty(value.shape), torch.empty_like(weight)
+
+
 def _by_token(like: Tensor, size: int) -> Tensor:
     """Returns an empty [batch, heads, tokens, size] with the heads of a token contiguous, as fused kernels return."""
     batch, heads, tokens, _ = like.shape
@@ -311,7 +329,7 @@ def meta_as(backend: str) -> Iterator[None]:
 
 
 class FusedKernels(TorchFunctionMode):
-    """Counts attention and recurrent mixers as one kernel each, which the meta device has not."""
+    """Counts attention, RMS norms and recurrent mixers as the kernels of a GPU, which the meta device has not."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -321,6 +339,8 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
+        if function is functional.rms_norm and args[0].is_meta:
+            return _RmsNorm.apply(self._meter, args[0], kwargs["weight"])
         if isinstance(call := getattr(function, "call", None), MixerCall):
             return _Mixer.apply(self._meter, call, *args)
         return function(*args, **kwargs)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from support.simulated import counted
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from hf_helix.doctor.amounts.meter import Meter, attention_kernel, mixer_kernel
+from hf_helix.doctor.amounts.meter import FusedKernels, Meter, attention_kernel, mixer_kernel
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.small_config import default_config
 from hf_helix.models.trace.mixers import MixerCall
@@ -65,6 +66,22 @@ def test_attention_and_half_of_it_where_it_is_causal() -> None:
     for is_backward, torchs in ((False, forward), (True, backward)):
         assert attention_kernel(q, k, v, False, is_backward).flops == torchs
         assert attention_kernel(q, k, v, True, is_backward).flops == torchs / 2
+
+
+def test_a_norm_inside_of_a_segment_is_a_kernel_and_two_backward() -> None:
+    """Not the steps that torch takes on the meta device, such as of the norms of queries and keys."""
+    value, weight = meta(2, 4, 8, 16).requires_grad_(), meta(16).requires_grad_()
+    meter = Meter([value, weight])
+    with meter, FusedKernels(meter):
+        for label in ("F", "B"):
+            meter.begin(label)
+            if label == "F":
+                out = functional.rms_norm(value, (16,), weight, 1e-6)
+            else:
+                torch.autograd.grad(out, (value, weight), torch.empty_like(out))
+        meter.begin(None)
+    moved = {label: [kernel.bytes for kernel in each.kernels] for label, each in meter.counted.items()}
+    assert moved == {"F": [2 * value.nbytes], "B": [3 * value.nbytes, 2 * value.nbytes]}
 
 
 RULE = MixerCall(
