@@ -57,7 +57,7 @@ class DoctorCommand(OnCluster):
     offload: str = option(
         AUTO,
         "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
-        "auto: the optimizer where that is faster, the parameters where nothing fits otherwise",
+        "auto: the optimizer where that is clearly faster, the parameters where nothing fits otherwise",
         choices=(AUTO, "none", *OFFLOADS),
     )
     top: int = option(5, "how many layouts are shown")
@@ -68,8 +68,9 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
+        from hf_helix.doctor.layouts import CLOSE
         from hf_helix.doctor.memory import STATES
-        from hf_helix.doctor.report import CLOSE, dropped_lines, help_lines, ranking_lines, shown_steps
+        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
         from hf_helix.models.registry import family_of

@@ -46,6 +46,7 @@ UNEVEN = 1.05  # times the mean work of a rank, from which on slices of the voca
 OFF = 0.1  # largest relative difference between the tokens of a step and the requested tokens
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
+CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
 
 SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 AmountsOf = Callable[[Case], Amounts]
@@ -73,11 +74,14 @@ class Ranking:
         return next((step for step in self.steps if is_plain(step.case)), None)
 
     def merged(self, other: Ranking) -> Ranking:
-        """Returns the faster of two searches, for each combination of parallel sizes."""
-        best: dict[Sizes, Step] = {}
-        for step in sorted((*self.steps, *other.steps), key=lambda step: -step.tokens_per_second):
-            best.setdefault(step.case.sizes, step)
-        return Ranking([*best.values()], [each for each in other.dropped if each.case.sizes not in best], self.rivals)
+        """Returns, for each combination of parallel sizes, the other search's step if that is clearly faster."""
+        best = {step.case.sizes: step for step in self.steps}
+        for step in other.steps:
+            mine = best.get(step.case.sizes)
+            if mine is None or step.tokens_per_second > (1 + CLOSE) * mine.tokens_per_second:
+                best[step.case.sizes] = step
+        steps = sorted(best.values(), key=lambda step: -step.tokens_per_second)
+        return Ranking(steps, [each for each in other.dropped if each.case.sizes not in best], self.rivals)
 
     def fitting_rivals(self, cluster: Cluster) -> list[RivalStep]:
         """Returns the rivals that fit."""

@@ -12,16 +12,13 @@ from textwrap import fill
 
 from hf_helix.config import AUTO, OFFLOAD
 from hf_helix.doctor.estimate import used_rings
-from hf_helix.doctor.layouts import Dropped, Ranking, is_plain
+from hf_helix.doctor.layouts import CLOSE, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Case, Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes, size_text
-
-CLOSE = 0.05
-"""Layouts with smaller differences of predictions are as good as each other: predictions are not more exact."""
 
 TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
 
