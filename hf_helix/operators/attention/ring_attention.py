@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, merge
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
@@ -101,7 +101,7 @@ class RingBlock(Computation):
         for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
             do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
-            parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
+            parts = self.kernel.backward(do, Attended(queries, k, v, o, stats), seen, self.scale)
             for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
                 total.add(part, where)
         # The gradient of the queries is summed over the blocks, in fp32; the gradient of keys and values travels.
