@@ -20,8 +20,8 @@ from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
-"""What of a code object says what it does."""
+_CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
+"""What of a code object says what it does, beside its constants."""
 
 
 def description(layer: nn.Module) -> str:
@@ -98,7 +98,7 @@ def same_code(one: Any, other: Any) -> bool:
         return True
     if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
         return False
-    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE if part != "co_consts"):
+    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE):
         return False
     if _constants(one) != _constants(other):
         return False

@@ -27,7 +27,7 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.attention import like_embeddings
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.trace.calls import LayerCalls, stock_forward
-from hf_helix.models.trace.opaque_calls import OPS, TOWERS, OpaqueCalls
+from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls
 from hf_helix.operators.param_shard import COPIED
 
 FEATURES = "features"
@@ -238,7 +238,7 @@ class Towers:
             if len(looked_up) != 1 or given is not looked_up[0]:
                 self.problem = self.problem or "its code computes with embeddings before its decoder is called"
             elif not self.problem:
-                kwargs["inputs_embeds"] = OPS.unary(given, opaque_calls.add(TOWERS, "", declare=self.declare))
+                kwargs["inputs_embeds"] = OPS.unary(given, opaque_calls.add(CallKind.TOWERS, "", declare=self.declare))
             return decode(*args, **kwargs)
 
         table.forward, decoder.forward = recording, merging
@@ -326,11 +326,7 @@ class Towers:
 
     def _features(self, found: Mapping[str, Any], further: Sequence[str]) -> list[Tensor]:
         """Returns what the decoder's code adds to the hidden states behind the first layers [batch, sequence, hidden],
-        layer by layer.
-
-        Args:
-            found: the arguments of the decoder.
-            further: the names of those that images alone bring.
+        layer by layer. `further` names the decoder's arguments that images alone bring.
 
         Raises:
             ValueError: the code does more than add.

@@ -89,13 +89,8 @@ class _Slice(torch.autograd.Function):
 
 
 def divided_logits(local: Tensor, axis: Axis, length: int) -> Tensor:
-    """Returns whole logits of this rank's slice; the slice itself on an axis of one rank.
-
-    Args:
-        local: [..., slice], cut by `cut_bounds`.
-        axis: the ranks with the other slices.
-        length: of the vocabulary.
-    """
+    """Returns whole logits of this rank's slice [..., slice], cut by `cut_bounds`; the slice itself on an axis of one
+    rank."""
     return local if axis.size == 1 else _whole(local, VocabDivision(axis, length))
 
 

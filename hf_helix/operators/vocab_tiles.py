@@ -67,15 +67,8 @@ class Tile(NamedTuple):
 
 
 def tiles_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> Iterator[Tile]:
-    """Yields tiles of at most `TOKENS` tokens.
-
-    Args:
-        hidden: [tokens, hidden].
-        weight: [rows, hidden].
-        bias: [rows].
-        dtype: of the products.
-        rows: the most rows of a tile.
-    """
+    """Yields tiles of at most `TOKENS` tokens of hidden states [tokens, hidden], and of at most `rows` rows of a head
+    [rows, hidden], with operands in a type."""
     for start in range(0, len(hidden), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)

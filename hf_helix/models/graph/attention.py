@@ -274,17 +274,10 @@ def _shared_attention(
     b: Builder, q: str, kv: str, kernel: AttentionKernel, attention: Attention, sinks: nn.Parameter | None
 ) -> str:
     """Adds causal attention over a sequence shared by context-parallel ranks, see
-    `hf_helix.operators.attention.ring_attention`.
-
-    Args:
-        q: queries [batch, heads, tokens of this rank, head_dim].
-        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; shorter values are filled up
-            with zeros.
-        sinks: one more logit for each of this rank's heads, or None.
-
-    Returns:
-        [tokens of this rank, batch, heads * length of values].
-    """
+    `hf_helix.operators.attention.ring_attention`: of queries [batch, heads, tokens of this rank, head_dim] to keys and
+    values [2, batch, key-value heads, tokens of this rank, head_dim], where shorter values are filled up with zeros.
+    `sinks` is one more logit for each of this rank's heads. Returns [tokens of this rank, batch, heads * length of
+    values]."""
     outputs = ("attention.out", "attention.lse")
     size, scale, window = b.cp.size, attention.options["scaling"], attention.sliding_window
     value: tuple[str, ...] = ()

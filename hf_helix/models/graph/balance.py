@@ -96,12 +96,8 @@ def add_part(b: Builder, balance: str, part: str | None) -> str:
 
 
 def balance_side_inputs(batch: Mapping[str, Any], batch_scale: float) -> dict[str, Any]:
-    """Returns the side inputs of `Balance.add_loss` for a micro-batch.
-
-    Args:
-        batch: from the data collator, uncut.
-        batch_scale: the factor of a loss of the full batch.
-    """
+    """Returns the side inputs of `Balance.add_loss` for a micro-batch; `batch_scale` is the factor of a loss of the
+    full batch."""
     return {ROWS: counted_in(batch).sum(), BALANCE_SCALE: batch_scale}
 
 

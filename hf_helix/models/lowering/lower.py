@@ -15,30 +15,14 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
-from hf_helix.models.graph.context import ATTENTION as COST_OF_ATTENTION
-from hf_helix.models.graph.context import LIGHT
+from hf_helix.models.graph.context import ATTENTION, LIGHT
 from hf_helix.models.lowering.experts import Experts
 from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
 from hf_helix.models.placement.rules import SAME
 from hf_helix.models.placement.value_placement import COLUMN, FULL, PARTIAL, ROW, SHARD, dim_of, name_of
 from hf_helix.models.stock_modules import is_silu
-from hf_helix.models.trace.opaque_calls import (
-    ATTENTION,
-    DROPOUT,
-    EXPERTS,
-    HIDE,
-    LAYER,
-    LINEAR,
-    LOOKUP,
-    MASK,
-    MIXER,
-    NORM,
-    TOWERS,
-    MaskOf,
-    OpaqueCall,
-    OtherMask,
-)
+from hf_helix.models.trace.opaque_calls import MASK, CallKind, MaskOf, OpaqueCall, OtherMask
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
 
@@ -97,19 +81,19 @@ class Lowering(Experts, Mixers):
         styles, placement = self.plan.placements.decisions.styles, self.plan.placement
         if other is node:
             return True
-        opaque, mine = self.trace.opaque_call(other), self.trace.opaque_call(node)
-        if opaque is None or mine is None or opaque.kind != LINEAR or args_of(other)[0] is not args_of(node)[0]:
+        if self.trace.kind_of(other) is not CallKind.LINEAR or args_of(other)[0] is not args_of(node)[0]:
             return False
-        if opaque.path == mine.path:  # a second call
+        path, mine = self.trace.path_of(other), self.trace.path_of(node)
+        if path == mine:  # a second call
             return False
         if len(placement(other).blocks) > 1 or len(placement(node).blocks) > 1:
             return False
-        return styles[other] == styles[node] and opaque.path.rpartition(".")[0] == mine.path.rpartition(".")[0]
+        return styles[other] == styles[node] and path.rpartition(".")[0] == mine.rpartition(".")[0]
 
     def _norm(self, node: Node, opaque: OpaqueCall) -> None:
         where = self.plan.placement(node).where
-        readers = [self.trace.opaque_call(user) for user in node.users if user in self.plan.needed]
-        lowers = all(reader is not None and reader.kind == LINEAR for reader in readers)
+        readers = [user for user in node.users if user in self.plan.needed]
+        lowers = all(self.trace.kind_of(reader) is CallKind.LINEAR for reader in readers)
         norm = self.module.get_submodule(opaque.path)
         self._set(node, self.b.norm(self._name(node), norm, self.value(args_of(node)[0], where), lowers))
 
@@ -184,7 +168,7 @@ class Lowering(Experts, Mixers):
         if segment.gate is not None:
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
-        cost = COST_OF_ATTENTION if segment.mixes else LIGHT
+        cost = ATTENTION if segment.mixes else LIGHT
         if node is plan.handed:
             self._set(node, b.indices(self._name(node), function, *names, side=side, **self._used_by(segment)))
             return
@@ -310,15 +294,15 @@ class Lowering(Experts, Mixers):
         x = self.value(args_of(node)[0], SHARD)
         self._set(node, opaque.details["declare"](self.b, self._name(node), x))
 
-    _OF_CALLS: ClassVar[dict[str, Callable[[Lowering, Node, OpaqueCall], None]]] = {
-        LINEAR: _linear,
-        NORM: _norm,
-        DROPOUT: _dropout,
-        LOOKUP: _lookup,
-        ATTENTION: _attention,
-        EXPERTS: Experts._experts,
-        LAYER: _layer,
-        MIXER: Mixers._mixer,
-        HIDE: Mixers._hide,
-        TOWERS: _towers,
+    _OF_CALLS: ClassVar[dict[CallKind, Callable[[Lowering, Node, OpaqueCall], None]]] = {
+        CallKind.LINEAR: _linear,
+        CallKind.NORM: _norm,
+        CallKind.DROPOUT: _dropout,
+        CallKind.LOOKUP: _lookup,
+        CallKind.ATTENTION: _attention,
+        CallKind.EXPERTS: Experts._experts,
+        CallKind.LAYER: _layer,
+        CallKind.MIXER: Mixers._mixer,
+        CallKind.HIDE: Mixers._hide,
+        CallKind.TOWERS: _towers,
     }

@@ -209,12 +209,8 @@ def _fields(call: MixerCall) -> dict[str, Any]:
 
 
 def states_before(states: Tensor, size: int) -> list[Tensor]:
-    """Returns the states before the parts of a sequence, each [batch, heads, keys, values].
-
-    Args:
-        states: of the parts in order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`.
-        size: the features of values.
-    """
+    """Returns the states before the parts of a sequence, each [batch, heads, keys, values], from those of the parts in
+    order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`; `size` is the number of values."""
     own, kept = states.split((size, states.shape[-1] - size), -1)
     before = [torch.zeros_like(own[0])]
     for part in range(len(states) - 1):

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
-from hf_helix.models.trace.opaque_calls import DROPOUT, DTYPE, OPS
+from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.torch_functions import is_tagged_elementwise
@@ -134,7 +134,7 @@ class SegmentWriter:
             elif node.target is OPS.gated_norm.default:
                 values = tuple(self._value(value) for value in args_of(node)[:2])
                 self.made[node] = self.graph.call_function(_call, (called[self.trace.path_of(node)], *values))
-            elif node in opaque_calls and self.trace.opaque_calls[args_of(node)[1]].kind == DROPOUT:
+            elif self.trace.kind_of(node) is CallKind.DROPOUT:
                 path, p = self.trace.path_of(node), self.trace.details_of(node)["p"]
                 self.made[node] = self.graph.call_function(_drop, (called[path], self._value(args_of(node)[0]), p))
             elif node in opaque_calls:
@@ -152,8 +152,8 @@ class SegmentWriter:
                 gate = modules[0] if args_of(opaque_calls[0])[0] is inputs[0] else None
         side = tuple(self.trace.given[node] for node in given)
         mixes = any(node in self.placements.mixing for node in nodes)
-        calls = [(self.trace.path_of(node), self.trace.opaque_call(node)) for node in opaque_calls]
-        drops = tuple(path for path, call in calls if call is not None and call.kind == DROPOUT)
+        dropouts = [node for node in opaque_calls if self.trace.kind_of(node) is CallKind.DROPOUT]
+        drops = tuple(map(self.trace.path_of, dropouts))
         elementwise = len(inputs) == 1 and all(
             node.op == "call_function" and is_tagged_elementwise(name_of(node)) for node in nodes
         )

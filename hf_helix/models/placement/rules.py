@@ -39,7 +39,7 @@ from hf_helix.models.placement.value_placement import (
     tensors_of,
     where_reduced,
 )
-from hf_helix.models.trace.opaque_calls import ATTENTION, LINEAR
+from hf_helix.models.trace.opaque_calls import CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 
 
@@ -139,12 +139,11 @@ class Placements:
         waiting = list(node.all_input_nodes)
         while waiting:
             value = waiting.pop()
-            opaque = self.trace.opaque_call(value)
-            if opaque is not None and opaque.kind in (ATTENTION, LINEAR):
-                if opaque.kind == ATTENTION:
-                    return True
-                continue
-            waiting += value.all_input_nodes
+            kind = self.trace.kind_of(value)
+            if kind is CallKind.ATTENTION:
+                return True
+            if kind is not CallKind.LINEAR:
+                waiting += value.all_input_nodes
         return False
 
     def feeds_attention(self, node: Node) -> bool:
@@ -152,12 +151,10 @@ class Placements:
         waiting, seen = list(node.users), set()
         while waiting:
             user = waiting.pop()
-            opaque = self.trace.opaque_call(user)
-            if opaque is not None and opaque.kind == LINEAR:
+            kind = self.trace.kind_of(user)
+            if kind is CallKind.LINEAR:
                 return False
-            if opaque is not None and opaque.kind == ATTENTION:
-                continue
-            if user not in seen:
+            if kind is not CallKind.ATTENTION and user not in seen:
                 seen.add(user)
                 waiting += user.users
         return True
@@ -272,7 +269,8 @@ def _slice(p: Placements, node: Node) -> ValuePlacement:
     return _parts(p, node, given, [(first, last)])[0]
 
 
-def _split(p: Placements, node: Node) -> ValuePlacement:
+def like_operand(p: Placements, node: Node) -> ValuePlacement:
+    """Places a result, or its parts, as the operand, whose partial sums are reduced first."""
     given = p.of(args_of(node)[0])
     return replace(given, where=where_reduced(given), expanded=None)
 
@@ -560,7 +558,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(SAME, _same),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _view),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _permute),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _split),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), like_operand),
     **dict.fromkeys(("cat", "stack"), _cat),
     **dict.fromkeys(("matmul", "bmm", "baddbmm"), _matmul),
     **dict.fromkeys(REDUCTIONS, _reduce),

@@ -28,10 +28,10 @@ from torch.fx import Graph, Node
 
 from hf_helix.models.trace.mixers import mixers_as_operators
 from hf_helix.models.trace.opaque_calls import (
-    ATTENTION,
     DTYPE,
     OPAQUE_OPS,
     OPS,
+    CallKind,
     MaskOf,
     OpaqueCall,
     OpaqueCalls,
@@ -318,6 +318,11 @@ class ModuleTrace:
         index = OPAQUE_OPS.get(node.target)
         return None if index is None else self.opaque_calls[args_of(node)[index]]
 
+    def kind_of(self, node: Node) -> CallKind | None:
+        """Returns what an opaque call stands for; None for any other operation."""
+        opaque = self.opaque_call(node)
+        return None if opaque is None else opaque.kind
+
     def path_of(self, node: Node) -> str:
         """Returns the path of the module of an opaque call."""
         opaque = self.opaque_call(node)
@@ -341,7 +346,7 @@ class ModuleTrace:
     def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
         calls = (self.opaque_call(node) for node in nodes)
         # The path of a call of attention is that of the calling module.
-        called = [call.path for call in calls if call is not None and call.kind != ATTENTION]
+        called = [call.path for call in calls if call is not None and call.kind is not CallKind.ATTENTION]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
 

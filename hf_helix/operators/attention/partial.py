@@ -253,12 +253,8 @@ class FirstOf(AttentionKernel):
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention over two sets of keys from attention over each; o in fp32.
-
-    Args:
-        o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
-        lse: the log-sum-exp of its scores, [batch, heads, queries].
-    """
+    """Returns attention over two sets of keys [batch, heads, queries, head_dim] and its log-sum-exp [batch, heads,
+    queries], from attention over each; in fp32."""
     both = torch.logaddexp(lse, further_lse)
     floor = both.clamp(min=torch.finfo(both.dtype).min)  # a query that has seen nothing yet
     return (lse - floor).exp().unsqueeze(-1) * o + (further_lse - floor).exp().unsqueeze(-1) * further, both

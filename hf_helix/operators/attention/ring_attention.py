@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, merge
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
+from hf_helix.operators.base import Call, Computation, Tensors, TransferFn
+from hf_helix.operators.communication.collectives import OverAxis
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
@@ -39,11 +40,8 @@ MaskTile = tuple[slice, slice, AttentionMask]
 """Some of a rank's queries, some of another's keys, and the mask between them."""
 
 
-class RingStep(Communication):
+class RingStep(OverAxis):
     """Keys and values to the next rank of the ring, from the previous rank; gradients in the other direction."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         value = inputs[0].contiguous()

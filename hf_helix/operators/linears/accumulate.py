@@ -61,12 +61,8 @@ def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float 
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the product of two matrices in a type of the same or a higher precision.
-
-    Args:
-        left: [rows, inner].
-        right: [inner, columns].
-    """
+    """Returns the product of matrices [rows, inner] and [inner, columns] in a type of the same or a higher
+    precision."""
     if in_one_gemm(left, dtype):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

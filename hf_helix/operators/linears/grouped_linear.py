@@ -101,13 +101,8 @@ def _gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None = None) -> Tensor:
-    """Returns the rows of every expert times its matrix, plus its bias.
-
-    Args:
-        rows: sorted by expert [rows, features in].
-        matrices: [experts, features in, features out].
-        bias: [experts, features out].
-    """
+    """Returns the rows of every expert [rows, features in] times its matrix [experts, features in, features out], plus
+    its bias [experts, features out]."""
     if sizes is None:
         blocks = rows.unflatten(0, (len(matrices), -1))
         out = torch.bmm(blocks, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), blocks, matrices)

@@ -46,11 +46,8 @@ SHARD_TOKENS = "shard_tokens"
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Returns the rows that an expert takes of one rank.
-
-    Args:
-        factor: the capacity, in parts of an even share of rows.
-    """
+    """Returns the rows that an expert takes of one rank; the factor is the capacity, in parts of an even share of
+    rows."""
     return math.ceil(factor * tokens * choices / experts)
 
 
