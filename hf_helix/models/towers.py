@@ -168,8 +168,9 @@ class Towers:
         """The elements of matrices that patches of images meet for each of their tokens in the text; a third for towers
         that are not trained, which run forward alone."""
         tables = {module.weight for module in self.modules if isinstance(module, nn.Embedding)}
-        sizes = [size for module in self.modules for p, size in _own_matrices(module).items() if p not in tables]
-        return sum(sizes) * _patches_per_token(self._base.config) / (1 if self.are_trained else 3)
+        matrices = (p for module in self.modules for p in module.parameters(recurse=False) if p.dim() > 1)
+        size = sum(p.numel() for p in matrices if p not in tables)
+        return size * _patches_per_token(self._base.config) / (1 if self.are_trained else 3)
 
     def sample(self, count: int) -> Images:
         """Returns square images, without places: pixels on the device of the model, sizes on the host. They have the
@@ -397,10 +398,6 @@ def _is_read_by_towers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_read_by_towers, value))
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-
-
-def _own_matrices(module: nn.Module) -> dict[Tensor, int]:
-    return {p: p.numel() for p in module.parameters(recurse=False) if p.dim() > 1}
 
 
 def _patches_per_token(config: Any) -> float:

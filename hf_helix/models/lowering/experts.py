@@ -107,7 +107,7 @@ class ValueNames:
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
-            self.trace.attributes[node]: Placement(dim=dim, blocks=_several(blocks))
+            self.trace.attributes[node]: Placement(dim=dim, blocks=blocks if len(blocks) > 1 else ())
             for node, (dim, blocks) in decided
             if node in self.trace.attributes
         }
@@ -141,10 +141,6 @@ class ValueNames:
             free = f"{name}.{number}"
         self.used.add(free)
         return free
-
-
-def _several(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    return blocks if len(blocks) > 1 else ()
 
 
 # -- experts -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ Must hold: partial residual sums are added before the reduce-scatter.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -25,10 +24,6 @@ from hf_helix.models.stock_modules import is_silu
 from hf_helix.models.trace.opaque_calls import MASK, CallKind, MaskOf, OpaqueCall, OtherMask
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
-
-
-def _draws(modules: Sequence[nn.Module]) -> bool:
-    return any(module.training for module in modules)
 
 
 class Lowering(Experts, Mixers):
@@ -159,12 +154,9 @@ class Lowering(Experts, Mixers):
         placement = plan.placement(node)
         names = [self.value(value, placement.where) for value in inputs]
         function, side = self._function(segment, [node], inputs, mixes=segment.mixes)
-        explicit, draws = None, None
+        explicit, dropping = None, [self.module.get_submodule(path) for path in segment.drops]
         if segment.mixes and b.cp.size > 1:
             raise self._not_shared(node)
-        if segment.drops:
-            dropping = [self.module.get_submodule(path) for path in segment.drops]
-            draws = functools.partial(_draws, dropping)
         if segment.gate is not None:
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
@@ -180,7 +172,7 @@ class Lowering(Experts, Mixers):
             **self._used_by(segment),
             on_shard=True,
             explicit=explicit,
-            draws=draws,
+            draws=(lambda: any(module.training for module in dropping)) if dropping else None,
             relative_cost=cost,
             elementwise=segment.elementwise,
         )

@@ -204,7 +204,9 @@ class SegmentWriter:
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
-        if _is_part(node):
+        of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
+        if not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split")):
+            # A slice would keep a larger tensor alive; a rope keeps queries and keys alive anyway.
             made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
         if not self._is_flattened(node):
             return made
@@ -335,13 +337,6 @@ class SegmentWriter:
                 index += 1
             lengths.append(sum(self.share.of(blocks)))
         return lengths
-
-
-def _is_part(node: Node) -> bool:
-    """Returns whether a value is a slice that would keep a larger tensor alive. A rope keeps queries and keys alive
-    anyway."""
-    of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
-    return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
 
 
 def _call(module: nn.Module, *values: Tensor) -> Any:

@@ -168,10 +168,6 @@ class Placements:
 # -- views ---------------------------------------------------------------------------------------------------------
 
 
-def _same(p: Placements, node: Node) -> ValuePlacement:
-    return p.of(args_of(node)[0])
-
-
 def _view(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is None:
@@ -555,7 +551,7 @@ REDUCTIONS = (
 """Operations along some dimensions only."""
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys(SAME, lambda p, node: p.of(args_of(node)[0])),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _view),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _permute),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), like_operand),

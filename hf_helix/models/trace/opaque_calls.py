@@ -206,7 +206,8 @@ class OpaqueCalls:
     def _replace_one(self, path: str, module: Any) -> bool:
         """Makes a module opaque and returns True; returns False for a module that must be traced through."""
         if is_projection(module):
-            features = _features_out(module)
+            plain = unwrapped(module).copies[0]
+            features = int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
             number = self.add(CallKind.LINEAR, path)
             module.forward = lambda x: OPS.linear(x, number, features)
         elif is_experts(module):
@@ -374,11 +375,6 @@ def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, with or without PEFT's wrappers."""
     return is_plain_linear(unwrapped(module).copies[0])
-
-
-def _features_out(module: Any) -> int:
-    plain = unwrapped(module).copies[0]
-    return int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
 
 
 def is_norm(module: Any) -> bool:

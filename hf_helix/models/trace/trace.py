@@ -141,15 +141,21 @@ def _put_before_view(graph: Graph, linear: Node) -> None:
     before, after = source.meta["val"].shape, view.meta["val"].shape
     if before[-1] != after[-1] or len(before) > 3:
         return
-    features = linear.args[2]
-    with graph.inserting_after(linear):
-        shown = graph.call_function(aten.reshape.default, (linear, [*view.args[1][:-1], features]))
-    shown.meta.update(linear.meta)
-    linear.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
-    linear.args = (source, *linear.args[1:])
-    linear.meta = {**linear.meta, "val": source.meta["val"].new_empty((*before[:-1], features))}
+    features: Any = linear.args[2]
+    _show_behind(graph, linear, [source], [*view.args[1][:-1], features], (*before[:-1], features))
     if not view.users:
         graph.erase_node(view)
+
+
+def _show_behind(graph: Graph, node: Node, sources: Sequence[Node], view: Any, shape: Sequence[Any]) -> Node:
+    """Gives a node other first arguments and a result of their shape, and returns a view of it for its readers."""
+    with graph.inserting_after(node):
+        shown = graph.call_function(aten.reshape.default, (node, view))
+    shown.meta.update(node.meta)
+    node.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
+    node.args = (*sources, *node.args[len(sources) :])
+    node.meta = {**node.meta, "val": sources[0].meta["val"].new_empty(shape)}
+    return shown
 
 
 def _put_before_views(graph: Graph, norm: Node) -> None:
@@ -173,12 +179,7 @@ def _put_before_views(graph: Graph, norm: Node) -> None:
     shape, other = (source.meta["val"].shape for source in sources)
     if [str(size) for size in shape] != [str(size) for size in other] or shape[-1] != norm.meta["val"].shape[-1]:
         return
-    with graph.inserting_after(norm):
-        shown = graph.call_function(aten.reshape.default, (norm, views[0].args[1]))
-    shown.meta.update(norm.meta)
-    norm.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
-    norm.args = (*sources, norm.args[2])
-    norm.meta = {**norm.meta, "val": sources[0].meta["val"].new_empty(shape)}
+    shown = _show_behind(graph, norm, sources, views[0].args[1], shape)
     for user in list(shown.users):
         if user.target in VIEWS:
             user.args = (norm, user.args[1])

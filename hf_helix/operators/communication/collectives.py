@@ -148,7 +148,7 @@ class GroupChannel(P2PChannel):
         tag: of the link, since with gloo several links share a group.
     """
 
-    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup, tag: int = 0) -> None:
         self._peer = peer
         self._groups = (backward, forward)
         self._tag = tag
@@ -160,17 +160,8 @@ class GroupChannel(P2PChannel):
         dist.recv(out, self._peer, group=self._groups[forward], tag=2 * self._tag + forward)
 
 
-class LaneChannel(P2PChannel):
-    """A channel over groups of its two ranks alone; the sender broadcasts.
-
-    Args:
-        peer: the other rank, in the launcher's group.
-        forward, backward: the groups for values and for gradients.
-    """
-
-    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup) -> None:
-        self._peer = peer
-        self._groups = (backward, forward)
+class LaneChannel(GroupChannel):
+    """A channel over groups of its two ranks alone; the sender broadcasts."""
 
     def send(self, value: Tensor, forward: bool) -> None:
         dist.broadcast(value, dist.get_rank(), group=self._groups[forward])

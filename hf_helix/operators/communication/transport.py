@@ -121,10 +121,6 @@ class Move:
     value: tuple[torch.Size, torch.dtype]
     rows: tuple[Sequence[int], ...] = ()
 
-    @property
-    def buffers(self) -> tuple[tuple[torch.Size, torch.dtype], tuple[torch.Size, torch.dtype]]:
-        return self.out, self.value
-
 
 def bytes_moved(
     name: str, out: Tensor, value: Tensor, size: int, rank: int, rows: Sequence[Sequence[int]] = ()

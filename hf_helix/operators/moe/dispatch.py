@@ -74,10 +74,6 @@ class RouterMeter:
         self.num_experts = num_experts
         self.sums: Tensor | None = None
 
-    def mine(self, side: Mapping[str, Any]) -> Tensor:
-        """Returns 1 for this rank's tokens that count, 0 for padding [tokens]."""
-        return counted_tokens(side, self.tp)
-
     def note(self, logits: Tensor | None, chosen: Tensor, counted: Tensor) -> None:
         """Adds a micro-batch in training.
 
