@@ -161,9 +161,9 @@ class Family(ABC):
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         """Raises ValueError if the experts of the model cannot be spread over the ranks of `sharing`."""
-        for name, given in (("ep_size", sharing.ep_size > 1), ("expert_capacity_factor", sharing.capacity_factor)):
+        options = ("ep_size", sharing.ep_size > 1, 1), ("expert_capacity_factor", sharing.capacity_factor, None)
+        for name, given, usual in options:
             if given:
-                usual = "1" if name == "ep_size" else "None"
                 raise ValueError(
                     f"{name} is given, and {type(model).__name__} has no experts; use {name}={usual}, or a model with "
                     "experts, such as PhimoeForCausalLM"

@@ -297,11 +297,7 @@ class Towers:
         return [functional.pad(value.transpose(0, 1), padding)[mine] for value in values]
 
     def _run(self, given: Mapping[str, Any], look_up: Callable[..., Tensor]) -> dict[str, Any]:
-        """Runs the code around the decoder up to the decoder's call; returns the arguments of the call.
-
-        Raises:
-            ValueError: the decoder takes further values of images.
-        """
+        """Runs the code around the decoder up to the decoder's call; returns the arguments of the call."""
         found: dict[str, Any] = {}
 
         def decode(*args: Any, **kwargs: Any) -> Any:
@@ -327,11 +323,7 @@ class Towers:
 
     def _features(self, found: Mapping[str, Any], further: Sequence[str]) -> list[Tensor]:
         """Returns what the decoder's code adds to the hidden states behind the first layers [batch, sequence, hidden],
-        layer by layer. `further` names the decoder's arguments that images alone bring.
-
-        Raises:
-            ValueError: the code does more than add.
-        """
+        layer by layer. `further` names the decoder's arguments that images alone bring. Refuses code that does more."""
         embeddings = found["inputs_embeds"]
         zeros, ones = torch.zeros_like(embeddings), torch.ones_like(embeddings)
         entered = self._entered(found, zeros)

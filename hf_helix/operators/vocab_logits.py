@@ -248,11 +248,7 @@ def _run_property(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _operand(value: Any, division: VocabDivision) -> Any:
-    """Returns what a rank's slice of the result needs of an operand.
-
-    Raises:
-        _NotOnSlices: the operand is neither along this vocabulary nor broadcast along it.
-    """
+    """Returns what a rank's slice of the result needs of an operand along this vocabulary, or broadcast along it."""
     is_recorded = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, VocabLogits):
         if value.division != division:

@@ -214,11 +214,7 @@ def _renamed(operators: Sequence[Operator], names: Mapping[str, str]) -> list[Op
 
 
 def _placed(unit: Unit, rank: int, there: Mapping[int, dict[nn.Parameter, nn.Parameter]]) -> Unit:
-    """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary.
-
-    Raises:
-        ValueError: parameters of a slice are not cut by its rows.
-    """
+    """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary."""
     sliced = {parameter: placed for parameter, placed in unit.placements.items() if placed.over == VOCABULARY}
     unit = replace(unit, label=f"{unit.label}.{rank}")
     if rank not in there:

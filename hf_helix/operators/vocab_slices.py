@@ -193,6 +193,8 @@ def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
 
 
 class _TargetTerms(torch.autograd.Function):
+    """`log_sum_exp` of logits [..., slice], and the element at a token id [...], per token, in a single exchange."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
         place, inside = division.places(ids)
@@ -209,13 +211,6 @@ class _TargetTerms(torch.autograd.Function):
         result = (local - whole.unsqueeze(-1)).exp_().mul_(of_whole.unsqueeze(-1))
         result.scatter_add_(-1, place.unsqueeze(-1), (of_target * inside).unsqueeze(-1))
         return result, None, None
-
-
-def target_terms(local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
-    """Returns `log_sum_exp` of logits [..., slice], and the element at a token id [...], per token; in fp32, in a
-    single exchange."""
-    whole, target = _TargetTerms.apply(exact(local), ids, division)
-    return whole, target
 
 
 def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
@@ -257,7 +252,7 @@ def class_loss(
     if not of_logits:
         loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
     else:
-        whole, target_logit = target_terms(local, ids, division)
+        whole, target_logit = _TargetTerms.apply(local, ids, division)
         loss = (whole - target_logit).masked_fill(~is_counted, 0) * weights
         if label_smoothing:
             sums = whole * of_classes.sum() - total((local * division.slice(of_classes)).sum(-1), division.axis)

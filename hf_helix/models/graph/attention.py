@@ -319,11 +319,7 @@ def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv:
 def _shared_form(
     attention: Attention, cp_size: int, device: torch.device
 ) -> tuple[AttentionKernel, nn.Parameter | None]:
-    """Returns the kernel of an attention over a sequence shared by ranks, and its sinks, if any.
-
-    Raises:
-        ValueError: the attention is not built; names its special part.
-    """
+    """Returns the kernel of an attention over a sequence shared by ranks, and its sinks, if any; refuses others."""
     module, eager, cap = attention.module, attention.eager, attention.options.get("softcap")
     implementation, tensors = module.config._attn_implementation, set(attention.tensors)
     if attention.dropout > 0:

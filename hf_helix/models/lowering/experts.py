@@ -125,9 +125,9 @@ class ValueNames:
 
     def _name(self, node: Node, suffix: str = "") -> str:
         """Returns an unused name for an operator: the path of the module and the operation."""
-        opaque = self.trace.opaque_call(node)
-        if opaque is not None:
-            base = opaque.path or opaque.kind
+        kind = self.trace.kind_of(node)
+        if kind is not None:
+            base = self.trace.path_of(node) or kind.value
         else:
             what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
             path = self.trace.path(node)

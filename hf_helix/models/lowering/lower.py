@@ -39,8 +39,8 @@ class Lowering(Experts, Mixers):
         return self.value(plan.target, where)
 
     def _declare(self, node: Node) -> None:
-        opaque = self.trace.opaque_call(node)
-        if opaque is not None and self.plan.is_operator(node):
+        if self.plan.is_operator(node):
+            opaque = self.trace.call_of(node)
             self._OF_CALLS[opaque.kind](self, node, opaque)
         elif self.plan.is_residual(node):
             self._residual(node)
@@ -229,14 +229,8 @@ class Lowering(Experts, Mixers):
             has_mask=mask is not None,
             value_dim=value_dim if value_dim < self.trace.shape(k)[-1] else None,
         )
-        name = declare_attention(
-            b,
-            attention,
-            *names,
-            side=segment.side,
-            **self._used_by(segment),
-            name=self._name(node),
-        )
+        used, name = self._used_by(segment), self._name(node)
+        name = declare_attention(b, attention, *names, side=segment.side, **used, name=name)
         self._set_heads(node, name)
 
     def _not_shared(self, node: Node) -> Underivable:

@@ -81,7 +81,7 @@ def _gather_early(p: Placements) -> None:
     """Moves the gather before operations on a shard whose results cannot lie between operators."""
     for node in reversed(p.trace.nodes):
         placement = p.values.get(node)
-        if placement is None or placement.where != SHARD or p.trace.opaque_call(node) or is_canonical(p.trace, node):
+        if placement is None or placement.where != SHARD or p.trace.kind_of(node) or is_canonical(p.trace, node):
             continue
         if any(user in p.values and p.values[user].where == FULL for user in node.users):
             p.values[node] = replace(placement, where=FULL)
@@ -153,7 +153,7 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
     kept = heads[:1] if is_shared(p, k) and heads[1].dim is None and heads[2].dim is None else heads
     if any(value.dim != 1 or len(value.blocks) > 1 for value in kept):
         p.demote(frozenset().union(*(value.origins for value in shares)), node)
-    for name, value in zip(p.trace.details_of(node)["tensors"], more, strict=True):
+    for name, value in zip(p.trace.call_of(node).details["tensors"], more, strict=True):
         if name == MASK:
             _place_mask(p, node, value, heads[0])
         elif value not in p.trace.attributes or p.trace.shape(value)[0] != heads[0].size:

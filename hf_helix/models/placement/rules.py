@@ -159,11 +159,6 @@ class Placements:
                 waiting += user.users
         return True
 
-    def refuse_mixing(self, node: Node) -> NoReturn:
-        """Refuses an operation that mixes tokens."""
-        where = self.trace.path(node) or "the layer"
-        raise Underivable(f"{name_of(node)} in {where} mixes tokens outside of attention")
-
 
 # -- views ---------------------------------------------------------------------------------------------------------
 
@@ -314,19 +309,8 @@ def _parts(p: Placements, node: Node, given: ValuePlacement, parts: Sequence[tup
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-SAME = (
-    "clone",
-    "contiguous",
-    "detach",
-    "alias",
-    "to",
-    "_to_copy",
-    "type_as",
-    "lift_fresh_copy",
-    "float",
-    "view_as_complex",
-    "view_as_real",
-)
+SAME = {"clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy", "float"}
+SAME |= {"view_as_complex", "view_as_real"}
 """Operations that keep every dimension that may be cut; parts of complex numbers lie along the last dimension."""
 
 MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
@@ -508,7 +492,7 @@ def _arange(p: Placements, node: Node) -> ValuePlacement:
 def _unknown(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     if name_of(node).startswith(MIXING) and any(p.of(value).where != FREE for value in operands):
-        p.refuse_mixing(node)
+        raise Underivable(f"{name_of(node)} in {p.trace.path(node) or 'the layer'} mixes tokens outside of attention")
     origins = frozenset().union(*(p.of(v).origins for v in operands if p.of(v).dim is not None))
     if any(p.of(value).dim is not None for value in operands):
         p.demote(origins, node)
@@ -527,27 +511,8 @@ def _count_tokens(p: Placements, node: Node) -> int:
 
 Rule = Callable[[Placements, Node], ValuePlacement]
 
-REDUCTIONS = (
-    "softmax",
-    "_softmax",
-    "mean",
-    "sum",
-    "prod",
-    "std",
-    "var",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "topk",
-    "sort",
-    "cumsum",
-    "logsumexp",
-    "norm",
-    "linalg_vector_norm",
-)
+REDUCTIONS = {"softmax", "_softmax", "mean", "sum", "prod", "std", "var", "amax", "amin", "max", "min", "argmax"}
+REDUCTIONS |= {"argmin", "topk", "sort", "cumsum", "logsumexp", "norm", "linalg_vector_norm"}
 """Operations along some dimensions only."""
 
 _RULES: dict[str, Rule] = {

@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
 
 
-class CallKind(str, Enum):
+class CallKind(Enum):
     """What an opaque call stands for."""
 
     LINEAR = "linear"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,27 +314,17 @@ class ModuleTrace:
     sequence: Any
     longest: int | None
 
-    def opaque_call(self, node: Node) -> OpaqueCall | None:
-        """Returns the description of an opaque call; None for any other operation."""
-        index = OPAQUE_OPS.get(node.target)
-        return None if index is None else self.opaque_calls[args_of(node)[index]]
+    def call_of(self, node: Node) -> OpaqueCall:
+        """Returns the description of an opaque call."""
+        return self.opaque_calls[args_of(node)[OPAQUE_OPS[node.target]]]
 
     def kind_of(self, node: Node) -> CallKind | None:
         """Returns what an opaque call stands for; None for any other operation."""
-        opaque = self.opaque_call(node)
-        return None if opaque is None else opaque.kind
+        return self.call_of(node).kind if node.target in OPAQUE_OPS else None
 
     def path_of(self, node: Node) -> str:
         """Returns the path of the module of an opaque call."""
-        opaque = self.opaque_call(node)
-        assert opaque is not None
-        return opaque.path
-
-    def details_of(self, node: Node) -> Mapping[str, Any]:
-        """Returns the details of an opaque call."""
-        opaque = self.opaque_call(node)
-        assert opaque is not None
-        return opaque.details
+        return self.call_of(node).path
 
     def reads(self, name: str) -> bool:
         """Returns whether the code reads a parameter, itself or in a submodule that is called."""
@@ -345,9 +335,8 @@ class ModuleTrace:
         return self._is_read(name, self._differentiable)
 
     def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
-        calls = (self.opaque_call(node) for node in nodes)
         # The path of a call of attention is that of the calling module.
-        called = [call.path for call in calls if call is not None and call.kind is not CallKind.ATTENTION]
+        called = [self.path_of(node) for node in nodes if self.kind_of(node) not in (None, CallKind.ATTENTION)]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
 

@@ -266,11 +266,7 @@ def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
 
 
 def _activate_flash_3() -> None:
-    """Lets torch's flash attention run FlashAttention 3, by torch's own switch.
-
-    Raises:
-        ValueError: torch has no such switch, or the package is absent.
-    """
+    """Lets torch's flash attention run FlashAttention 3, by torch's own switch, and with its package."""
     why = f"torch {torch.__version__} has no switch for it; use torch 2.13 or 'sdpa'"
     if "FA3" in getattr(attention, "list_flash_attention_impls", list)():
         if attention.current_flash_attention_impl() == "FA3":
