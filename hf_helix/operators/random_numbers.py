@@ -24,12 +24,16 @@ class Source:
         """Returns a generator of a device at the begin of a seed."""
         return torch.Generator(device).manual_seed(seed)
 
-    @contextmanager
-    def seeded(self, device: torch.device, seed: int) -> Iterator[None]:
+    def seeded(self, device: torch.device, seed: int) -> AbstractContextManager[None]:
         """Returns a context in which torch's own functions draw from a seed."""
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-            torch.manual_seed(seed)
-            yield
+        return _seeded(device, seed)
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        yield
 
 
 _source = Source()
