@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.prove import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.causal_lm import causal_lm_classes, text_classes
+from hf_helix.models.causal_lm import causal_lm_classes, classifier_classes, text_classes
 from hf_helix.models.census import (
     CLASSIFIER,
     FAILED,
@@ -145,7 +144,7 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
 def subjects() -> list[str]:
     """Returns the names of all classes, each followed by those of its variants."""
     causal = [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
-    others = {TEXT: text_classes(), CLASSIFIER: {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}}
+    others = {TEXT: text_classes(), CLASSIFIER: classifier_classes()}
     return [*causal, *(f"{name}{kind}" for kind, names in others.items() for name in sorted(names))]
 
 

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from hf_helix.models.census import read_census
@@ -43,6 +44,11 @@ def _multimodal_classes() -> set[str]:
 def text_classes() -> set[str]:
     """Returns the names of classes with towers that text alone trains, without causal-LM classes."""
     return _multimodal_classes() - {*causal_lm_classes()}
+
+
+def classifier_classes() -> set[str]:
+    """Returns the names of classes with a head for sequence classification."""
+    return {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()}
 
 
 def _language_models() -> set[str]:

@@ -267,12 +267,7 @@ class Family(ABC):
         return image_share * self.towers.work / sum(matrix_sizes(self.layers(model)[0]).values())
 
     def side_inputs(
-        self,
-        model: Any,
-        batch: Mapping[str, Any],
-        cut: SequenceCut,
-        loss_scale: Tensor,
-        batch_scale: float = 1.0,
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
         """Returns the tensors of a micro-batch without gradient, for this rank's tokens, sequence first.
 

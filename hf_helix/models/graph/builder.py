@@ -373,12 +373,7 @@ class Builder:
         return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
 
     def lookup(
-        self,
-        name: str,
-        embedding: nn.Module,
-        *,
-        plain: bool = False,
-        change: Callable[[Tensor], Tensor] | None = None,
+        self, name: str, embedding: nn.Module, *, plain: bool = False, change: Callable[[Tensor], Tensor] | None = None
     ) -> str:
         """Adds the lookup of token embeddings in a table cut by rows; returns partial sums for `reduce_scatter`.
 
