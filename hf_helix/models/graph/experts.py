@@ -295,14 +295,7 @@ def expert_side_inputs(batch: Mapping[str, Any], cut: SequenceCut) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Way:
-    """Adds the operators of one module of experts.
-
-    Attributes:
-        b: the builder of the layer.
-        name: the beginning of the names of operators and values.
-        num_experts: of the module.
-        row_counts: the host's numbers of the layer's rows.
-    """
+    """Adds the operators of one module of experts; `name` begins the names of operators and values."""
 
     b: Builder
     name: str

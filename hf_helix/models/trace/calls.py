@@ -159,11 +159,7 @@ def _runner(base: nn.Module, path: str) -> str:
 
 
 class _Stub(nn.Module):
-    """A stub with the attributes of a layer.
-
-    Attributes:
-        called: see `Decoder.stubs`.
-    """
+    """A stub with the attributes of a layer; for `called` see `Decoder.stubs`."""
 
     called: Callable[..., Any]
 
