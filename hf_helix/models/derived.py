@@ -79,10 +79,7 @@ DECLARE = (
 
 
 class DerivedFamily(Family):
-    """The family of one model.
-
-    Args:
-        base: the Transformers model, with all parameters.
+    """The family of one model, which has all parameters.
 
     Raises:
         ValueError: the model cannot be derived; the text has the reason and the way to declare a family.

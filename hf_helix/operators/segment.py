@@ -193,11 +193,7 @@ class SumOfParts(Computation):
 
 
 class Dropout(Computation):
-    """Dropout under the call's seed. Backward draws the same mask again where forward did not save it.
-
-    Args:
-        module: has the probability, and the mode.
-    """
+    """Dropout as of a module, under the call's seed. Backward draws the same mask where forward did not save it."""
 
     has_saved_state = False
 

@@ -178,12 +178,7 @@ def _apart(values: Sequence[Tensor]) -> tuple[Heads, Tensor | None]:
 
 
 class WithGroups:
-    """An attention module on a rank with one key-value head, for some of the head's queries.
-
-    Args:
-        module: the attention module of Transformers.
-        groups: the number of queries of the rank.
-    """
+    """An attention module on a rank with one key-value head, for some of the head's queries (`groups`)."""
 
     def __init__(self, module: Any, groups: int) -> None:
         self._module = module

@@ -75,8 +75,7 @@ class SegmentFunction:
     def bind(self, module: nn.Module) -> Callable[..., Any]:
         """Returns the function for one layer."""
         owners = [_owner(module, name) for name in self.attributes]
-        called = [module.get_submodule(path) for path in self.modules]
-        return functools.partial(self.function, *owners, *called)
+        return functools.partial(self.function, *owners, *self.called(module))
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that the function reads itself, by name."""

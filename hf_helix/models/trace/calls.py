@@ -50,12 +50,7 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer.
-
-    Attributes:
-        args: positional arguments after the hidden states; tensors are `Given`.
-        kwargs: keyword arguments.
-    """
+    """The arguments of a layer after the hidden states; tensors are `Given`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -247,11 +247,7 @@ class Underivable(ValueError):
 
 
 class HandsOn(Underivable):
-    """Refuses layers that hand a value to the next layer; a trace with this value may follow.
-
-    Args:
-        value: the value, on the meta device.
-    """
+    """Refuses layers that hand a value to the next layer; a trace with this value may follow."""
 
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__("its layers hand a second value from one to the next, which is not built")

@@ -171,13 +171,7 @@ class LaneChannel(GroupChannel):
 
 
 class PipelineTransfer(Communication):
-    """An end of a channel as an operator.
-
-    Args:
-        channel: the channel.
-        boundary: the number of the channel: of the stage before it.
-        make_buffers: allocates buffers for receives.
-    """
+    """An end of the channel after stage `boundary` as an operator; `make_buffers` allocates buffers for receives."""
 
     def __init__(self, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
         self.channel = channel

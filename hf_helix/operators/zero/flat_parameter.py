@@ -40,12 +40,7 @@ begins and is divided at multiples of `BLOCK`, the elements with a common scale 
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of a parameter in a flat buffer.
-
-    Attributes:
-        start: its first element.
-        shape: of this rank's slice of the parameter, before sharding.
-    """
+    """The position of a parameter in a flat buffer: its first element, and the shape of this rank's slice of it."""
 
     start: int
     shape: tuple[int, ...]
