@@ -18,6 +18,7 @@ from hf_helix.operators.attention.kernels import cuda_kernels
 from hf_helix.operators.attention.partial import (
     CAUSAL,
     EVERYTHING,
+    Attended,
     AttentionKernel,
     AttentionMask,
     Exact,
@@ -80,14 +81,14 @@ def errors(
     scale = size**-0.5
     of_parts = [kernel.forward(q, *kv, seen, scale) for kv, seen in parts]
     o, lse = merge(of_parts[0][0].float(), of_parts[0][1], of_parts[1][0].float(), of_parts[1][1])
-    halves = [kernel.backward(gradient, q, *kv, o.to(q.dtype), lse, seen, scale) for kv, seen in parts]
+    halves = [kernel.backward(gradient, Attended(q, *kv, o.to(q.dtype), lse), seen, scale) for kv, seen in parts]
 
     hidden = own.hides(length, length, q.device)
     assert hidden is not None
     mask = torch.cat([torch.ones_like(hidden), ~hidden], 1).expand(2, -1, -1)
     whole, exact, values = AttentionMask(mask=mask), Exact(), [value.float() for value in torch.cat([before, mine], 3)]
     wanted_o, wanted_lse = exact.forward(q.float(), *values, whole, scale)
-    wanted = exact.backward(gradient.float(), q.float(), *values, wanted_o, wanted_lse, whole, scale)
+    wanted = exact.backward(gradient.float(), Attended(q.float(), *values, wanted_o, wanted_lse), whole, scale)
     yield "o", _off(o, wanted_o)
     yield "lse", _off(lse, wanted_lse)
     yield "dq", _off(halves[0][0].float() + halves[1][0].float(), wanted[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, FirstOf
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, FirstOf
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -68,9 +68,9 @@ def tell_costs(report: Report, kernel: AttentionKernel, sizes: Sizes, device: to
 def _call(kernel: AttentionKernel, values: tuple[Tensor, ...], seen: AttentionMask, flops: float, repeats: int) -> str:
     q, k, v, gradient = values
     scale = q.shape[-1] ** -0.5
-    o, lse = kernel.forward(q, k, v, seen, scale)
+    attended = Attended(q, k, v, *kernel.forward(q, k, v, seen, scale))
     ahead = device_seconds(lambda: kernel.forward(q, k, v, seen, scale), q.device, repeats)
-    back = device_seconds(lambda: kernel.backward(gradient, q, k, v, o, lse, seen, scale), q.device, repeats)
+    back = device_seconds(lambda: kernel.backward(gradient, attended, seen, scale), q.device, repeats)
     parts = (("forward", ahead, flops), ("backward", back, BACKWARD * flops))
     return ", ".join(f"{name} {each * 1e3:.2f} ms ({work / each / 1e12:.0f} TFLOP/s)" for name, each, work in parts)
 

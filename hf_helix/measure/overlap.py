@@ -179,7 +179,7 @@ def measure_overlap(
 
 def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callable[[], None]]:
     """For each axis, a work that moves as much as its collectives in a window."""
-    kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
+    kinds = {kind for transport in recorded for move in transport.moved for kind in (move.out, move.value)}
     buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
     outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
 

@@ -20,8 +20,11 @@ from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
-"""What of a code object says what it does."""
+_OPTIONS = (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor)
+"""The types of attributes that are options; configurations repeat other attributes."""
+
+_CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
+"""What of a code object says what it does, beside its constants."""
 
 
 def description(layer: nn.Module) -> str:
@@ -32,18 +35,15 @@ def description(layer: nn.Module) -> str:
         options = {
             key: text_of(value, names)
             for key, value in sorted(vars(module).items())
-            if not key.startswith("_") and key not in ("training", "layer_idx", "forward") and _decides(value)
+            if not key.startswith("_")
+            and key not in ("training", "layer_idx", "forward")
+            and isinstance(value, _OPTIONS)
         }
         shapes = [(key, tuple(tensor.shape)) for key, tensor in module.named_parameters(recurse=False)]
         buffers = [(key, tuple(tensor.shape)) for key, tensor in module.named_buffers(recurse=False)]
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         lines.append(f"{name} {kind} {text_of(module.forward, names)} {options} {shapes} {buffers}")
     return "\n".join(lines)
-
-
-def _decides(value: Any) -> bool:
-    """Returns whether an attribute is an option; configurations repeat other attributes."""
-    return isinstance(value, (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor))
 
 
 def text_of(value: Any, names: Mapping[int, str]) -> str:
@@ -98,7 +98,7 @@ def same_code(one: Any, other: Any) -> bool:
         return True
     if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
         return False
-    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE if part != "co_consts"):
+    if any(getattr(one.__code__, part) != getattr(other.__code__, part) for part in _CODE):
         return False
     if _constants(one) != _constants(other):
         return False

@@ -186,12 +186,7 @@ class SequenceCut:
         return value if self.cp_size == 1 else value[self._order(value)]
 
     def ends(self, value: Tensor, count: int) -> Tensor:
-        """Returns the last tokens of this rank's two parts.
-
-        Args:
-            value: the tokens of the rank [n, ...].
-            count: the number of tokens; of a shorter part, all.
-        """
+        """Returns the last `count` tokens of this rank's two parts, of a shorter part all, from its tokens [n, ...]."""
         return value.unflatten(0, (2, -1))[:, -count:].flatten(0, 1)
 
     def behind_ends(self, value: Tensor, ends: Tensor, count: int) -> Tensor:

@@ -17,12 +17,7 @@ from torch import nn
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of a module.
-
-    Args:
-        module: the module.
-        memo: replacements of objects, by the identity of the object; the call adds entries.
-    """
+    """Returns a copy of a module; `memo` has replacements of objects, by the identity of the object, and gets more."""
     memo = {} if memo is None else memo
     copied = copy.deepcopy(module, memo)
     for given in module.modules():

@@ -25,7 +25,6 @@ from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, form_of
 from hf_helix.models.causal_lm import has_towers, text_part
 from hf_helix.models.family import Family, check_cuts
-from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.attention import causal_masks
 from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
 from hf_helix.models.graph.builder import Builder
@@ -40,7 +39,7 @@ from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.towers import FEATURES, REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls
-from hf_helix.models.trace.opaque_calls import DTYPE, LAYER, OPS, TOWERS, OpaqueCalls, skeleton_of
+from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
@@ -80,10 +79,7 @@ DECLARE = (
 
 
 class DerivedFamily(Family):
-    """The family of one model.
-
-    Args:
-        base: the Transformers model, with all parameters.
+    """The family of one model, which has all parameters.
 
     Raises:
         ValueError: the model cannot be derived; the text has the reason and the way to declare a family.
@@ -196,10 +192,10 @@ class DerivedFamily(Family):
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         x = Lowering(plan, b, model, {}).run()
-        if self.towers is not None and all(opaque.kind != TOWERS for opaque in plan.trace.opaque_calls):
+        if self.towers is not None and all(opaque.kind is not CallKind.TOWERS for opaque in plan.trace.opaque_calls):
             self.towers.leave_idle(b)
         has_handed = self._kind(0, 1, 0).handed is not None
-        handed = (b.indices(HANDED, _nothing, side=("ids",)),) if has_handed else ()
+        handed = (b.indices(HANDED, lambda ids: ids.new_empty(0), side=("ids",)),) if has_handed else ()
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
@@ -227,18 +223,14 @@ class DerivedFamily(Family):
     def first_least(self) -> int:
         return self.towers.deep_layers if self.towers is not None and self._has_features else 0
 
-    def _last(self, b: Builder, x: str) -> str:
-        """Returns the output of the last layer, behind which no features are left."""
-        return b.segment(f"{FEATURES}.end", _without, x, b.input(FEATURES)) if self._has_features else x
-
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        x = self._last(b, x)
+        if self._has_features:  # behind the last layer none are left
+            x = b.segment(f"{FEATURES}.end", _same, x, b.input(FEATURES))
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = Lowering(plan, b, model, {plan.start[0]: x}).run(FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
-        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
         return b.segment("output", _same, x, compiles=False) if output == x else output
@@ -330,7 +322,7 @@ class DerivedFamily(Family):
         vars(skeleton).pop("forward", None)  # refused elsewhere, or code above the decoder, such as TRL's fused head
         layers: Any = skeleton.get_submodule(decoder.prefix)
         for number, layer in enumerate(layers):
-            opaque = opaque_calls.add(LAYER, str(number))
+            opaque = opaque_calls.add(CallKind.LAYER, str(number))
             layer.forward = _as_opaque(opaque, self.calls.is_tuple, decoder.rest)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
@@ -358,7 +350,7 @@ class DerivedFamily(Family):
             name = "decoder" if self._ends_at_decoder else ""
             placements = self._place(name, functools.partial(self._trace_model, model), size, ValuePlacement(FREE))
             graph = placements.trace
-            layers = [n for n in graph.nodes if (opaque := graph.opaque_call(n)) is not None and opaque.kind == LAYER]
+            layers = [node for node in graph.nodes if graph.kind_of(node) is CallKind.LAYER]
             layers.sort(key=lambda node: int(graph.path_of(node)))
             for before, after in itertools.pairwise(layers):
                 if args_of(after)[0] is not before:
@@ -432,26 +424,10 @@ class DerivedFamily(Family):
         balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
         return {**side, **expert_side_inputs(batch, cut), **balance}
 
-    def check_batch(self, batch: Mapping[str, Any]) -> None:
-        super().check_batch(batch)
-        if self.towers is not None:
-            self.towers.check_batch(batch)
-
     def loss_adds_up(self, model: Any) -> bool:
         # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
         modules = (module for layer in self.calls.decoder.layers for module in layer.modules())
         return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
-
-    def reads_images(self, batch: Mapping[str, Any]) -> bool:
-        return self.towers is not None and self.towers.have_images(batch)
-
-    def trains_towers(self) -> bool:
-        return self.towers is not None and self.towers.are_trained
-
-    def embedding_cost(self, model: Any, image_share: float) -> float:
-        if self.towers is None or not image_share:
-            return 0.0
-        return image_share * self.towers.work / sum(matrix_sizes(self.calls.decoder.layers[0]).values())
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         counted = None if self.calls.count is None else self.calls.count(ids, mask)
@@ -489,29 +465,16 @@ def _add_features(x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     return (x + features[:count] if count else x.view_as(x)), features[count:]
 
 
-def _without(x: Tensor, features: Tensor) -> Tensor:
-    return x.view_as(x)
-
-
-def _nothing(ids: Tensor) -> Tensor:
-    return ids.new_empty(0)
-
-
-def _same(value: Tensor) -> Tensor:
+def _same(value: Tensor, *others: Tensor) -> Tensor:
     return value.view_as(value)
 
 
-def _named(function: Any) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
 def _described(graph: ModuleTrace, target: Node) -> str:
+    def text_of(detail: Any) -> str:
+        return f"{detail.__module__}.{detail.__qualname__}" if callable(detail) else str(detail)
+
     opaque_calls = [
-        (
-            opaque.kind,
-            opaque.path,
-            sorted((key, _named(value) if callable(value) else str(value)) for key, value in opaque.details.items()),
-        )
+        (opaque.kind.value, opaque.path, sorted((key, text_of(value)) for key, value in opaque.details.items()))
         for opaque in graph.opaque_calls
     ]
     return "\n".join([*(node.format_node() or "" for node in graph.nodes), str(target), repr(opaque_calls)])

@@ -161,9 +161,9 @@ class Family(ABC):
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         """Raises ValueError if the experts of the model cannot be spread over the ranks of `sharing`."""
-        for name, given in (("ep_size", sharing.ep_size > 1), ("expert_capacity_factor", sharing.capacity_factor)):
+        options = ("ep_size", sharing.ep_size > 1, 1), ("expert_capacity_factor", sharing.capacity_factor, None)
+        for name, given, usual in options:
             if given:
-                usual = "1" if name == "ep_size" else "None"
                 raise ValueError(
                     f"{name} is given, and {type(model).__name__} has no experts; use {name}={usual}, or a model with "
                     "experts, such as PhimoeForCausalLM"
@@ -215,11 +215,11 @@ class Family(ABC):
 
     def reads_images(self, batch: Mapping[str, Any]) -> bool:
         """Returns whether a batch has images, which have no row for each sequence, and which a tower reads."""
-        return False
+        return self.towers is not None and self.towers.have_images(batch)
 
     def trains_towers(self) -> bool:
         """Returns whether parameters are trained that only a batch with images gives gradients."""
-        return False
+        return self.towers is not None and self.towers.are_trained
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
         """Returns the submodules that are called to make side inputs, for example a rope."""
@@ -262,15 +262,12 @@ class Family(ABC):
     def embedding_cost(self, model: Any, image_share: float) -> float:
         """Returns the work of a tower relative to a layer's work, by the sizes of the matrices; `image_share` is the
         part of the tokens that are of images."""
-        return 0.0
+        if self.towers is None or not image_share:
+            return 0.0
+        return image_share * self.towers.work / sum(matrix_sizes(self.layers(model)[0]).values())
 
     def side_inputs(
-        self,
-        model: Any,
-        batch: Mapping[str, Any],
-        cut: SequenceCut,
-        loss_scale: Tensor,
-        batch_scale: float = 1.0,
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
         """Returns the tensors of a micro-batch without gradient, for this rank's tokens, sequence first.
 
@@ -310,6 +307,8 @@ class Family(ABC):
         for name, instead in self.unread.items():
             if batch.get(name) is not None:
                 raise ValueError(f"the batch has {name}, {instead}")
+        if self.towers is not None:
+            self.towers.check_batch(batch)
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the positions [batch or 1, sequence] of tokens given without positions: from 0 on, padding counted.

@@ -41,7 +41,8 @@ def four_bit_of(module: Any) -> FourBit | None:
 
 def four_bit_weights(model: nn.Module) -> set[Tensor]:
     """Returns the packed weights of a model, and their scales once opened."""
-    return {p for module in model.modules() if is_four_bit(module) for p in _packed(module)}
+    linears: list[Any] = [module for module in model.modules() if is_four_bit(module)]
+    return {*(each.weight for each in linears), *(each.absmax for each in linears if hasattr(each, "absmax"))}
 
 
 def value_dtype(module: nn.Module) -> torch.dtype:
@@ -129,9 +130,3 @@ def _scales(state: Any) -> Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
-
-
-def _packed(module: Any) -> Iterator[Tensor]:
-    yield module.weight
-    if hasattr(module, "absmax"):
-        yield module.absmax

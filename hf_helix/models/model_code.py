@@ -191,12 +191,9 @@ def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
 
 
 def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:
-    """Yields code in place of a `forward`: on the instance, in its class, or in a class of another package.
-
-    Args:
-        is_own: whether the model's class is outside Transformers, so that the family declares the user's own code.
-        kernels: whether Transformers was asked to use kernels of the Hub.
-    """
+    """Yields code in place of a `forward`: on the instance, in its class, or in a class of another package. `is_own`
+    says that the model's class is outside Transformers, so that the family declares the user's own code, and `kernels`
+    that Transformers was asked to use kernels of the Hub."""
     kind = type(module)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if hasattr(module, "_hf_hook"):

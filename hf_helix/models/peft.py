@@ -126,10 +126,8 @@ def unwrapped(module: Any) -> Unwrapped:
 
 
 def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Unwrapped:
-    """Returns the plain module inside a submodule, with its adapters.
-
-    Args:
-        embeddings_of_subclasses: whether subclasses of `nn.Embedding` pass, see `Builder.lookup`.
+    """Returns the plain module inside a submodule, with its adapters. `embeddings_of_subclasses` lets subclasses of
+    `nn.Embedding` pass, see `Builder.lookup`.
 
     Raises:
         ValueError: the submodule is neither plain nor a wrapper that can be cut.

@@ -202,19 +202,13 @@ LAST = ("num_kv_shared_layers",)
 PLACES = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
 """Values that list the layers of a kind."""
 
-PERIODS = {
-    "attn_layer_period": "attn_layer_offset",
-    "expert_layer_period": "expert_layer_offset",
-    "decoder_sparse_step": "",
-    "global_attn_every_n_layers": "",
-    "interleave_moe_layer_step": "",
-    "layer_group_size": "",
-    "moe_layer_interval": "",
-    "n_layers_per_attn_res_block": "",
-    "no_rope_layer_interval": "",
-    "sliding_window_pattern": "",
-}
-"""Values that say that every n-th layer is of another kind, with the field that says which is the first of them."""
+PERIODS = {"attn_layer_period", "expert_layer_period", "decoder_sparse_step", "global_attn_every_n_layers"}
+PERIODS |= {"interleave_moe_layer_step", "layer_group_size", "moe_layer_interval", "n_layers_per_attn_res_block"}
+PERIODS |= {"no_rope_layer_interval", "sliding_window_pattern"}
+"""Values that say that every n-th layer is of another kind."""
+
+OFFSETS = {"attn_layer_period": "attn_layer_offset", "expert_layer_period": "expert_layer_offset"}
+"""For some of these values, the field that says which layer is the first."""
 
 Features = list[Any]  # what a field says of each layer
 
@@ -232,11 +226,11 @@ def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int =
     for name, features in said.items():
         values[name] = _restricted(name, features, kept)
     values.update(dict.fromkeys(counts, len(kept) if said else max(len(kept), fewest)))
-    for name, offset in PERIODS.items():
+    for name in PERIODS:
         if isinstance(values.get(name), int):
             values[name] = min(values[name], FEWEST)
-            if offset:
-                values[offset] %= FEWEST
+            if name in OFFSETS:
+                values[OFFSETS[name]] %= FEWEST
     return values
 
 

@@ -52,14 +52,9 @@ def _is_copy(forward: Any, stock: Any) -> bool:
     return is_stock and same_code(forward, stock)
 
 
-def is_fused(module: nn.Module, value: Tensor) -> bool:
-    """Returns whether torch has a fused kernel for a module on the device of a value."""
-    return value.device.type in DEVICES and is_rms_norm(module)
-
-
 def normed(module: Any, value: Tensor) -> Tensor:
     """Returns `module(value)`, by the fused kernel if equal. `torch.compile` fuses the module itself."""
-    if not torch.compiler.is_compiling() and is_fused(module, value):
+    if not torch.compiler.is_compiling() and value.device.type in DEVICES and is_rms_norm(module):
         return rms_norm(value, module.weight, module.variance_epsilon)
     return module(value)
 

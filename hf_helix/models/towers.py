@@ -27,7 +27,7 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.attention import like_embeddings
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.trace.calls import LayerCalls, stock_forward
-from hf_helix.models.trace.opaque_calls import OPS, TOWERS, OpaqueCalls
+from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls
 from hf_helix.operators.param_shard import COPIED
 
 FEATURES = "features"
@@ -168,8 +168,9 @@ class Towers:
         """The elements of matrices that patches of images meet for each of their tokens in the text; a third for towers
         that are not trained, which run forward alone."""
         tables = {module.weight for module in self.modules if isinstance(module, nn.Embedding)}
-        sizes = [size for module in self.modules for p, size in _own_matrices(module).items() if p not in tables]
-        return sum(sizes) * _patches_per_token(self._base.config) / (1 if self.are_trained else 3)
+        matrices = (p for module in self.modules for p in module.parameters(recurse=False) if p.dim() > 1)
+        size = sum(p.numel() for p in matrices if p not in tables)
+        return size * _patches_per_token(self._base.config) / (1 if self.are_trained else 3)
 
     def sample(self, count: int) -> Images:
         """Returns square images, without places: pixels on the device of the model, sizes on the host. They have the
@@ -238,7 +239,7 @@ class Towers:
             if len(looked_up) != 1 or given is not looked_up[0]:
                 self.problem = self.problem or "its code computes with embeddings before its decoder is called"
             elif not self.problem:
-                kwargs["inputs_embeds"] = OPS.unary(given, opaque_calls.add(TOWERS, "", declare=self.declare))
+                kwargs["inputs_embeds"] = OPS.unary(given, opaque_calls.add(CallKind.TOWERS, "", declare=self.declare))
             return decode(*args, **kwargs)
 
         table.forward, decoder.forward = recording, merging
@@ -296,11 +297,7 @@ class Towers:
         return [functional.pad(value.transpose(0, 1), padding)[mine] for value in values]
 
     def _run(self, given: Mapping[str, Any], look_up: Callable[..., Tensor]) -> dict[str, Any]:
-        """Runs the code around the decoder up to the decoder's call; returns the arguments of the call.
-
-        Raises:
-            ValueError: the decoder takes further values of images.
-        """
+        """Runs the code around the decoder up to the decoder's call; returns the arguments of the call."""
         found: dict[str, Any] = {}
 
         def decode(*args: Any, **kwargs: Any) -> Any:
@@ -326,15 +323,7 @@ class Towers:
 
     def _features(self, found: Mapping[str, Any], further: Sequence[str]) -> list[Tensor]:
         """Returns what the decoder's code adds to the hidden states behind the first layers [batch, sequence, hidden],
-        layer by layer.
-
-        Args:
-            found: the arguments of the decoder.
-            further: the names of those that images alone bring.
-
-        Raises:
-            ValueError: the code does more than add.
-        """
+        layer by layer. `further` names the decoder's arguments that images alone bring. Refuses code that does more."""
         embeddings = found["inputs_embeds"]
         zeros, ones = torch.zeros_like(embeddings), torch.ones_like(embeddings)
         entered = self._entered(found, zeros)
@@ -401,10 +390,6 @@ def _is_read_by_towers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_read_by_towers, value))
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
-
-
-def _own_matrices(module: nn.Module) -> dict[Tensor, int]:
-    return {p: p.numel() for p in module.parameters(recurse=False) if p.dim() > 1}
 
 
 def _patches_per_token(config: Any) -> float:

@@ -11,7 +11,7 @@ weights (optimizers, `load_state_dict`, merged adapters, callbacks), and not eve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,22 +31,14 @@ class CastWeights:
         self._existing = existing
         self._kept: dict[tuple[object, ...], Any] | None = None
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> AbstractContextManager[None]:
         """Returns a context around a window, or several: micro-batches, forward and backward share casts."""
-        before, self._kept = self._kept, {} if self._kept is None else self._kept
-        try:
-            yield
-        finally:
-            self._kept = before
+        return self.within({} if self._kept is None else self._kept)
 
     @contextmanager
     def within(self, kept: dict[tuple[object, ...], Any]) -> Iterator[None]:
-        """Returns a context around operators whose weights exist for a while only: casts live as long as the weights.
-
-        Args:
-            kept: the storage of the casts; empty at first.
-        """
+        """Returns a context around operators whose weights exist for a while only: casts live in `kept`, as long as the
+        weights."""
         before, self._kept = self._kept, kept
         try:
             yield
@@ -54,12 +46,8 @@ class CastWeights:
             self._kept = before
 
     def of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the weights joined along the first dimension; a single weight of this type as it is.
-
-        Args:
-            weights: [rows, ...], of any number of rows each.
-            dtype: of the result.
-        """
+        """Returns weights [rows, ...] joined along the first dimension in a type; a single weight of this type as it
+        is."""
         if len(weights) == 1 and weights[0].dtype is dtype and self._existing(weights[0]) is None:
             return weights[0]
         cast: Tensor = self.once((dtype, *map(id, weights)), lambda: self.cast(weights, dtype))

@@ -112,7 +112,9 @@ class Segment(Computation):
         side = {name: call.side[name] for name in self.side} if self.side else {}
         if not call.training:
             return self._run(call, inputs, side)
-        leaves = tuple([value.detach().requires_grad_(not _is_of_integers(value)) for value in inputs])
+        leaves = tuple([value.detach() for value in inputs])
+        for leaf in leaves:
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         with torch.enable_grad():
             given = tuple([leaf.view_as(leaf) for leaf in leaves]) if self._frees_inputs else leaves
             outputs = self._run(call, given, side)
@@ -140,14 +142,15 @@ class Segment(Computation):
         if len(given) < len(edges):  # the caller of a decoder gave no gradient of a value that it can read
             edges = tuple([edge for edge, each in zip(edges, gradients, strict=True) if each is not None])
         run_backward(edges, given, (*leaves, *self._trained()))
-        return tuple([_gradient_of(leaf) for leaf in leaves])
+        return tuple([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Tensors:
         with call.precision.autocast():
-            return _as_tuple(self._call_function(call, inputs, side))
+            result = self._call_function(call, inputs, side)
+        return result if isinstance(result, tuple) else (result,)
 
     def _call_function(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
         if self._draws is None or not self._draws():
@@ -190,11 +193,7 @@ class SumOfParts(Computation):
 
 
 class Dropout(Computation):
-    """Dropout under the call's seed. Backward draws the same mask again where forward did not save it.
-
-    Args:
-        module: has the probability, and the mode.
-    """
+    """Dropout as of a module, under the call's seed. Backward draws the same mask where forward did not save it."""
 
     has_saved_state = False
 
@@ -238,15 +237,3 @@ class SumOfGradients(Computation):
         for gradient in gradients[1:]:
             total = total + gradient
         return (total,)
-
-
-def _is_of_integers(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
-
-
-def _gradient_of(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _as_tuple(value: Any) -> Tensors:
-    return value if isinstance(value, tuple) else (value,)

@@ -95,10 +95,6 @@ def _pieces(products: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield piece, products[piece]
 
 
-_SUMS = ("total", "weighted", "squared", "plain", "target")
-_MAXIMA = ("maximum", "before")
-
-
 class _Statistics:
     """Per token, over some rows: the largest logit z, sums of e = exp(z - largest), e * z, e * e and z, the target's
     logit (zero where it is in other rows), and the largest logit of the rows before the target's."""
@@ -208,13 +204,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _gradient(products: Tensor, targets: Tensor, given: list[Tensor | None], options: HeadOptions) -> Tensor:
-    """Returns the gradient of products [tokens, rows].
-
-    Args:
-        targets: counted from the first row.
-        given: per token, the gradient of its log-probability and of its entropy, the logarithm of the sum of
-            exponentials, and the entropy.
-    """
+    """Returns the gradient of products [tokens, rows]. Targets count from the first row; `given` has per token the
+    gradients of its log-probability and of its entropy, the logarithm of the sum of exponentials, and the entropy."""
     of_log_prob, of_entropy, log_total, entropy = (None if each is None else each.unsqueeze(-1) for each in given)
     logits, slope = options.logits(products)
     assert log_total is not None

@@ -89,13 +89,8 @@ class _Slice(torch.autograd.Function):
 
 
 def divided_logits(local: Tensor, axis: Axis, length: int) -> Tensor:
-    """Returns whole logits of this rank's slice; the slice itself on an axis of one rank.
-
-    Args:
-        local: [..., slice], cut by `cut_bounds`.
-        axis: the ranks with the other slices.
-        length: of the vocabulary.
-    """
+    """Returns whole logits of this rank's slice [..., slice], cut by `cut_bounds`; the slice itself on an axis of one
+    rank."""
     return local if axis.size == 1 else _whole(local, VocabDivision(axis, length))
 
 
@@ -253,11 +248,7 @@ def _run_property(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _operand(value: Any, division: VocabDivision) -> Any:
-    """Returns what a rank's slice of the result needs of an operand.
-
-    Raises:
-        _NotOnSlices: the operand is neither along this vocabulary nor broadcast along it.
-    """
+    """Returns what a rank's slice of the result needs of an operand along this vocabulary, or broadcast along it."""
     is_recorded = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, VocabLogits):
         if value.division != division:

@@ -83,11 +83,8 @@ class _Embedding(torch.autograd.Function):
 
 
 def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
-    """Returns embeddings with the noise of NEFTune (arXiv 2310.05914): uniform, within alpha / sqrt(length * hidden).
-
-    Args:
-        embeddings: [tokens of this rank, batch, hidden].
-    """
+    """Returns embeddings [tokens of this rank, batch, hidden] with the noise of NEFTune (arXiv 2310.05914): uniform,
+    within alpha / sqrt(length * hidden)."""
     bound = alpha / math.sqrt(length * embeddings.shape[-1])
     return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)
 
@@ -224,13 +221,9 @@ class TokenStatistics(Computation):
 
 
 def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: float, figures: bool = False) -> Tensor:
-    """Returns the statistics of some tokens [3 or 5, tokens], see `TokenStatistics`.
-
-    Args:
-        rows: logits [tokens, slice].
-        targets: [tokens], counted from the first row of the slice; they may lie outside the slice.
-        smoothing, share: the part of a target for an even share, and each row's share.
-    """
+    """Returns the statistics of logits [tokens, slice], see `TokenStatistics` [3 or 5, tokens]. Targets [tokens] count
+    from the first row of the slice, and may lie outside the slice; `smoothing` is the part of a target for an even
+    share, `share` each row's."""
     # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
     largest, place = probabilities.max(-1, keepdim=True)
@@ -245,11 +238,8 @@ def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: flo
 
 
 def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: float, share: float) -> Tensor:
-    """Returns the gradient of the logits of some tokens, in their type.
-
-    Args:
-        factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
-    """
+    """Returns the gradient of the logits of some tokens, in their type; `factors` are that of the probabilities, and
+    the gradient of the target's logit [2, tokens]."""
     of_all, of_target = factors.unsqueeze(-1)
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
     column, inside = _columns(rows, targets)
@@ -267,13 +257,9 @@ def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Tensor:
-    """Returns the loss of a micro-batch, from the statistics of every rank [ranks, 3 or 5, sequence, batch]. With
-    figures the result is [3]: the loss, the summed entropy of its tokens, and the number of right predictions.
-
-    Args:
-        targets: [sequence, batch], already shifted; -100 is ignored.
-        loss_scale: the factor of the sum over tokens, such as 1 / number of targets in the window.
-    """
+    """Returns the loss of a micro-batch, from the statistics of every rank [ranks, 3 or 5, sequence, batch], shifted
+    targets [sequence, batch] (-100 is ignored), and the factor of the sum over tokens. With figures the result is [3]:
+    the loss, the summed entropy of its tokens, and the number of right predictions."""
     (maximum, total, target, *figures), _ = join_statistics(statistics)
     whole = maximum + total.log()
     loss = torch.where(targets != IGNORED, whole - target, 0.0).sum() * loss_scale

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +171,10 @@ def _heads(unit: Unit, head: nn.Parameter, dtype: torch.dtype, size: int) -> Ite
     _check_cut(unit, own, rest, {statistics})
     kept = Operator(name="pass", kind=Kind.COMPUTE, reads=(hidden,), writes=(PASSED,), relative_cost=LIGHT)
     join = Operator(name="join", kind=Kind.COMPUTE, reads=(GIVEN, statistics), writes=(JOINED,), relative_cost=LIGHT)
-    added: dict[str, TensorOperator] = {"pass": Segment(partial(_passed, dtype=dtype)), "join": Segment(_joined)}
+    added: dict[str, TensorOperator] = {
+        "pass": Segment(lambda value: value.to(dtype).view_as(value)),
+        "join": Segment(lambda given, own: torch.cat((given, own))),
+    }
     first, *between, last = slice_names(unit.name, size)
     yield unit.part(first, [*front, kept, *own], graph.inputs, (PASSED, statistics), added)
     for name in between:
@@ -186,14 +188,6 @@ def _with_idle(whole: Unit, last: Unit) -> Unit:
     read = {parameter for operator in whole.operators.values() for parameter in operator.parameters}
     idle = {parameter: placed for parameter, placed in whole.placements.items() if parameter not in read}
     return replace(last, placements={**last.placements, **idle})
-
-
-def _passed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype).view_as(value)
-
-
-def _joined(given: Tensor, own: Tensor) -> Tensor:
-    return torch.cat((given, own))
 
 
 def _check_cut(unit: Unit, before: Sequence[Operator], after: Sequence[Operator], known: Collection[str]) -> None:
@@ -220,11 +214,7 @@ def _renamed(operators: Sequence[Operator], names: Mapping[str, str]) -> list[Op
 
 
 def _placed(unit: Unit, rank: int, there: Mapping[int, dict[nn.Parameter, nn.Parameter]]) -> Unit:
-    """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary.
-
-    Raises:
-        ValueError: parameters of a slice are not cut by its rows.
-    """
+    """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary."""
     sliced = {parameter: placed for parameter, placed in unit.placements.items() if placed.over == VOCABULARY}
     unit = replace(unit, label=f"{unit.label}.{rank}")
     if rank not in there:

@@ -136,15 +136,8 @@ class _Linear(torch.autograd.Function):
 
 
 def sliced_linear(value: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-    """Returns this rank's slice of the outputs of a linear. The sum of the value's gradient over the ranks is
-    overlapped with the gradient of the weight, as in Megatron-LM.
-
-    Args:
-        value: [..., features], equal on all ranks.
-        weight: this rank's rows [slice, features].
-        bias: [slice]; None without.
-        axis: the ranks.
-    """
+    """Returns this rank's slice of the outputs of a linear over a value [..., features] that is equal on all ranks. The
+    sum of the value's gradient over the ranks is overlapped with the gradient of the weight, as in Megatron-LM."""
     kind = value.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -200,6 +193,8 @@ def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
 
 
 class _TargetTerms(torch.autograd.Function):
+    """`log_sum_exp` of logits [..., slice], and the element at a token id [...], per token, in a single exchange."""
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
         place, inside = division.places(ids)
@@ -216,17 +211,6 @@ class _TargetTerms(torch.autograd.Function):
         result = (local - whole.unsqueeze(-1)).exp_().mul_(of_whole.unsqueeze(-1))
         result.scatter_add_(-1, place.unsqueeze(-1), (of_target * inside).unsqueeze(-1))
         return result, None, None
-
-
-def target_terms(local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
-    """Returns `log_sum_exp`, and the element at a token id, per token [...]; in fp32, in a single exchange.
-
-    Args:
-        local: [..., slice].
-        ids: [...].
-    """
-    whole, target = _TargetTerms.apply(exact(local), ids, division)
-    return whole, target
 
 
 def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
@@ -259,14 +243,8 @@ def class_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Returns `cross_entropy`, or `nll_loss`, in fp32.
-
-    Args:
-        local: [rows, slice] or [slice].
-        target: token ids [rows] or [].
-        of_logits: whether these are logits; log-probabilities otherwise.
-        weight, ignore_index, reduction, label_smoothing: as in `functional.cross_entropy`.
-    """
+    """Returns `functional.cross_entropy` of logits [rows, slice] or [slice], or with `of_logits=False` `nll_loss` of
+    log-probabilities, in fp32."""
     is_counted = target != ignore_index
     ids, local = target.masked_fill(~is_counted, 0), exact(local)
     of_classes = local.new_ones(division.length) if weight is None else weight
@@ -274,7 +252,7 @@ def class_loss(
     if not of_logits:
         loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
     else:
-        whole, target_logit = target_terms(local, ids, division)
+        whole, target_logit = _TargetTerms.apply(local, ids, division)
         loss = (whole - target_logit).masked_fill(~is_counted, 0) * weights
         if label_smoothing:
             sums = whole * of_classes.sum() - total((local * division.slice(of_classes)).sum(-1), division.axis)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, Method, TensorOperator, Tensors
-from hf_helix.operators.linears.accumulate import add_product
+from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
 from hf_helix.planning.graph.operator import Part
 
@@ -67,15 +67,8 @@ class Tile(NamedTuple):
 
 
 def tiles_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> Iterator[Tile]:
-    """Yields tiles of at most `TOKENS` tokens.
-
-    Args:
-        hidden: [tokens, hidden].
-        weight: [rows, hidden].
-        bias: [rows].
-        dtype: of the products.
-        rows: the most rows of a tile.
-    """
+    """Yields tiles of at most `TOKENS` tokens of hidden states [tokens, hidden], and of at most `rows` rows of a head
+    [rows, hidden], with operands in a type."""
     for start in range(0, len(hidden), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
@@ -155,15 +148,10 @@ class HeadInTiles:
         """
         add_product(of_hidden[tile.tokens], of_products, tile.weight)
         weight, bias = self.linear.weight, self.linear.bias
-        for parameter in (weight, bias):
-            if parameter is not None and parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if weight.requires_grad:
-            assert weight.grad is not None
-            add_product(weight.grad[tile.rows], of_products.t(), tile.hidden)
+            add_product(started_gradient(weight)[tile.rows], of_products.t(), tile.hidden)
         if bias is not None and bias.requires_grad:
-            assert bias.grad is not None
-            bias.grad[tile.rows] += of_products.sum(0, dtype=bias.dtype)
+            started_gradient(bias)[tile.rows] += of_products.sum(0, dtype=bias.dtype)
 
 
 class Deferred(TensorOperator):

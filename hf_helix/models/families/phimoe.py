@@ -45,16 +45,8 @@ class Phimoe(Llama):
         return b.build(x, add_part(b, balance, part)) if balance else b.build(x)
 
     def _route(self, b: Builder, layer: Any, h: str, balanced: bool) -> tuple[str, str, str, str | None]:
-        """Declares the router.
-
-        Args:
-            h: the normed tokens of this rank [n, batch, hidden].
-            balanced: whether the load-balancing loss is computed.
-
-        Returns:
-            The tokens as experts get them, their weights, their experts and, where balanced, the layer's part of the
-            two sums.
-        """
+        """Declares the router of this rank's normed tokens [n, batch, hidden]; returns the tokens as experts get them,
+        their weights, their experts and, where a loss is balanced, the layer's part of the two sums."""
         mlp, config = layer.mlp, layer.self_attn.config
         router, noise = mlp.router, mlp.input_jitter_noise
         meter = RouterMeter(config.num_local_experts, b.tp)
@@ -100,15 +92,7 @@ class Phimoe(Llama):
         return attn.config.sliding_window
 
     def side_inputs(
-        self,
-        model: Any,
-        batch: Mapping[str, Any],
-        cut: SequenceCut,
-        loss_scale: Tensor,
-        batch_scale: float = 1.0,
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
-        return {
-            **super().side_inputs(model, batch, cut, loss_scale),
-            **expert_side_inputs(batch, cut),
-            **balance_side_inputs(batch, batch_scale),
-        }
+        side = super().side_inputs(model, batch, cut, loss_scale)
+        return {**side, **expert_side_inputs(batch, cut), **balance_side_inputs(batch, batch_scale)}

@@ -178,12 +178,7 @@ def _apart(values: Sequence[Tensor]) -> tuple[Heads, Tensor | None]:
 
 
 class WithGroups:
-    """An attention module on a rank with one key-value head, for some of the head's queries.
-
-    Args:
-        module: the attention module of Transformers.
-        groups: the number of queries of the rank.
-    """
+    """An attention module on a rank with one key-value head, for some of the head's queries (`groups`)."""
 
     def __init__(self, module: Any, groups: int) -> None:
         self._module = module
@@ -274,17 +269,10 @@ def _shared_attention(
     b: Builder, q: str, kv: str, kernel: AttentionKernel, attention: Attention, sinks: nn.Parameter | None
 ) -> str:
     """Adds causal attention over a sequence shared by context-parallel ranks, see
-    `hf_helix.operators.attention.ring_attention`.
-
-    Args:
-        q: queries [batch, heads, tokens of this rank, head_dim].
-        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; shorter values are filled up
-            with zeros.
-        sinks: one more logit for each of this rank's heads, or None.
-
-    Returns:
-        [tokens of this rank, batch, heads * length of values].
-    """
+    `hf_helix.operators.attention.ring_attention`: of queries [batch, heads, tokens of this rank, head_dim] to keys and
+    values [2, batch, key-value heads, tokens of this rank, head_dim], where shorter values are filled up with zeros.
+    `sinks` is one more logit for each of this rank's heads. Returns [tokens of this rank, batch, heads * length of
+    values]."""
     outputs = ("attention.out", "attention.lse")
     size, scale, window = b.cp.size, attention.options["scaling"], attention.sliding_window
     value: tuple[str, ...] = ()
@@ -326,11 +314,7 @@ def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv:
 def _shared_form(
     attention: Attention, cp_size: int, device: torch.device
 ) -> tuple[AttentionKernel, nn.Parameter | None]:
-    """Returns the kernel of an attention over a sequence shared by ranks, and its sinks, if any.
-
-    Raises:
-        ValueError: the attention is not built; names its special part.
-    """
+    """Returns the kernel of an attention over a sequence shared by ranks, and its sinks, if any; refuses others."""
     module, eager, cap = attention.module, attention.eager, attention.options.get("softcap")
     implementation, tensors = module.config._attn_implementation, set(attention.tensors)
     if attention.dropout > 0:

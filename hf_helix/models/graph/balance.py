@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, __version__
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import counted_in
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
+from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter, counted_tokens
 
 BALANCE = "balance"
 """The value that enters and leaves every unit."""
@@ -96,12 +96,8 @@ def add_part(b: Builder, balance: str, part: str | None) -> str:
 
 
 def balance_side_inputs(batch: Mapping[str, Any], batch_scale: float) -> dict[str, Any]:
-    """Returns the side inputs of `Balance.add_loss` for a micro-batch.
-
-    Args:
-        batch: from the data collator, uncut.
-        batch_scale: the factor of a loss of the full batch.
-    """
+    """Returns the side inputs of `Balance.add_loss` for a micro-batch; `batch_scale` is the factor of a loss of the
+    full batch."""
     return {ROWS: counted_in(batch).sum(), BALANCE_SCALE: batch_scale}
 
 
@@ -146,7 +142,7 @@ class RouterRecord:
             side: the side inputs of the micro-batch.
             is_training: whether figures are added up.
         """
-        counted = self.meter.mine(side)
+        counted = counted_tokens(side, self.meter.tp)
         if is_training and torch.is_grad_enabled():  # once: recompute in backward runs it with gradients
             self.meter.note(logits, chosen, counted)
         if logits is None or self.shows:

@@ -236,26 +236,29 @@ class Builder:
             above=self._above,
         )
 
-    def segment(
+    def segment_outputs(
         self,
         name: str,
         function: Callable[..., Tensor | Tensors],
+        outputs: Sequence[str],
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[Used] = (),
         cut: Sequence[Cut] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
+        non_differentiable: Sequence[str] = (),
         compiles: bool = True,
         explicit: Explicit | None = None,
         relative_cost: float = LIGHT,
         frees_inputs: bool = False,
         elementwise: bool = False,
-    ) -> str:
-        """Adds a submodule, or any function of one output, under autograd. Selective recompute runs it again.
+    ) -> tuple[str, ...]:
+        """Adds a submodule, or any function, under autograd. Selective recompute runs it again.
 
         Args:
-            function: returns a tensor, or a tuple of one.
+            function: returns a tensor, or a tuple of tensors.
+            outputs: the names of the outputs with gradients.
             inputs: the function's input values.
             side: the side inputs of the micro-batch passed as keywords.
             uses: the submodules called or read by the function, and single parameters.
@@ -265,6 +268,7 @@ class Builder:
             on_shard: whether the inputs are this rank's part of the sequence or of the heads; then gradients of the
                 parameters that are not cut are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
+            non_differentiable: the names of further outputs without gradient (indices).
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
@@ -272,41 +276,16 @@ class Builder:
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
-        kept = explicit if runs is function else None
+        plain, kept = tuple(non_differentiable), explicit if runs is function else None
         segment = Segment(
-            runs, parameters, side, draws, explicit=kept, frees_inputs=frees_inputs, elementwise=elementwise
+            runs, parameters, side, draws, len(plain), kept, frees_inputs=frees_inputs, elementwise=elementwise
         )
-        return self.declare(name, segment, inputs, recompute_when_selective=True, relative_cost=relative_cost)[0]
-
-    def segment_outputs(
-        self,
-        name: str,
-        function: Callable[..., Tensors],
-        outputs: Sequence[str],
-        *inputs: str,
-        side: Sequence[str] = (),
-        uses: Sequence[Used] = (),
-        cut: Sequence[Cut] = (),
-        on_shard: bool = False,
-        draws: Callable[[], bool] | None = None,
-        non_differentiable: Sequence[str] = (),
-        frees_inputs: bool = False,
-        compiles: bool = True,
-        relative_cost: float = LIGHT,
-    ) -> tuple[str, ...]:
-        """Adds a function of several outputs under autograd; see `segment` for the other arguments.
-
-        Args:
-            outputs: the names of the outputs with gradients.
-            non_differentiable: the names of further outputs without gradient (indices).
-        """
-        parameters = self._parameters(function, uses, cut, on_shard)
-        runs = self.compiled(function) if compiles and not draws else function
-        plain = tuple(non_differentiable)
-        segment = Segment(runs, parameters, side, draws, len(plain), frees_inputs=frees_inputs)
-        writes = (*outputs, *plain)
         fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
-        return self.declare(name, segment, inputs, writes, relative_cost=relative_cost, **fields)
+        return self.declare(name, segment, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
+
+    def segment(self, name: str, function: Callable[..., Tensor | Tensors], *inputs: str, **options: Any) -> str:
+        """Adds a function of one output; see `segment_outputs` for the options."""
+        return self.segment_outputs(name, function, (name,), *inputs, **options)[0]
 
     def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
         """Adds a function of one output without gradient; see `segment_outputs` for the options."""
@@ -394,12 +373,7 @@ class Builder:
         return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
 
     def lookup(
-        self,
-        name: str,
-        embedding: nn.Module,
-        *,
-        plain: bool = False,
-        change: Callable[[Tensor], Tensor] | None = None,
+        self, name: str, embedding: nn.Module, *, plain: bool = False, change: Callable[[Tensor], Tensor] | None = None
     ) -> str:
         """Adds the lookup of token embeddings in a table cut by rows; returns partial sums for `reduce_scatter`.
 

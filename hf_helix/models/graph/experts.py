@@ -287,26 +287,15 @@ def counted_in(batch: Mapping[str, Any]) -> Tensor:
 
 
 def expert_side_inputs(batch: Mapping[str, Any], cut: SequenceCut) -> dict[str, Any]:
-    """Returns the side inputs of a micro-batch for the operators of experts.
-
-    Args:
-        batch: from the data collator; where ranks share experts with a capacity, with the longest batch of the ranks.
-        cut: selects this rank's tokens.
-    """
+    """Returns the side inputs of a micro-batch for the operators of experts. Where ranks share experts with a capacity,
+    the batch has the longest batch of the ranks."""
     mine = cut.take(counted_in(batch), 1).t().contiguous()
     return {COUNTED: mine, SHARD_TOKENS: batch.get(SHARD_TOKENS, mine.numel() // cut.tp_size)}
 
 
 @dataclass(frozen=True)
 class _Way:
-    """Adds the operators of one module of experts.
-
-    Attributes:
-        b: the builder of the layer.
-        name: the beginning of the names of operators and values.
-        num_experts: of the module.
-        row_counts: the host's numbers of the layer's rows.
-    """
+    """Adds the operators of one module of experts; `name` begins the names of operators and values."""
 
     b: Builder
     name: str
@@ -354,13 +343,8 @@ class _Way:
     def linear(
         self, key: str, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, rows: str, sizes: Names
     ) -> str:
-        """Adds the linears of all experts of this rank.
-
-        Args:
-            weight: [experts, features out, features in].
-            bias: [experts, features out], or None.
-            transposed: whether the weight is [experts, features in, features out].
-        """
+        """Adds the linears of all experts of this rank: weights [experts, features out, features in], or transposed
+        [experts, features in, features out], and biases [experts, features out]."""
         self.b.place([weight, bias], CUT_EXPERTS)
         return self.declare(
             key,

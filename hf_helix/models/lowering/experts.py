@@ -20,7 +20,7 @@ from hf_helix.models.graph.experts import DOWN, declare_experts
 from hf_helix.models.lowering.segment_function import SegmentFunction
 from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositionsSegment, Routing, SegmentPlan
 from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
-from hf_helix.models.trace.opaque_calls import EXPERTS, OpaqueCall
+from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.param_shard import Placement
@@ -32,9 +32,16 @@ class ValueNames:
     Args:
         plan: of the unit.
         start: the names of the values that enter.
+        choices: see `RouterRecord`.
+
+    Attributes:
+        parts: the names of the routers' sums for the load-balancing loss.
+        meters: the counters of each choice of experts.
     """
 
-    def __init__(self, plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str]) -> None:
+    def __init__(
+        self, plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
+    ) -> None:
         self.plan = plan
         self.trace = plan.trace
         self.b = b
@@ -42,6 +49,9 @@ class ValueNames:
         self.names: dict[tuple[Node, str], str] = {}
         self.shown: dict[Node, Node] = {}
         self.used: set[str] = set()
+        self.choices = choices
+        self.parts: list[str] = []
+        self.meters: dict[Node, RouterMeter] = {}
         for node, name in start.items():
             self.names[node, plan.placement(node).where] = name
 
@@ -97,7 +107,7 @@ class ValueNames:
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
-            self.trace.attributes[node]: Placement(dim=dim, blocks=_several(blocks))
+            self.trace.attributes[node]: Placement(dim=dim, blocks=blocks if len(blocks) > 1 else ())
             for node, (dim, blocks) in decided
             if node in self.trace.attributes
         }
@@ -115,9 +125,9 @@ class ValueNames:
 
     def _name(self, node: Node, suffix: str = "") -> str:
         """Returns an unused name for an operator: the path of the module and the operation."""
-        opaque = self.trace.opaque_call(node)
-        if opaque is not None:
-            base = opaque.path or opaque.kind
+        kind = self.trace.kind_of(node)
+        if kind is not None:
+            base = self.trace.path_of(node) or kind.value
         else:
             what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
             path = self.trace.path(node)
@@ -133,31 +143,11 @@ class ValueNames:
         return free
 
 
-def _several(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    return blocks if len(blocks) > 1 else ()
-
-
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
 class Experts(ValueNames):
-    """Declares routers and experts.
-
-    Args:
-        choices: see `RouterRecord`.
-
-    Attributes:
-        parts: the names of the routers' sums for the load-balancing loss.
-        meters: the counters of each choice of experts.
-    """
-
-    def __init__(
-        self, plan: SegmentPlan, b: Builder, module: Any, start: dict[Node, str], choices: int | None = None
-    ) -> None:
-        super().__init__(plan, b, module, start)
-        self.choices = choices
-        self.parts: list[str] = []
-        self.meters: dict[Node, RouterMeter] = {}
+    """Declares routers and experts."""
 
     def _router(self, weights: Node, chosen: Node) -> None:
         """Declares a choice of experts; the weights have a gradient, the choices have none."""
@@ -185,9 +175,8 @@ class Experts(ValueNames):
 
     def _meter(self, chosen: Node) -> RouterMeter:
         """Returns a counter of the choices of experts."""
-        calls = [call for user in chosen.users if (call := self.trace.opaque_call(user)) is not None]
-        path = next(call.path for call in calls if call.kind == EXPERTS)
-        count = len(self.module.get_submodule(path).get_parameter(DOWN))
+        experts = next(user for user in chosen.users if self.trace.kind_of(user) is CallKind.EXPERTS)
+        count = len(self.module.get_submodule(self.trace.path_of(experts)).get_parameter(DOWN))
         self.meters[chosen] = RouterMeter(count, self.b.tp)
         self.b.meters.append(self.meters[chosen])
         return self.meters[chosen]

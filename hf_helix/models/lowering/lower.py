@@ -7,44 +7,23 @@ Must hold: partial residual sums are added before the reduce-scatter.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
-from hf_helix.models.graph.context import ATTENTION as COST_OF_ATTENTION
-from hf_helix.models.graph.context import LIGHT
+from hf_helix.models.graph.context import ATTENTION, LIGHT
 from hf_helix.models.lowering.experts import Experts
 from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
 from hf_helix.models.placement.rules import SAME
 from hf_helix.models.placement.value_placement import COLUMN, FULL, PARTIAL, ROW, SHARD, dim_of, name_of
 from hf_helix.models.stock_modules import is_silu
-from hf_helix.models.trace.opaque_calls import (
-    ATTENTION,
-    DROPOUT,
-    EXPERTS,
-    HIDE,
-    LAYER,
-    LINEAR,
-    LOOKUP,
-    MASK,
-    MIXER,
-    NORM,
-    TOWERS,
-    MaskOf,
-    OpaqueCall,
-    OtherMask,
-)
+from hf_helix.models.trace.opaque_calls import MASK, CallKind, MaskOf, OpaqueCall, OtherMask
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
-
-
-def _draws(modules: Sequence[nn.Module]) -> bool:
-    return any(module.training for module in modules)
 
 
 class Lowering(Experts, Mixers):
@@ -60,8 +39,8 @@ class Lowering(Experts, Mixers):
         return self.value(plan.target, where)
 
     def _declare(self, node: Node) -> None:
-        opaque = self.trace.opaque_call(node)
-        if opaque is not None and self.plan.is_operator(node):
+        if self.plan.is_operator(node):
+            opaque = self.trace.call_of(node)
             self._OF_CALLS[opaque.kind](self, node, opaque)
         elif self.plan.is_residual(node):
             self._residual(node)
@@ -97,19 +76,19 @@ class Lowering(Experts, Mixers):
         styles, placement = self.plan.placements.decisions.styles, self.plan.placement
         if other is node:
             return True
-        opaque, mine = self.trace.opaque_call(other), self.trace.opaque_call(node)
-        if opaque is None or mine is None or opaque.kind != LINEAR or args_of(other)[0] is not args_of(node)[0]:
+        if self.trace.kind_of(other) is not CallKind.LINEAR or args_of(other)[0] is not args_of(node)[0]:
             return False
-        if opaque.path == mine.path:  # a second call
+        path, mine = self.trace.path_of(other), self.trace.path_of(node)
+        if path == mine:  # a second call
             return False
         if len(placement(other).blocks) > 1 or len(placement(node).blocks) > 1:
             return False
-        return styles[other] == styles[node] and opaque.path.rpartition(".")[0] == mine.path.rpartition(".")[0]
+        return styles[other] == styles[node] and path.rpartition(".")[0] == mine.rpartition(".")[0]
 
     def _norm(self, node: Node, opaque: OpaqueCall) -> None:
         where = self.plan.placement(node).where
-        readers = [self.trace.opaque_call(user) for user in node.users if user in self.plan.needed]
-        lowers = all(reader is not None and reader.kind == LINEAR for reader in readers)
+        readers = [user for user in node.users if user in self.plan.needed]
+        lowers = all(self.trace.kind_of(reader) is CallKind.LINEAR for reader in readers)
         norm = self.module.get_submodule(opaque.path)
         self._set(node, self.b.norm(self._name(node), norm, self.value(args_of(node)[0], where), lowers))
 
@@ -175,16 +154,13 @@ class Lowering(Experts, Mixers):
         placement = plan.placement(node)
         names = [self.value(value, placement.where) for value in inputs]
         function, side = self._function(segment, [node], inputs, mixes=segment.mixes)
-        explicit, draws = None, None
+        explicit, dropping = None, [self.module.get_submodule(path) for path in segment.drops]
         if segment.mixes and b.cp.size > 1:
             raise self._not_shared(node)
-        if segment.drops:
-            dropping = [self.module.get_submodule(path) for path in segment.drops]
-            draws = functools.partial(_draws, dropping)
         if segment.gate is not None:
             act = self.module.get_submodule(segment.gate)
             explicit = GatedSilu(lambda: is_silu(act))
-        cost = COST_OF_ATTENTION if segment.mixes else LIGHT
+        cost = ATTENTION if segment.mixes else LIGHT
         if node is plan.handed:
             self._set(node, b.indices(self._name(node), function, *names, side=side, **self._used_by(segment)))
             return
@@ -196,7 +172,7 @@ class Lowering(Experts, Mixers):
             **self._used_by(segment),
             on_shard=True,
             explicit=explicit,
-            draws=draws,
+            draws=(lambda: any(module.training for module in dropping)) if dropping else None,
             relative_cost=cost,
             elementwise=segment.elementwise,
         )
@@ -253,14 +229,8 @@ class Lowering(Experts, Mixers):
             has_mask=mask is not None,
             value_dim=value_dim if value_dim < self.trace.shape(k)[-1] else None,
         )
-        name = declare_attention(
-            b,
-            attention,
-            *names,
-            side=segment.side,
-            **self._used_by(segment),
-            name=self._name(node),
-        )
+        used, name = self._used_by(segment), self._name(node)
+        name = declare_attention(b, attention, *names, side=segment.side, **used, name=name)
         self._set_heads(node, name)
 
     def _not_shared(self, node: Node) -> Underivable:
@@ -310,15 +280,15 @@ class Lowering(Experts, Mixers):
         x = self.value(args_of(node)[0], SHARD)
         self._set(node, opaque.details["declare"](self.b, self._name(node), x))
 
-    _OF_CALLS: ClassVar[dict[str, Callable[[Lowering, Node, OpaqueCall], None]]] = {
-        LINEAR: _linear,
-        NORM: _norm,
-        DROPOUT: _dropout,
-        LOOKUP: _lookup,
-        ATTENTION: _attention,
-        EXPERTS: Experts._experts,
-        LAYER: _layer,
-        MIXER: Mixers._mixer,
-        HIDE: Mixers._hide,
-        TOWERS: _towers,
+    _OF_CALLS: ClassVar[dict[CallKind, Callable[[Lowering, Node, OpaqueCall], None]]] = {
+        CallKind.LINEAR: _linear,
+        CallKind.NORM: _norm,
+        CallKind.DROPOUT: _dropout,
+        CallKind.LOOKUP: _lookup,
+        CallKind.ATTENTION: _attention,
+        CallKind.EXPERTS: Experts._experts,
+        CallKind.LAYER: _layer,
+        CallKind.MIXER: Mixers._mixer,
+        CallKind.HIDE: Mixers._hide,
+        CallKind.TOWERS: _towers,
     }

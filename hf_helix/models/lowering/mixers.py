@@ -85,11 +85,7 @@ class Mixers(ValueNames):
 
     def _states_of_parts(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a recurrence over a sequence shared by ranks: each runs its parts of the sequence, and gathers what
-        all parts do to a state; then the states before its parts add to its results.
-
-        Raises:
-            Underivable: the recurrence hands no state on.
-        """
+        all parts do to a state; then the states before its parts add to its results."""
         b, plan, cp, cut = self.b, self.plan, self.b.cp, SequenceCut.of(self.b.tp, self.b.cp)
         operands, like = args_of(node)[:2]
         if call.mixer.states is None or any(plan.placement(value).where == FREE for value in operands):
@@ -175,11 +171,7 @@ class Mixers(ValueNames):
         return b.join_features(f"{name}.joined", back, cp, dim)
 
     def _check_heads(self, like: Node, call: MixerCall) -> int:
-        """Returns the dimension of heads or channels.
-
-        Raises:
-            Underivable: they do not divide among the context-parallel ranks.
-        """
+        """Returns the dimension of heads or channels, which must divide among the context-parallel ranks."""
         placement, dim, size = self.plan.placement(like), call.mixer.dims[call.mixer.like], self.b.cp.size
         assert dim is not None
         here = self.trace.shape(like)[dim] if placement.dim is None else sum(self.plan.share.of(placement.blocks))
@@ -209,12 +201,8 @@ def _fields(call: MixerCall) -> dict[str, Any]:
 
 
 def states_before(states: Tensor, size: int) -> list[Tensor]:
-    """Returns the states before the parts of a sequence, each [batch, heads, keys, values].
-
-    Args:
-        states: of the parts in order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`.
-        size: the features of values.
-    """
+    """Returns the states before the parts of a sequence, each [batch, heads, keys, values], from those of the parts in
+    order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`; `size` is the number of values."""
     own, kept = states.split((size, states.shape[-1] - size), -1)
     before = [torch.zeros_like(own[0])]
     for part in range(len(states) - 1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
-from hf_helix.models.trace.opaque_calls import DROPOUT, DTYPE, OPS
+from hf_helix.models.trace.opaque_calls import DTYPE, CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.torch_functions import is_tagged_elementwise
@@ -75,8 +75,7 @@ class SegmentFunction:
     def bind(self, module: nn.Module) -> Callable[..., Any]:
         """Returns the function for one layer."""
         owners = [_owner(module, name) for name in self.attributes]
-        called = [module.get_submodule(path) for path in self.modules]
-        return functools.partial(self.function, *owners, *called)
+        return functools.partial(self.function, *owners, *self.called(module))
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that the function reads itself, by name."""
@@ -107,8 +106,8 @@ class SegmentWriter:
         nodes = [node for node in self._needed(inputs, outputs) if node not in inputs]
         attributes = [node for node in nodes if node in self.trace.attributes]
         given = [node for node in nodes if node in self.trace.given]
-        opaque_calls = [node for node in nodes if self.trace.opaque_call(node) is not None]
-        mixers = [node for node in opaque_calls if node.target is OPS.mixer.default]
+        opaque_calls = [node for node in nodes if self.trace.kind_of(node) is not None]
+        mixers = [node for node in opaque_calls if self.trace.kind_of(node) is CallKind.MIXER]
         modules = list(dict.fromkeys(self.trace.path_of(node) for node in opaque_calls if node not in mixers))
         names = [self.trace.attributes[node] for node in attributes]
         owners = {node: self.graph.placeholder(f"owner{i}") for i, node in enumerate(attributes)}
@@ -128,18 +127,8 @@ class SegmentWriter:
         for node in nodes:
             if node in self.trace.constants:
                 self.made[node] = self._constant(self.trace.constants[node])
-            elif node in mixers:
-                values = tuple(self._value(value) for value in args_of(node)[0])
-                self.made[node] = self.graph.call_function(self.trace.details_of(node)["call"].function(), values)
-            elif node.target is OPS.gated_norm.default:
-                values = tuple(self._value(value) for value in args_of(node)[:2])
-                self.made[node] = self.graph.call_function(_call, (called[self.trace.path_of(node)], *values))
-            elif node in opaque_calls and self.trace.opaque_calls[args_of(node)[1]].kind == DROPOUT:
-                path, p = self.trace.path_of(node), self.trace.details_of(node)["p"]
-                self.made[node] = self.graph.call_function(_drop, (called[path], self._value(args_of(node)[0]), p))
             elif node in opaque_calls:
-                path = self.trace.path_of(node)
-                self.made[node] = self.graph.call_function(normed, (called[path], self._value(args_of(node)[0])))
+                self.made[node] = self._call(node, called)
             elif node not in self.made:
                 self.made[node] = self._copy(node)
         results = [self._leave(node) for node in outputs]
@@ -152,12 +141,25 @@ class SegmentWriter:
                 gate = modules[0] if args_of(opaque_calls[0])[0] is inputs[0] else None
         side = tuple(self.trace.given[node] for node in given)
         mixes = any(node in self.placements.mixing for node in nodes)
-        calls = [(self.trace.path_of(node), self.trace.opaque_call(node)) for node in opaque_calls]
-        drops = tuple(path for path, call in calls if call is not None and call.kind == DROPOUT)
+        dropouts = [node for node in opaque_calls if self.trace.kind_of(node) is CallKind.DROPOUT]
+        drops = tuple(map(self.trace.path_of, dropouts))
         elementwise = len(inputs) == 1 and all(
             node.op == "call_function" and is_tagged_elementwise(name_of(node)) for node in nodes
         )
         return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate, mixes, drops, elementwise)
+
+    def _call(self, node: Node, modules: Mapping[str, Node]) -> Node:
+        """Writes an opaque call, of one of the submodules by their paths or of a function."""
+        kind, args = self.trace.kind_of(node), args_of(node)
+        if kind is CallKind.MIXER:
+            function = self.trace.call_of(node).details["call"].function()
+            return self.graph.call_function(function, tuple(self._value(value) for value in args[0]))
+        module, x = modules[self.trace.path_of(node)], self._value(args[0])
+        if kind is CallKind.GATED_NORM:
+            return self.graph.call_function(_gated, (module, x, self._value(args[1])))
+        if kind is CallKind.DROPOUT:
+            return self.graph.call_function(_drop, (module, x, self.trace.call_of(node).details["p"]))
+        return self.graph.call_function(normed, (module, x))
 
     def _share_of(self, node: Node) -> Node:
         """Writes this rank's share of a buffer or an input, which every rank has in full."""
@@ -204,7 +206,9 @@ class SegmentWriter:
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
-        if _is_part(node):
+        of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
+        if not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split")):
+            # A slice would keep a larger tensor alive; a rope keeps queries and keys alive anyway.
             made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
         if not self._is_flattened(node):
             return made
@@ -337,15 +341,8 @@ class SegmentWriter:
         return lengths
 
 
-def _is_part(node: Node) -> bool:
-    """Returns whether a value is a slice that would keep a larger tensor alive. A rope keeps queries and keys alive
-    anyway."""
-    of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
-    return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
-
-
-def _call(module: nn.Module, *values: Tensor) -> Any:
-    return module(*values)
+def _gated(module: nn.Module, value: Tensor, gate: Tensor) -> Any:
+    return module(value, gate)
 
 
 def _least(value: Tensor) -> float:

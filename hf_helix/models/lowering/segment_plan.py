@@ -23,7 +23,7 @@ from hf_helix.models.graph.balance import RouterRecord
 from hf_helix.models.lowering.segment_function import SegmentFunction, SegmentWriter, Share
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
-from hf_helix.models.trace.opaque_calls import ATTENTION, DROPOUT, ELEMENTWISE, EXPERTS, GATED_NORM, MIXER, NORM
+from hf_helix.models.trace.opaque_calls import CallKind
 from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED
@@ -140,10 +140,10 @@ class SegmentPlan:
 
     def is_operator(self, node: Node) -> bool:
         """Returns whether an opaque call is an operator by itself, and not part of a segment."""
-        opaque = self.trace.opaque_call(node)
-        if opaque is None or opaque.kind in (ELEMENTWISE, GATED_NORM):
+        kind = self.trace.kind_of(node)
+        if kind in (None, CallKind.ELEMENTWISE, CallKind.GATED_NORM):
             return False
-        if opaque.kind in (NORM, DROPOUT):
+        if kind in (CallKind.NORM, CallKind.DROPOUT):
             placement = self.placement(node)
             return is_canonical(self.trace, node) and placement.dim is None and placement.where != FREE
         return True
@@ -173,8 +173,7 @@ class SegmentPlan:
                 self.values.add(node)
             elif self.is_residual(node):
                 (self.folded if self._folds(node) else self.values).add(node)
-            opaque = self.trace.opaque_call(node)
-            if opaque is not None and opaque.kind == EXPERTS:
+            if self.trace.kind_of(node) is CallKind.EXPERTS:
                 _, chosen, weights = args_of(node)[:3]
                 self.routed[chosen] = weights
         for node in reversed(order):
@@ -199,13 +198,11 @@ class SegmentPlan:
             self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
 
     def _must_be_value(self, node: Node, user: Node) -> bool:
-        opaque = self.trace.opaque_call(user)
+        kind = self.trace.kind_of(user)
         if user in self.folded or node in self.placements.decisions.gathered:
             return True
         if user in self.values:
-            return (opaque is None and self.is_residual(user)) or (
-                opaque is not None and opaque.kind not in (ATTENTION, MIXER)
-            )
+            return self.is_residual(user) if kind is None else kind not in (CallKind.ATTENTION, CallKind.MIXER)
         if user not in self.placements.values:
             return False
         return self.placement(user).where not in (FREE, self.placement(node).where) or self.placement(node).is_summand

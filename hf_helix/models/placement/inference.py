@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from hf_helix.models.placement.mixers import place_gated_norm, place_mixer
-from hf_helix.models.placement.rules import Placements, Rule, rule_of
+from hf_helix.models.placement.rules import Placements, Rule, like_operand, rule_of
 from hf_helix.models.placement.value_placement import (
     COLUMN,
     FREE,
@@ -32,21 +32,7 @@ from hf_helix.models.placement.value_placement import (
     is_canonical,
     where_reduced,
 )
-from hf_helix.models.trace.opaque_calls import (
-    ATTENTION,
-    DROPOUT,
-    ELEMENTWISE,
-    EXPERTS,
-    GATED_NORM,
-    HIDE,
-    LAYER,
-    LINEAR,
-    LOOKUP,
-    MASK,
-    MIXER,
-    NORM,
-    TOWERS,
-)
+from hf_helix.models.trace.opaque_calls import MASK, CallKind
 from hf_helix.models.trace.trace import HANDED, PLACES, ModuleTrace, Underivable, args_of, has_value
 
 
@@ -81,8 +67,8 @@ def _run_round(p: Placements) -> None:
             p.values[node] = ValuePlacement(SHARD if name == PLACES else FULL)
     for node in trace.nodes:
         if has_value(node):
-            opaque = trace.opaque_call(node)
-            rule = rule_of(node) if opaque is None else _OPAQUE_RULES[opaque.kind]
+            kind = trace.kind_of(node)
+            rule = rule_of(node) if kind is None else _OPAQUE_RULES[kind]
             p.values[node] = rule(p, node)
             if node in p.decisions.gathered:
                 p.shares[node] = p.values[node]
@@ -95,7 +81,7 @@ def _gather_early(p: Placements) -> None:
     """Moves the gather before operations on a shard whose results cannot lie between operators."""
     for node in reversed(p.trace.nodes):
         placement = p.values.get(node)
-        if placement is None or placement.where != SHARD or p.trace.opaque_call(node) or is_canonical(p.trace, node):
+        if placement is None or placement.where != SHARD or p.trace.kind_of(node) or is_canonical(p.trace, node):
             continue
         if any(user in p.values and p.values[user].where == FULL for user in node.users):
             p.values[node] = replace(placement, where=FULL)
@@ -111,8 +97,8 @@ def _gather_once(p: Placements) -> None:
 
 def _is_gathered(p: Placements, node: Node) -> bool:
     """Returns whether a node is a norm of a sequence shard whose readers all need the full sequence."""
-    opaque, placement, styles = p.trace.opaque_call(node), p.values.get(node), p.decisions.styles
-    if opaque is None or opaque.kind != NORM or placement is None:
+    placement, styles = p.values.get(node), p.decisions.styles
+    if p.trace.kind_of(node) is not CallKind.NORM or placement is None:
         return False
     if placement.where != SHARD or placement.dim is not None:
         return False
@@ -154,11 +140,6 @@ def _norm(p: Placements, node: Node) -> ValuePlacement:
     return replace(given, where=where_reduced(given), start=None, expanded=None)
 
 
-def _elementwise(p: Placements, node: Node) -> ValuePlacement:
-    given = p.of(args_of(node)[0])
-    return replace(given, where=where_reduced(given), expanded=None)
-
-
 def _attention(p: Placements, node: Node) -> ValuePlacement:
     q, k, v, more = args_of(node)[:4]
     heads = [p.of(value) for value in (q, k, v)]
@@ -172,7 +153,7 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
     kept = heads[:1] if is_shared(p, k) and heads[1].dim is None and heads[2].dim is None else heads
     if any(value.dim != 1 or len(value.blocks) > 1 for value in kept):
         p.demote(frozenset().union(*(value.origins for value in shares)), node)
-    for name, value in zip(p.trace.details_of(node)["tensors"], more, strict=True):
+    for name, value in zip(p.trace.call_of(node).details["tensors"], more, strict=True):
         if name == MASK:
             _place_mask(p, node, value, heads[0])
         elif value not in p.trace.attributes or p.trace.shape(value)[0] != heads[0].size:
@@ -214,26 +195,17 @@ def _layer(p: Placements, node: Node) -> ValuePlacement:
     return ValuePlacement(SHARD)
 
 
-def _lookup(p: Placements, node: Node) -> ValuePlacement:
-    return ValuePlacement(PARTIAL)
-
-
-def _hide(p: Placements, node: Node) -> ValuePlacement:
-    given = p.of(args_of(node)[0])
-    return replace(given, where=where_reduced(given))
-
-
-_OPAQUE_RULES: dict[str, Rule] = {
-    LINEAR: _linear,
-    NORM: _norm,
-    ELEMENTWISE: _elementwise,
-    DROPOUT: _elementwise,
-    ATTENTION: _attention,
-    EXPERTS: _experts,
-    LAYER: _layer,
-    LOOKUP: _lookup,
-    MIXER: place_mixer,
-    GATED_NORM: place_gated_norm,
-    HIDE: _hide,
-    TOWERS: _layer,
+_OPAQUE_RULES: dict[CallKind, Rule] = {
+    CallKind.LINEAR: _linear,
+    CallKind.NORM: _norm,
+    CallKind.ELEMENTWISE: like_operand,
+    CallKind.DROPOUT: like_operand,
+    CallKind.ATTENTION: _attention,
+    CallKind.EXPERTS: _experts,
+    CallKind.LAYER: _layer,
+    CallKind.LOOKUP: lambda p, node: ValuePlacement(PARTIAL),
+    CallKind.MIXER: place_mixer,
+    CallKind.GATED_NORM: place_gated_norm,
+    CallKind.HIDE: like_operand,
+    CallKind.TOWERS: _layer,
 }

@@ -33,7 +33,7 @@ def place_gated_norm(p: Placements, node: Node) -> ValuePlacement:
 def place_mixer(p: Placements, node: Node) -> ValuePlacement:
     """Places a mixer, whose result lies as the operand with the result's shape."""
     values, like = args_of(node)[:2]
-    call = p.trace.details_of(node)["call"]
+    call = p.trace.call_of(node).details["call"]
     share = p.of(values[like])
     shared = [value for value in values if p.of(value).dim is not None]
     if share.dim is None:

@@ -39,7 +39,7 @@ from hf_helix.models.placement.value_placement import (
     tensors_of,
     where_reduced,
 )
-from hf_helix.models.trace.opaque_calls import ATTENTION, LINEAR
+from hf_helix.models.trace.opaque_calls import CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 
 
@@ -139,12 +139,11 @@ class Placements:
         waiting = list(node.all_input_nodes)
         while waiting:
             value = waiting.pop()
-            opaque = self.trace.opaque_call(value)
-            if opaque is not None and opaque.kind in (ATTENTION, LINEAR):
-                if opaque.kind == ATTENTION:
-                    return True
-                continue
-            waiting += value.all_input_nodes
+            kind = self.trace.kind_of(value)
+            if kind is CallKind.ATTENTION:
+                return True
+            if kind is not CallKind.LINEAR:
+                waiting += value.all_input_nodes
         return False
 
     def feeds_attention(self, node: Node) -> bool:
@@ -152,27 +151,16 @@ class Placements:
         waiting, seen = list(node.users), set()
         while waiting:
             user = waiting.pop()
-            opaque = self.trace.opaque_call(user)
-            if opaque is not None and opaque.kind == LINEAR:
+            kind = self.trace.kind_of(user)
+            if kind is CallKind.LINEAR:
                 return False
-            if opaque is not None and opaque.kind == ATTENTION:
-                continue
-            if user not in seen:
+            if kind is not CallKind.ATTENTION and user not in seen:
                 seen.add(user)
                 waiting += user.users
         return True
 
-    def refuse_mixing(self, node: Node) -> NoReturn:
-        """Refuses an operation that mixes tokens."""
-        where = self.trace.path(node) or "the layer"
-        raise Underivable(f"{name_of(node)} in {where} mixes tokens outside of attention")
-
 
 # -- views ---------------------------------------------------------------------------------------------------------
-
-
-def _same(p: Placements, node: Node) -> ValuePlacement:
-    return p.of(args_of(node)[0])
 
 
 def _view(p: Placements, node: Node) -> ValuePlacement:
@@ -272,7 +260,8 @@ def _slice(p: Placements, node: Node) -> ValuePlacement:
     return _parts(p, node, given, [(first, last)])[0]
 
 
-def _split(p: Placements, node: Node) -> ValuePlacement:
+def like_operand(p: Placements, node: Node) -> ValuePlacement:
+    """Places a result, or its parts, as the operand, whose partial sums are reduced first."""
     given = p.of(args_of(node)[0])
     return replace(given, where=where_reduced(given), expanded=None)
 
@@ -320,19 +309,8 @@ def _parts(p: Placements, node: Node, given: ValuePlacement, parts: Sequence[tup
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
 
-SAME = (
-    "clone",
-    "contiguous",
-    "detach",
-    "alias",
-    "to",
-    "_to_copy",
-    "type_as",
-    "lift_fresh_copy",
-    "float",
-    "view_as_complex",
-    "view_as_real",
-)
+SAME = {"clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy", "float"}
+SAME |= {"view_as_complex", "view_as_real"}
 """Operations that keep every dimension that may be cut; parts of complex numbers lie along the last dimension."""
 
 MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
@@ -514,7 +492,7 @@ def _arange(p: Placements, node: Node) -> ValuePlacement:
 def _unknown(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     if name_of(node).startswith(MIXING) and any(p.of(value).where != FREE for value in operands):
-        p.refuse_mixing(node)
+        raise Underivable(f"{name_of(node)} in {p.trace.path(node) or 'the layer'} mixes tokens outside of attention")
     origins = frozenset().union(*(p.of(v).origins for v in operands if p.of(v).dim is not None))
     if any(p.of(value).dim is not None for value in operands):
         p.demote(origins, node)
@@ -533,34 +511,15 @@ def _count_tokens(p: Placements, node: Node) -> int:
 
 Rule = Callable[[Placements, Node], ValuePlacement]
 
-REDUCTIONS = (
-    "softmax",
-    "_softmax",
-    "mean",
-    "sum",
-    "prod",
-    "std",
-    "var",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "topk",
-    "sort",
-    "cumsum",
-    "logsumexp",
-    "norm",
-    "linalg_vector_norm",
-)
+REDUCTIONS = {"softmax", "_softmax", "mean", "sum", "prod", "std", "var", "amax", "amin", "max", "min", "argmax"}
+REDUCTIONS |= {"argmin", "topk", "sort", "cumsum", "logsumexp", "norm", "linalg_vector_norm"}
 """Operations along some dimensions only."""
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys(SAME, lambda p, node: p.of(args_of(node)[0])),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _view),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _permute),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _split),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), like_operand),
     **dict.fromkeys(("cat", "stack"), _cat),
     **dict.fromkeys(("matmul", "bmm", "baddbmm"), _matmul),
     **dict.fromkeys(REDUCTIONS, _reduce),

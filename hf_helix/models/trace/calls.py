@@ -50,12 +50,7 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of a layer.
-
-    Attributes:
-        args: positional arguments after the hidden states; tensors are `Given`.
-        kwargs: keyword arguments.
-    """
+    """The arguments of a layer after the hidden states; tensors are `Given`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -114,7 +109,7 @@ class Decoder:
     rest: tuple[Given | None, ...] = ()
 
     def __init__(self, base: Any, makes_masks: bool = False) -> None:
-        self.masks = made_masks if makes_masks else named_masks
+        self.masks = functools.partial(changed_masks, _making if makes_masks else _naming)
         candidates = [
             (module, name, child)
             for module in base.modules()
@@ -137,13 +132,9 @@ class Decoder:
     def stubs(
         self, called: Callable[[int, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None], with_masks: bool = False
     ) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks, unless asked for, are placeholders, or tensors.
-
-        Args:
-            called: takes the number of a layer, its arguments and the hidden states that enter; returns those that
-                leave, or None for the same.
-            with_masks: whether masks are made by Transformers.
-        """
+        """Returns the context in which layers are stubs and masks, unless made by Transformers (`with_masks`), are
+        placeholders, or tensors. `called` takes the number of a layer, its arguments and the hidden states that enter,
+        and returns those that leave, or None for the same."""
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
         with contextlib.nullcontext() if with_masks else self.masks(self.module):
@@ -163,11 +154,7 @@ def _runner(base: nn.Module, path: str) -> str:
 
 
 class _Stub(nn.Module):
-    """A stub with the attributes of a layer.
-
-    Attributes:
-        called: see `Decoder.stubs`.
-    """
+    """A stub with the attributes of a layer; for `called` see `Decoder.stubs`."""
 
     called: Callable[..., Any]
 
@@ -194,31 +181,18 @@ class _Stub(nn.Module):
 
 
 @contextlib.contextmanager
-def named_masks(module: nn.Module) -> Iterator[None]:
-    """Returns the context in which mask functions return `MaskOf` to the code of a module."""
+def changed_masks(change: Callable[[str, Callable[..., Any]], Callable[..., Any]], module: nn.Module) -> Iterator[None]:
+    """Returns the context in which the mask functions of a module's code are changed, given name and function."""
     kind: Any = type(module)
-    with replaced((vars(sys.modules[home]), {name: _naming(name)}) for home, name in _mask_functions(kind)):
+    functions = [(vars(sys.modules[home]), name) for home, name in _mask_functions(kind)]
+    with replaced((space, {name: change(name, space[name])}) for space, name in functions):
         yield
 
 
-@contextlib.contextmanager
-def made_masks(module: nn.Module) -> Iterator[None]:
-    """Returns the context in which mask functions return a tensor to the code of a module, never None."""
-
-    def making(home: str, name: str) -> Callable[..., Any]:
-        function = vars(sys.modules[home])[name]
-        skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
-        return functools.partial(
-            _made, function, dict.fromkeys({*skips} & {*inspect.signature(function).parameters}, False)
-        )
-
-    kind: Any = type(module)
-    with replaced((vars(sys.modules[home]), {name: making(home, name)}) for home, name in _mask_functions(kind)):
-        yield
-
-
-def _made(function: Callable[..., Any], options: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **{**kwargs, **options})
+def _making(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a mask function that makes a tensor, never None."""
+    skips = {"allow_is_causal_skip", "allow_is_bidirectional_skip"} & {*inspect.signature(function).parameters}
+    return lambda *args, **kwargs: function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
 
 
 @functools.cache
@@ -233,7 +207,9 @@ def _mask_functions(kind: type) -> list[tuple[str, str]]:
     ]
 
 
-def _naming(name: str) -> Callable[..., Any]:
+def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a mask function that makes a placeholder."""
+
     def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
         by_positions = kwargs.get("position_ids") is not None

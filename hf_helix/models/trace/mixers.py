@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
 
 from hf_helix.models.alike import same_code
-from hf_helix.models.trace.opaque_calls import HIDE, MIXER, OPS, OpaqueCalls, PaddingMask, replaced
+from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls, PaddingMask, names_of_code, replaced
 
 PACKAGES = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
 """The packages whose kernels Transformers calls where they are installed."""
@@ -168,19 +168,16 @@ class MixerCall:
 def mixers_as_operators(skeleton: nn.Module, opaque_calls: OpaqueCalls) -> Iterator[None]:
     """Returns the context of a trace in which kernel functions, and hiding of padding, are custom operators."""
     changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    homes = {base.__module__ for module in skeleton.modules() for base in type(module).__mro__}
-    for home in sorted(homes & sys.modules.keys()):
-        space = vars(sys.modules[home])
-        for name, function in list(space.items()):
-            if name in SHORTCUTS:
-                made: Any = _nothing
-            elif name in MIXERS:
-                made = _as_operator(home, name, function, opaque_calls)
-            elif same_code(function, apply_mask_to_padding_states):
-                made = _hiding(opaque_calls)
-            else:
-                continue
-            changed.append((space, {name: made}))
+    for home, name, function in names_of_code(skeleton):
+        if name in SHORTCUTS:
+            made: Any = _nothing
+        elif name in MIXERS:
+            made = _as_operator(home, name, function, opaque_calls)
+        elif same_code(function, apply_mask_to_padding_states):
+            made = _hiding(opaque_calls)
+        else:
+            continue
+        changed.append((vars(sys.modules[home]), {name: made}))
     with replaced(changed):
         yield
 
@@ -193,7 +190,7 @@ def _hiding(opaque_calls: OpaqueCalls) -> Callable[..., Tensor]:
     def hide(hidden_states: Tensor, attention_mask: Any) -> Tensor:
         if not isinstance(attention_mask, PaddingMask):
             return hidden_states if attention_mask is None else hidden_states * attention_mask[:, :, None]
-        value: Tensor = OPS.unary(hidden_states, opaque_calls.add(HIDE, opaque_calls.path_of_frame()))
+        value: Tensor = OPS.unary(hidden_states, opaque_calls.add(CallKind.HIDE, opaque_calls.path_of_frame()))
         return value
 
     return hide
@@ -212,7 +209,7 @@ def _as_operator(home: str, name: str, function: Callable[..., Any], opaque_call
         plain = tuple((key, value) for key, value in options.items() if not isinstance(value, Tensor))
         call = MixerCall(home, name, tuple(tensors), plain)
         values = [v.transpose(1, 2) if key in mixer.tokens_last else v for key, v in tensors.items()]
-        number = opaque_calls.add(MIXER, opaque_calls.path_of_frame(), call=call)
+        number = opaque_calls.add(CallKind.MIXER, opaque_calls.path_of_frame(), call=call)
         result = OPS.mixer(values, call.like, number)
         result = result.transpose(1, 2) if mixer.tokens_last else result
         return (result, None) if mixer.returns_state else result
@@ -221,13 +218,8 @@ def _as_operator(home: str, name: str, function: Callable[..., Any], opaque_call
 
 
 def hide_padding(value: Tensor, seen: Tensor | None, rank: int = 0) -> Tensor:
-    """Returns a value with zeros for hidden tokens.
-
-    Args:
-        value: [tokens of a rank, batch, ...].
-        seen: 1 for visible tokens, 0 for hidden tokens [tokens of all ranks, batch]; None where none is hidden.
-        rank: the rank whose tokens `value` has.
-    """
+    """Returns a value [tokens of a rank, batch, ...] with zeros for hidden tokens; `seen` has 1 for visible and 0 for
+    hidden tokens [tokens of all ranks, batch], None where none is hidden."""
     if seen is None:
         return value
     here = seen[rank * len(value) :][: len(value)]
@@ -235,13 +227,9 @@ def hide_padding(value: Tensor, seen: Tensor | None, rank: int = 0) -> Tensor:
 
 
 def shares_of(value: Tensor, dim: int | None, count: int) -> tuple[Tensor, ...]:
-    """Returns the shares of ranks in an operand of a mixer.
-
-    Args:
-        value: the operand.
-        dim: its dimension of heads, of groups that several heads share, or of channels; None for what all share.
-        count: the number of ranks. It divides the heads; a group of heads on several ranks is in each share.
-    """
+    """Returns the shares of a number of ranks in an operand of a mixer, along its dimension of heads, of groups that
+    several heads share, or of channels; None for what all share. The ranks divide the heads; a group of heads on
+    several ranks is in each share."""
     if dim is None:
         return (value,) * count
     copies = math.lcm(value.shape[dim], count) // value.shape[dim]

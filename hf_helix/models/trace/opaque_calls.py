@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -32,20 +33,22 @@ from hf_helix.operators.attention.rope import Pair
 DTYPE = torch.bfloat16
 """The dtype of traces, which stands for the compute dtype of the model; a cast to fp32 means fp32."""
 
-LINEAR, NORM, ELEMENTWISE, DROPOUT, ATTENTION, EXPERTS, LAYER, LOOKUP, MIXER, GATED_NORM, HIDE, TOWERS = (
-    "linear",
-    "norm",
-    "elementwise",
-    "dropout",
-    "attention",
-    "experts",
-    "layer",
-    "lookup",
-    "mixer",
-    "gated_norm",
-    "hide",
-    "towers",
-)
+
+class CallKind(Enum):
+    """What an opaque call stands for."""
+
+    LINEAR = "linear"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    DROPOUT = "dropout"
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+    LAYER = "layer"
+    LOOKUP = "lookup"
+    MIXER = "mixer"
+    GATED_NORM = "gated_norm"
+    HIDE = "hide"
+    TOWERS = "towers"
 
 
 DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -90,63 +93,42 @@ class OpaqueCall:
     """The description of a call of a custom operator.
 
     Attributes:
-        kind: one of the kinds above.
         path: the name of the module in the traced module.
         details: for attention, the arguments of the attention interface; for dropout, the probability; for a mixer, the
             `MixerCall`.
     """
 
-    kind: str
+    kind: CallKind
     path: str
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "linear(Tensor x, int number, int features) -> Tensor": lambda x, _, features: x.new_empty(
+        (*x.shape[:-1], features)
+    ),
+    "unary(Tensor x, int number) -> Tensor": lambda x, _: torch.empty_like(x),
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int number) -> Tensor": lambda q, k, v, *_: q.new_empty(
+        (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    ),
+    "lookup(Tensor ids, int number, int features) -> Tensor": lambda ids, _, features: ids.new_empty(
+        (*ids.shape, features), dtype=DTYPE
+    ),
+    "experts(Tensor x, Tensor index, Tensor weights, int number) -> Tensor": lambda x, *_: torch.empty_like(x),
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)": lambda q, k, cos, _: tuple(
+        torch.empty_like(value, dtype=torch.promote_types(q.dtype, cos.dtype)) for value in (q, k)
+    ),
+    "mixer(Tensor[] tensors, int like, int number) -> Tensor": lambda tensors, like, _: tensors[like].new_empty(
+        tensors[like].shape
+    ),
+    "gated_norm(Tensor x, Tensor gate, int number) -> Tensor": lambda x, *_: torch.empty_like(x),
+}
+"""The schemas of the custom operators, each with a function that gives the shapes of its result."""
+
 _library = torch.library.Library("hf_helix", "DEF")
-_library.define("linear(Tensor x, int number, int features) -> Tensor")
-_library.define("unary(Tensor x, int number) -> Tensor")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int number) -> Tensor")
-_library.define("lookup(Tensor ids, int number, int features) -> Tensor")
-_library.define("experts(Tensor x, Tensor index, Tensor weights, int number) -> Tensor")
-_library.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
-_library.define("mixer(Tensor[] tensors, int like, int number) -> Tensor")
-_library.define("gated_norm(Tensor x, Tensor gate, int number) -> Tensor")
-
-
-def _linear(x: Tensor, number: int, features: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], features))
-
-
-def _unary(x: Tensor, number: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], number: int) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
-
-
-def _lookup(ids: Tensor, number: int, features: int) -> Tensor:
-    return ids.new_empty((*ids.shape, features), dtype=DTYPE)
-
-
-def _experts(x: Tensor, index: Tensor, weights: Tensor, number: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    return torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
-
-
-def _mixer(tensors: list[Tensor], like: int, number: int) -> Tensor:
-    return tensors[like].new_empty(tensors[like].shape)
-
-
-def _gated_norm(x: Tensor, gate: Tensor, number: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-for _shapes in (_linear, _unary, _attention, _lookup, _experts, _rope, _mixer, _gated_norm):
-    torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
+for _schema, _shapes in _OPERATORS.items():
+    _library.define(_schema)
+    torch.library.register_fake(f"hf_helix::{_schema.partition('(')[0]}", _shapes, lib=_library)
 
 OPS = torch.ops.hf_helix
 OPAQUE_OPS: dict[Any, int] = {
@@ -194,17 +176,14 @@ class OpaqueCalls:
         self.table = ""
         self.tables: set[str] = set()
 
-    def add(self, kind: str, path: str, **details: Any) -> int:
+    def add(self, kind: CallKind, path: str, **details: Any) -> int:
         """Adds a call and returns its number."""
         self.opaque_calls.append(OpaqueCall(kind, path, details))
         return len(self.opaque_calls) - 1
 
     def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:
-        """Makes the submodules of a skeleton opaque, in place.
-
-        Args:
-            skip: returns whether a submodule is left alone, with everything inside.
-        """
+        """Makes the submodules of a skeleton opaque, in place; those that `skip` is True of are left alone, with
+        everything inside."""
 
         def visit(path: str, module: nn.Module) -> None:
             self._paths[id(module)] = path
@@ -216,11 +195,8 @@ class OpaqueCalls:
         visit("", skeleton)
 
     def record(self, skeleton: nn.Module, routers: Iterable[tuple[str, int]]) -> list[Any]:
-        """Returns a list into which routers of the skeleton record their logits.
-
-        Args:
-            routers: the path of each router, with the index of the logits among its outputs.
-        """
+        """Returns a list into which routers of the skeleton record their logits; `routers` are their paths, each with
+        the index of the logits among its outputs."""
         recorded: list[Any] = []
         for path, index in routers:
             router: Any = skeleton.get_submodule(path)
@@ -230,11 +206,12 @@ class OpaqueCalls:
     def _replace_one(self, path: str, module: Any) -> bool:
         """Makes a module opaque and returns True; returns False for a module that must be traced through."""
         if is_projection(module):
-            features = _features_out(module)
-            number = self.add(LINEAR, path)
+            plain = unwrapped(module).copies[0]
+            features = int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
+            number = self.add(CallKind.LINEAR, path)
             module.forward = lambda x: OPS.linear(x, number, features)
         elif is_experts(module):
-            number = self.add(EXPERTS, path)
+            number = self.add(CallKind.EXPERTS, path)
             names = forward_arguments(module)
 
             def run(*values: Any, **named: Any) -> Tensor:
@@ -247,14 +224,14 @@ class OpaqueCalls:
             if path not in self._inlined:
                 module.forward = self._gating(module.forward, path)
         elif is_norm(module) and path not in self._inlined:
-            number = self.add(NORM, path)
+            number = self.add(CallKind.NORM, path)
             module.forward = lambda x: OPS.unary(x, number)
         elif isinstance(module, nn.Dropout):
-            number = self.add(DROPOUT, path, p=module.p)
+            number = self.add(CallKind.DROPOUT, path, p=module.p)
             dropout: Any = module
             dropout.forward = lambda x: OPS.unary(x, number) if dropout.p else x
         elif is_activation(module):
-            number = self.add(ELEMENTWISE, path)
+            number = self.add(CallKind.ELEMENTWISE, path)
             module.forward = lambda x: OPS.unary(x, number)
         else:
             return False
@@ -262,7 +239,7 @@ class OpaqueCalls:
 
     def _gating(self, forward: Callable[..., Any], path: str) -> Callable[..., Any]:
         """Returns the forward of a gated norm: opaque for a value with a gate of its shape."""
-        number = self.add(GATED_NORM, path)
+        number = self.add(CallKind.GATED_NORM, path)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             values = (*args, *kwargs.values())
@@ -288,7 +265,7 @@ class OpaqueCalls:
         def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if self.path_of_frame() not in self.tables:
                 return plain_embedding(ids, weight, *args, **kwargs)
-            value: Tensor = OPS.lookup(ids, self.add(LOOKUP, self.table), weight.shape[1])
+            value: Tensor = OPS.lookup(ids, self.add(CallKind.LOOKUP, self.table), weight.shape[1])
             return value
 
         def get_interface(functions: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,7 +278,7 @@ class OpaqueCalls:
                 tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
                 rest = {name: value for name, value in options.items() if name not in tensors}
                 number = self.add(
-                    ATTENTION,
+                    CallKind.ATTENTION,
                     self._paths[id(module)],
                     mask=attention_mask,
                     eager=default,
@@ -315,7 +292,7 @@ class OpaqueCalls:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
             if not training or p == 0:
                 return input
-            value: Tensor = OPS.unary(input, self.add(DROPOUT, self.path_of_frame(), p=p))
+            value: Tensor = OPS.unary(input, self.add(CallKind.DROPOUT, self.path_of_frame(), p=p))
             return value
 
         interface: Any = type(ALL_ATTENTION_FUNCTIONS)
@@ -367,13 +344,18 @@ def replaced(changes: Iterable[tuple[dict[str, Any], Mapping[str, Any]]]) -> Ite
         yield
 
 
-def ropes_of(skeleton: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields the copies of `apply_rotary_pos_emb` in the modules of a skeleton's classes, as namespace and name."""
+def names_of_code(skeleton: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yields every name in the modules of a skeleton's classes: the module, the name and the value."""
     homes = {base.__module__ for module in skeleton.modules() for base in type(module).__mro__}
     for home in sorted(homes & sys.modules.keys()):
-        space = vars(sys.modules[home])
-        for name in [name for name, value in space.items() if same_code(value, apply_rotary_pos_emb)]:
-            yield space, name
+        yield from [(home, name, value) for name, value in vars(sys.modules[home]).items()]
+
+
+def ropes_of(skeleton: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the copies of `apply_rotary_pos_emb` in the modules of a skeleton's classes, as namespace and name."""
+    for home, name, value in names_of_code(skeleton):
+        if same_code(value, apply_rotary_pos_emb):
+            yield vars(sys.modules[home]), name
 
 
 def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
@@ -393,11 +375,6 @@ def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, with or without PEFT's wrappers."""
     return is_plain_linear(unwrapped(module).copies[0])
-
-
-def _features_out(module: Any) -> int:
-    plain = unwrapped(module).copies[0]
-    return int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
 
 
 def is_norm(module: Any) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,10 @@ from torch.fx import Graph, Node
 
 from hf_helix.models.trace.mixers import mixers_as_operators
 from hf_helix.models.trace.opaque_calls import (
-    ATTENTION,
     DTYPE,
     OPAQUE_OPS,
     OPS,
+    CallKind,
     MaskOf,
     OpaqueCall,
     OpaqueCalls,
@@ -141,15 +141,21 @@ def _put_before_view(graph: Graph, linear: Node) -> None:
     before, after = source.meta["val"].shape, view.meta["val"].shape
     if before[-1] != after[-1] or len(before) > 3:
         return
-    features = linear.args[2]
-    with graph.inserting_after(linear):
-        shown = graph.call_function(aten.reshape.default, (linear, [*view.args[1][:-1], features]))
-    shown.meta.update(linear.meta)
-    linear.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
-    linear.args = (source, *linear.args[1:])
-    linear.meta = {**linear.meta, "val": source.meta["val"].new_empty((*before[:-1], features))}
+    features: Any = linear.args[2]
+    _show_behind(graph, linear, [source], [*view.args[1][:-1], features], (*before[:-1], features))
     if not view.users:
         graph.erase_node(view)
+
+
+def _show_behind(graph: Graph, node: Node, sources: Sequence[Node], view: Any, shape: Sequence[Any]) -> Node:
+    """Gives a node other first arguments and a result of their shape, and returns a view of it for its readers."""
+    with graph.inserting_after(node):
+        shown = graph.call_function(aten.reshape.default, (node, view))
+    shown.meta.update(node.meta)
+    node.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
+    node.args = (*sources, *node.args[len(sources) :])
+    node.meta = {**node.meta, "val": sources[0].meta["val"].new_empty(shape)}
+    return shown
 
 
 def _put_before_views(graph: Graph, norm: Node) -> None:
@@ -173,12 +179,7 @@ def _put_before_views(graph: Graph, norm: Node) -> None:
     shape, other = (source.meta["val"].shape for source in sources)
     if [str(size) for size in shape] != [str(size) for size in other] or shape[-1] != norm.meta["val"].shape[-1]:
         return
-    with graph.inserting_after(norm):
-        shown = graph.call_function(aten.reshape.default, (norm, views[0].args[1]))
-    shown.meta.update(norm.meta)
-    norm.replace_all_uses_with(shown, delete_user_cb=lambda user: user is not shown)
-    norm.args = (*sources, norm.args[2])
-    norm.meta = {**norm.meta, "val": sources[0].meta["val"].new_empty(shape)}
+    shown = _show_behind(graph, norm, sources, views[0].args[1], shape)
     for user in list(shown.users):
         if user.target in VIEWS:
             user.args = (norm, user.args[1])
@@ -246,11 +247,7 @@ class Underivable(ValueError):
 
 
 class HandsOn(Underivable):
-    """Refuses layers that hand a value to the next layer; a trace with this value may follow.
-
-    Args:
-        value: the value, on the meta device.
-    """
+    """Refuses layers that hand a value to the next layer; a trace with this value may follow."""
 
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__("its layers hand a second value from one to the next, which is not built")
@@ -313,22 +310,17 @@ class ModuleTrace:
     sequence: Any
     longest: int | None
 
-    def opaque_call(self, node: Node) -> OpaqueCall | None:
-        """Returns the description of an opaque call; None for any other operation."""
-        index = OPAQUE_OPS.get(node.target)
-        return None if index is None else self.opaque_calls[args_of(node)[index]]
+    def call_of(self, node: Node) -> OpaqueCall:
+        """Returns the description of an opaque call."""
+        return self.opaque_calls[args_of(node)[OPAQUE_OPS[node.target]]]
+
+    def kind_of(self, node: Node) -> CallKind | None:
+        """Returns what an opaque call stands for; None for any other operation."""
+        return self.call_of(node).kind if node.target in OPAQUE_OPS else None
 
     def path_of(self, node: Node) -> str:
         """Returns the path of the module of an opaque call."""
-        opaque = self.opaque_call(node)
-        assert opaque is not None
-        return opaque.path
-
-    def details_of(self, node: Node) -> Mapping[str, Any]:
-        """Returns the details of an opaque call."""
-        opaque = self.opaque_call(node)
-        assert opaque is not None
-        return opaque.details
+        return self.call_of(node).path
 
     def reads(self, name: str) -> bool:
         """Returns whether the code reads a parameter, itself or in a submodule that is called."""
@@ -339,9 +331,8 @@ class ModuleTrace:
         return self._is_read(name, self._differentiable)
 
     def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
-        calls = (self.opaque_call(node) for node in nodes)
         # The path of a call of attention is that of the calling module.
-        called = [call.path for call in calls if call is not None and call.kind != ATTENTION]
+        called = [self.path_of(node) for node in nodes if self.kind_of(node) not in (None, CallKind.ATTENTION)]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
 

@@ -30,7 +30,15 @@ import torch
 from torch import Tensor
 from torch.nn import attention, functional
 
-from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact, FirstOf, Fused, TorchCpu
+from hf_helix.operators.attention.partial import (
+    Attended,
+    AttentionKernel,
+    AttentionMask,
+    Exact,
+    FirstOf,
+    Fused,
+    TorchCpu,
+)
 from hf_helix.operators.base import Tensors
 
 aten = torch.ops.aten
@@ -69,17 +77,8 @@ class Cudnn(Fused):
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, seen.causal, False, scale=scale)
         return o, lse.view(q.shape[:3])
 
-    def _differentiate(
-        self,
-        gradient: Tensor,
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        q, k, v, o, lse = of
         # torch finds a graph of cuDNN by the strides of q, k and v alone, so the other strides must not vary.
         gradient, o, lse = (value.contiguous() for value in (gradient, o, lse.unsqueeze(-1)))
         seed = q.new_empty((), dtype=torch.long)  # of absent dropout
@@ -118,17 +117,8 @@ class Flash(Fused):
         )
         return o.transpose(1, 2), lse
 
-    def _differentiate(
-        self,
-        gradient: Tensor,
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        q, k, v, o, lse = of
         sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
         gradient, o, q, k, v = (value.transpose(1, 2) for value in (gradient, o, q, k, v))
         state = q.new_empty(2, dtype=torch.uint64)  # of absent dropout
@@ -174,17 +164,8 @@ class Efficient(Fused):
         nothing = lse < self._low(q) / 2
         return o.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
 
-    def _differentiate(
-        self,
-        gradient: Tensor,
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        q, k, v, o, lse = of
         bias = self._bias(q, k, seen)
         # Rows that see nothing, and padding rows, have the weights zero.
         lse = functional.pad(lse.masked_fill(lse == -torch.inf, torch.inf), (0, -q.shape[2] % ROWS), value=torch.inf)
@@ -234,17 +215,8 @@ class FlashAttention(AttentionKernel):
         )  # fmt: skip
         return o.transpose(1, 2), lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        q, k, v, o, lse = of
         left = reach(seen, q.shape[2], k.shape[2])
         gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
         dq, dk, dv = (torch.empty_like(value) for value in (q, k, v))
@@ -294,11 +266,7 @@ def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
 
 
 def _activate_flash_3() -> None:
-    """Lets torch's flash attention run FlashAttention 3, by torch's own switch.
-
-    Raises:
-        ValueError: torch has no such switch, or the package is absent.
-    """
+    """Lets torch's flash attention run FlashAttention 3, by torch's own switch, and with its package."""
     why = f"torch {torch.__version__} has no switch for it; use torch 2.13 or 'sdpa'"
     if "FA3" in getattr(attention, "list_flash_attention_impls", list)():
         if attention.current_flash_attention_impl() == "FA3":

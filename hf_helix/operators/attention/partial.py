@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +69,23 @@ class AttentionMask:
 EVERYTHING, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 
 
+class Attended(NamedTuple):
+    """What backward reads of an attention.
+
+    Attributes:
+        q: as of `AttentionKernel.forward`.
+        k, v: as of `AttentionKernel.forward`, of some of the keys or of all.
+        o: the output over all keys [batch, heads, queries, head_dim].
+        lse: the log-sum-exp over all keys [batch, heads, queries].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+
+
 class AttentionKernel(ABC):
     """An attention kernel. `scale` multiplies the products of queries and keys.
 
@@ -102,27 +120,13 @@ class AttentionKernel(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
         """Returns the gradients of q, k and v, in their shapes.
 
         Args:
-            gradient: of the output over all keys [batch, heads, queries, head_dim].
-            q: as of `forward`.
-            k: as of `forward`, some of the keys or all.
-            v: as of `forward`, for the same keys as `k`.
-            o: the output over all keys, in the shape of `gradient`.
-            lse: the log-sum-exp over all keys [batch, heads, queries].
-            seen: as of `forward`, for these keys.
+            gradient: of the output over all keys, in the shape of `of.o`.
+            of: what was attended.
+            seen: as of `forward`, for the keys of `of`.
             scale: as of `forward`.
         """
 
@@ -145,18 +149,8 @@ class Exact(AttentionKernel):
         o = self._weights(scores, lse) @ v.float().unsqueeze(2)
         return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
-        groups = k.shape[1]
+    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        (q, k, v, o, lse), groups = of, of.k.shape[1]
         products = self._products(q, k, scale)
         weights = self._weights(self._masked(products, seen), lse.unflatten(1, (groups, -1)))
         do, qs, out = (value.float().unflatten(1, (groups, -1)) for value in (gradient, q, o))
@@ -201,22 +195,11 @@ class Fused(AttentionKernel):
         o, lse = self._attend(q, k, v, seen, scale)
         return o[..., :size], lse
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
-        groups, size = k.shape[1], q.shape[-1]
-        gradient, o = (_padded(value, self.multiple) for value in (gradient, o))
-        parts = [
-            part[..., :size] for part in self._differentiate(gradient, o, *self._fitted(q, k, v), lse, seen, scale)
-        ]
+    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        groups, size = of.k.shape[1], of.q.shape[-1]
+        gradient, o = (_padded(value, self.multiple) for value in (gradient, of.o))
+        fitted = Attended(*self._fitted(of.q, of.k, of.v), o, of.lse)
+        parts = [part[..., :size] for part in self._differentiate(gradient, fitted, seen, scale)]
         return parts[0], *(_sum_by_group(part, groups) for part in parts[1:])
 
     @abstractmethod
@@ -224,17 +207,7 @@ class Fused(AttentionKernel):
         """Returns o and lse, of arguments that fit the kernel."""
 
     @abstractmethod
-    def _differentiate(
-        self,
-        gradient: Tensor,
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
         """Returns gradients of q, k and v, of arguments that fit the kernel."""
 
     def _fitted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,19 +225,9 @@ class TorchCpu(Fused):
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, scale=scale)
         return o, lse
 
-    def _differentiate(
-        self,
-        gradient: Tensor,
-        o: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
+    def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, o, lse, 0.0, seen.causal, scale=scale
+            gradient, *of, 0.0, seen.causal, scale=scale
         )
         return dq, dk, dv
 
@@ -279,18 +242,8 @@ class FirstOf(AttentionKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         return self._chosen(q, k, seen).forward(q, k, v, seen, scale)
 
-    def backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        seen: AttentionMask,
-        scale: float,
-    ) -> Tensors:
-        return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
+    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
+        return self._chosen(of.q, of.k, seen).backward(gradient, of, seen, scale)
 
     def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> AttentionKernel:
         chosen = next(kernel for kernel in self.kernels if kernel.supports(q, k, seen))
@@ -300,12 +253,8 @@ class FirstOf(AttentionKernel):
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention over two sets of keys from attention over each; o in fp32.
-
-    Args:
-        o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
-        lse: the log-sum-exp of its scores, [batch, heads, queries].
-    """
+    """Returns attention over two sets of keys [batch, heads, queries, head_dim] and its log-sum-exp [batch, heads,
+    queries], from attention over each; in fp32."""
     both = torch.logaddexp(lse, further_lse)
     floor = both.clamp(min=torch.finfo(both.dtype).min)  # a query that has seen nothing yet
     return (lse - floor).exp().unsqueeze(-1) * o + (further_lse - floor).exp().unsqueeze(-1) * further, both

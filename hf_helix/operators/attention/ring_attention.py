@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, merge
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, merge
+from hf_helix.operators.base import Call, Computation, Tensors, TransferFn
+from hf_helix.operators.communication.collectives import OverAxis
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
@@ -39,11 +40,8 @@ MaskTile = tuple[slice, slice, AttentionMask]
 """Some of a rank's queries, some of another's keys, and the mask between them."""
 
 
-class RingStep(Communication):
+class RingStep(OverAxis):
     """Keys and values to the next rank of the ring, from the previous rank; gradients in the other direction."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         value = inputs[0].contiguous()
@@ -101,7 +99,7 @@ class RingBlock(Computation):
         for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
             do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
-            parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
+            parts = self.kernel.backward(do, Attended(queries, k, v, o, stats), seen, self.scale)
             for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
                 total.add(part, where)
         # The gradient of the queries is summed over the blocks, in fp32; the gradient of keys and values travels.

@@ -21,12 +21,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """`apply_rotary_pos_emb(q, k, cos, sin)`.
-
-    Args:
-        q: queries, [batch, heads, tokens, head_dim].
-        cos: cosines, [batch, tokens, head_dim]; they have no gradient.
-    """
+    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for queries and keys [batch, heads, tokens, head_dim], and
+    cosines and sines [batch, tokens, head_dim] without gradient."""
     result: Pair = _Rotation.apply(q, k, cos, sin)
     return result
 

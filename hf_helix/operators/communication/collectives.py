@@ -27,7 +27,14 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Part
 
 
-class AllGather(Communication):
+class OverAxis(Communication):
+    """Communication between the ranks of an axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+
+class AllGather(OverAxis):
     """Shards [n, ...] to the full value [size * n, ...]; backward is a reduce-scatter.
 
     Attributes:
@@ -35,9 +42,6 @@ class AllGather(Communication):
     """
 
     in_float8: Callable[[], bool] | None = None
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         prepare = prepare_reduce_scatter if part is Part.B else prepare_all_gather
@@ -47,23 +51,17 @@ class AllGather(Communication):
         return (out,), transfer
 
 
-class ReduceScatter(Communication):
+class ReduceScatter(OverAxis):
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; backward is an all-gather."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         out, transfer = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
         return (out,), transfer
 
 
-class AllGatherReplicated(Communication):
+class AllGatherReplicated(OverAxis):
     """Like `AllGather`, for values that every rank uses in the same way (the loss): backward takes this rank's slice,
     and communicates nothing."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         if part is Part.B:
@@ -72,12 +70,9 @@ class AllGatherReplicated(Communication):
         return (out,), transfer
 
 
-class Exchange(Communication):
+class Exchange(OverAxis):
     """All-to-all of values [size * n, ...]: block i goes to rank i, and the blocks of all ranks arrive in rank order;
     backward is the same exchange of gradients."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         values = [value.contiguous() for value in inputs]
@@ -153,7 +148,7 @@ class GroupChannel(P2PChannel):
         tag: of the link, since with gloo several links share a group.
     """
 
-    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup, tag: int = 0) -> None:
         self._peer = peer
         self._groups = (backward, forward)
         self._tag = tag
@@ -165,17 +160,8 @@ class GroupChannel(P2PChannel):
         dist.recv(out, self._peer, group=self._groups[forward], tag=2 * self._tag + forward)
 
 
-class LaneChannel(P2PChannel):
-    """A channel over groups of its two ranks alone; the sender broadcasts.
-
-    Args:
-        peer: the other rank, in the launcher's group.
-        forward, backward: the groups for values and for gradients.
-    """
-
-    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup) -> None:
-        self._peer = peer
-        self._groups = (backward, forward)
+class LaneChannel(GroupChannel):
+    """A channel over groups of its two ranks alone; the sender broadcasts."""
 
     def send(self, value: Tensor, forward: bool) -> None:
         dist.broadcast(value, dist.get_rank(), group=self._groups[forward])
@@ -185,13 +171,7 @@ class LaneChannel(P2PChannel):
 
 
 class PipelineTransfer(Communication):
-    """An end of a channel as an operator.
-
-    Args:
-        channel: the channel.
-        boundary: the number of the channel: of the stage before it.
-        make_buffers: allocates buffers for receives.
-    """
+    """An end of the channel after stage `boundary` as an operator; `make_buffers` allocates buffers for receives."""
 
     def __init__(self, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
         self.channel = channel

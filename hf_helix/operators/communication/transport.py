@@ -94,6 +94,8 @@ class SilentTransport(Transport):
     def exchange(self, out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
+    shift = shift_back = exchange
+
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
         rows = min(len(out), len(value))
         out[:rows].copy_(value[:rows])
@@ -101,12 +103,6 @@ class SilentTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         out.copy_(value[: out.shape[0]])
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        out.copy_(value)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        out.copy_(value)
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return self._like is not None and self._like.prefers_exchange(value)
@@ -120,10 +116,6 @@ class Move:
     out: tuple[torch.Size, torch.dtype]
     value: tuple[torch.Size, torch.dtype]
     rows: tuple[Sequence[int], ...] = ()
-
-    @property
-    def buffers(self) -> tuple[tuple[torch.Size, torch.dtype], tuple[torch.Size, torch.dtype]]:
-        return self.out, self.value
 
 
 def bytes_moved(
@@ -327,11 +319,8 @@ class GlooTransport(ProcessGroupTransport):
     """The collectives of gloo, over two groups, for both directions of a link at once.
 
     A gloo connection carries one direction at a time: ranks of even number send over the first group, the others over
-    the second. The reduce-scatter of gloo is an all-reduce with a copy at issue, twice the bytes of an exchange.
-
-    Args:
-        group: the group of the axis.
-        other: a second group over the same ranks.
+    the second, over the same ranks. The reduce-scatter of gloo is an all-reduce with a copy at issue, twice the bytes
+    of an exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:

@@ -86,14 +86,8 @@ def gated_silu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @_operator("(Tensor value, Tensor weight, float epsilon, ScalarType dtype) -> (Tensor, Tensor)")
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the normed value, rounded once to a type, and the reciprocals of the roots for backward.
-
-    Args:
-        value: [..., hidden].
-        weight: [hidden].
-        epsilon: added to the mean square.
-        dtype: of the result.
-    """
+    """Returns the norm of a value [..., hidden] with a weight [hidden], rounded once to a type, and the reciprocals of
+    the roots for backward."""
     value = value.contiguous()
     out, scale = torch.empty_like(value, dtype=dtype), value.new_empty(value.shape[:-1], dtype=torch.float32)
     launch("rms_norm", (scale.numel(),), value, weight, out, scale, len(weight), epsilon, **_whole_row(weight))
@@ -104,15 +98,8 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) 
 def rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, partial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the value, and rows [programs, hidden] whose sum is that of the weight.
-
-    Args:
-        gradient: of the normed value, [..., hidden].
-        value: the input of the norm, [..., hidden].
-        scale: as of `rms_norm`.
-        weight: [hidden].
-        partial: a part of the value's gradient, of the same type, added before the sum is rounded; or None.
-    """
+    """Returns the gradient of the value of `rms_norm`, and rows [programs, hidden] whose sum is that of the weight.
+    `partial` is a part of the value's gradient, of the same type, added before the sum is rounded."""
     value, of_value = value.contiguous(), torch.empty_like(value, memory_format=torch.contiguous_format)
     of_weight = value.new_empty((min(PROGRAMS, scale.numel()), len(weight)), dtype=torch.float32)
     adds = partial is not None

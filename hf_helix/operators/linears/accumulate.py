@@ -60,13 +60,16 @@ def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float 
             bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
 
 
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the product of two matrices in a type of the same or a higher precision.
+def started_gradient(parameter: Tensor) -> Tensor:
+    """Returns the gradient of a parameter, zeros at first."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return parameter.grad
 
-    Args:
-        left: [rows, inner].
-        right: [inner, columns].
-    """
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the product of matrices [rows, inner] and [inner, columns] in a type of the same or a higher
+    precision."""
     if in_one_gemm(left, dtype):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

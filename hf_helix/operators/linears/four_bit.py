@@ -34,12 +34,8 @@ class FourBit:
     compute_dtype: torch.dtype | None
 
     def matrix(self, dtype: torch.dtype, rounds: bool = False) -> Tensor:
-        """Returns the elements in a type, in new memory [features out, features in].
-
-        Args:
-            dtype: of the result.
-            rounds: whether they are rounded to the type of the weight first, as by bitsandbytes in backward.
-        """
+        """Returns the elements in a type, in new memory [features out, features in]; `rounds` them to the type of the
+        weight first, as bitsandbytes does in backward."""
         rows, width = self.codes.shape
         # The operator exists once bitsandbytes is imported, without which there is no such weight.
         unpack = torch.ops.bitsandbytes.dequantize_4bit.default

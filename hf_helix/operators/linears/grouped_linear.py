@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
-from hf_helix.operators.linears.accumulate import DEVICES, add_product
+from hf_helix.operators.linears.accumulate import DEVICES, add_product, started_gradient
 from hf_helix.operators.linears.linear import SMALL
 from hf_helix.operators.moe.row_counts import RowCounts
 
@@ -77,9 +77,9 @@ class GroupedLinear(SplitComputation):
         sizes = self._sizes(call, rows, given)
         if self.weight.requires_grad:
             left, right = (rows, gradient) if self.transposed else (gradient, rows)
-            _add_products(_gradient_of(self.weight), left, right, sizes)
+            _add_products(started_gradient(self.weight), left, right, sizes)
         if self.bias is not None and self.bias.requires_grad:
-            _add_rows(_gradient_of(self.bias), gradient, sizes)
+            _add_rows(started_gradient(self.bias), gradient, sizes)
         return ()
 
     def _matrices(self, call: Call, rows: Tensor) -> Tensor:
@@ -94,20 +94,9 @@ class GroupedLinear(SplitComputation):
         return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, rows, sizes[0])
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
 def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None = None) -> Tensor:
-    """Returns the rows of every expert times its matrix, plus its bias.
-
-    Args:
-        rows: sorted by expert [rows, features in].
-        matrices: [experts, features in, features out].
-        bias: [experts, features out].
-    """
+    """Returns the rows of every expert [rows, features in] times its matrix [experts, features in, features out], plus
+    its bias [experts, features out]."""
     if sizes is None:
         blocks = rows.unflatten(0, (len(matrices), -1))
         out = torch.bmm(blocks, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), blocks, matrices)

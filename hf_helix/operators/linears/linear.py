@@ -98,7 +98,7 @@ class Linear(SplitComputation):
 
     @property
     def trained(self) -> float:
-        if self._trains_weights():
+        if any(linear.weight.requires_grad for linear in self.linears):
             return 1.0
         return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
 
@@ -216,23 +216,13 @@ class Linear(SplitComputation):
             place += count
             yield gemm, parts if count == 1 else _joined_if_faster(parts, gemm.weights[0].shape[1])
 
-    def _trains_weights(self) -> bool:
-        return any(linear.weight.requires_grad for linear in self.linears)
-
     def _of_adapters(self) -> list[Tensor]:
         return [p for adapters in self._adapters for adapter in adapters.all_adapters() for p in adapter.parameters]
 
-    def _active_adapters(self) -> list[Sequence[LowRank]]:
-        """The active adapters, linear by linear."""
-        return [adapters.adapters() for adapters in self._adapters]
-
     def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
-        """Yields every adapter with the value of its linear, and with its dropout mask."""
-        pairs = [
-            (value, adapter)
-            for value, adapters in zip(values, self._active_adapters(), strict=True)
-            for adapter in adapters
-        ]
+        """Yields every active adapter with the value of its linear, and with its dropout mask."""
+        by_linear = zip(values, self._adapters, strict=True)
+        pairs = [(value, adapter) for value, adapters in by_linear for adapter in adapters.adapters()]
         tokens = values[0].numel() // values[0].shape[-1]
         drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))

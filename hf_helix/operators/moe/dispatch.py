@@ -46,11 +46,8 @@ SHARD_TOKENS = "shard_tokens"
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Returns the rows that an expert takes of one rank.
-
-    Args:
-        factor: the capacity, in parts of an even share of rows.
-    """
+    """Returns the rows that an expert takes of one rank; the factor is the capacity, in parts of an even share of
+    rows."""
     return math.ceil(factor * tokens * choices / experts)
 
 
@@ -76,10 +73,6 @@ class RouterMeter:
         self.tp = tp
         self.num_experts = num_experts
         self.sums: Tensor | None = None
-
-    def mine(self, side: Mapping[str, Any]) -> Tensor:
-        """Returns 1 for this rank's tokens that count, 0 for padding [tokens]."""
-        return counted_tokens(side, self.tp)
 
     def note(self, logits: Tensor | None, chosen: Tensor, counted: Tensor) -> None:
         """Adds a micro-batch in training.

@@ -19,12 +19,7 @@ from hf_helix.operators.base import Call
 
 
 class HostCopy:
-    """Numbers on their way from the device to the host.
-
-    Args:
-        shape: of the numbers.
-        device: of the numbers.
-    """
+    """Numbers on their way from the device to the host."""
 
     def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -51,11 +46,7 @@ class HostCopy:
 
 class Assumed:
     """Numbers of rows where nothing is computed, on the meta device: an equal number for every expert, the remainder
-    for the first experts.
-
-    Attributes:
-        imbalance: the factor of rows for this rank's experts.
-    """
+    for the first experts; `imbalance` is the factor of rows for this rank's experts."""
 
     imbalance = 1.0
 

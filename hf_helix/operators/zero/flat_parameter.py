@@ -40,12 +40,7 @@ begins and is divided at multiples of `BLOCK`, the elements with a common scale 
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of a parameter in a flat buffer.
-
-    Attributes:
-        start: its first element.
-        shape: of this rank's slice of the parameter, before sharding.
-    """
+    """The position of a parameter in a flat buffer: its first element, and the shape of this rank's slice of it."""
 
     start: int
     shape: tuple[int, ...]
@@ -203,12 +198,9 @@ class FlatParameter:
             self.host.mark_stale()
 
     def prepare_gather(self, copy: Tensor | None = None) -> tuple[Tensor, TransferFn]:
-        """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective.
-
-        Args:
-            copy: the device's copy of this rank's shard on the host; None for the copy that stays there, and for a
-                shard on the device.
-        """
+        """Returns the buffer for operators, allocated but not filled, and a function to gather it. Collective. `copy`
+        is the device's copy of a shard on the host; None for the copy that stays there, and for a shard on the
+        device."""
         buffer = self._new_buffer(self.cast_to)
         return buffer, lambda: self._fill(buffer, copy)
 
@@ -264,11 +256,7 @@ class FlatParameter:
         return self._extents[parameter].view(buffer.detach())
 
     def reshard(self, buffer: Tensor | None = None) -> None:
-        """Makes the parameters placeholders, without memory.
-
-        Args:
-            buffer: reshard only where this buffer is the unsharded one; None for any.
-        """
+        """Makes the parameters placeholders, without memory; with a buffer, only where this is the unsharded one."""
         if buffer is None or self.unsharded is buffer:
             self._show_placeholders()
 

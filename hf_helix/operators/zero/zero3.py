@@ -12,7 +12,7 @@ of backward. Casts of weights to the type of matrix products live as long as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -101,7 +101,9 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
     forward."""
     by_parameter: dict[Tensor, str] = {parameter: flat.name for flat in flats for parameter in flat.placements}
     read = [_reading(op, unit.operators[op.forward_name], by_parameter) for op in unit.graphs.forward.operators]
-    again = {value for op in read for value in _read_in_backward(op)}
+    again = {
+        value for op in read for value in (*op.dgrad_weights, *op.wgrad_weights, *(op.weights if op.recomputed else ()))
+    }
     total = sum(_bytes(flat, None) for flat in flats)
     operators: dict[Operator, TensorOperator] = {}
     for flat in (each for each in flats if any(each.name in op.weights for op in read)):
@@ -162,10 +164,6 @@ def _bytes(flat: FlatParameter, dtype: torch.dtype | None) -> int:
     return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in flat.placements)
 
 
-def _read_in_backward(op: Operator) -> Iterator[str]:
-    yield from (*op.dgrad_weights, *op.wgrad_weights, *(op.weights if op.recomputed else ()))
-
-
 # -- operators on unsharded parameters --------------------------------------------------------------------------------
 
 Unsharded = Sequence[tuple[FlatParameter, Tensor]]
@@ -189,7 +187,8 @@ def with_unsharded(method: Method, unsharded: Unsharded) -> Method:
 def _run(method: Method, call: Call, inputs: Sequence[Tensor], unsharded: Unsharded) -> Tensors:
     for flat, buffer in unsharded:
         flat.unshard(buffer)
-    with call.precision.weights.within(_casts_from(unsharded[0][1])):
+    casts = vars(unsharded[0][1]).setdefault("copies", {})  # freed with the buffer
+    with call.precision.weights.within(casts):
         if not call.training:
             return method(call, *inputs)
         flats = {buffer.untyped_storage()._cdata: flat for flat, buffer in unsharded}
@@ -220,9 +219,3 @@ def _unpack(saved: Tensor | _SavedView) -> Tensor:
         return saved
     assert saved.flat.unsharded is not None, f"backward reads {saved.flat.name}, which is not unsharded"
     return saved.flat.unsharded.as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _casts_from(buffer: Tensor) -> dict[tuple[object, ...], Any]:
-    """The casts of a gathered buffer's weights, freed with the buffer."""
-    copies: dict[tuple[object, ...], Any] = vars(buffer).setdefault("copies", {})
-    return copies

@@ -17,6 +17,7 @@ from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_k
 from hf_helix.operators.attention.partial import (
     CAUSAL,
     EVERYTHING,
+    Attended,
     AttentionKernel,
     AttentionMask,
     Exact,
@@ -211,8 +212,9 @@ def test_each_kernel_is_given_what_it_wants(head_dim: int, kind: str, seen: str)
     close = {"atol": 2e-3, "rtol": 2e-3} if types is torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
     for mine, theirs in zip(kernel.forward(q, k, v, what, SCALE), Exact().forward(q, k, v, what, SCALE), strict=True):
         torch.testing.assert_close(mine, theirs, **close)
-    parts = kernel.backward(do, q, k, v, o, lse, what, SCALE)
-    for mine, theirs in zip(parts, Exact().backward(do, q, k, v, o, lse, what, SCALE), strict=True):
+    attended = Attended(q, k, v, o, lse)
+    parts = kernel.backward(do, attended, what, SCALE)
+    for mine, theirs in zip(parts, Exact().backward(do, attended, what, SCALE), strict=True):
         torch.testing.assert_close(mine, theirs, **close)
 
 

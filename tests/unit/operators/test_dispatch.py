@@ -16,6 +16,7 @@ from hf_helix.operators.moe.dispatch import (
     RouterMeter,
     UnpermuteFromCapacity,
     capacity_of,
+    counted_tokens,
 )
 
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
@@ -123,7 +124,7 @@ def test_with_room_for_all_nothing_is_dropped() -> None:
 def test_a_meter_counts_every_token_once() -> None:
     meter = RouterMeter(EXPERTS, Axis(SilentTransport(2, 1)))
     counted = torch.tensor([[1], [1], [1], [0]])
-    mine = meter.mine({COUNTED: counted})
+    mine = counted_tokens({COUNTED: counted}, meter.tp)
     assert mine.tolist() == [1, 0]
     logits = torch.randn(2, EXPERTS)
     meter.note(logits, torch.tensor([[0, 3], [3, 1]]), mine)
