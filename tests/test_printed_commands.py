@@ -43,6 +43,7 @@ NEEDS = {
 """Patterns of commands that a test cannot run, and what each needs."""
 READERS = {
     r"--cluster NAME\b": "--cluster l40sx8",
+    r"\bsimulate --model path/to/folder": "simulate --model recipes/models/llama-8b",  # has heads for tp_size=8
     r"\b(FOLDER_OR_NAME|NAME_OR_FOLDER|FOLDER|MODEL|M|path/to/folder)\b": "recipes/models/tiny-llama",
     r"\b(LAYOUT|FILE)\b": "accelerate_configs/cpu_tp2.yaml",
     r"\bcheck NAME\b": "check LlamaForCausalLM",

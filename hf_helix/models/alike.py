@@ -62,6 +62,8 @@ def text_of(value: Any, names: Mapping[int, str]) -> str:
         defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
         name = f"{value.__module__}.{value.__qualname__}"
         return f"{name} {digest_of_code(value.__code__)} {text_of([*cells, *defaults], names)}"
+    if isinstance(value, Mapping):  # such as the interface of experts, which their forwards close over
+        return f"{type(value).__qualname__} {text_of(sorted(value.items(), key=str), names)}"
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(text_of(part, names) for part in value) + "]"
     if isinstance(value, torch.Tensor) and value.numel() <= 16 and not value.is_meta:
