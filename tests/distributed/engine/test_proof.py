@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.mistaken_families import WithoutSum
 from support.models import made, tiny
 from torch import Tensor, nn
@@ -91,8 +90,6 @@ def proof_of(model: Mapping[str, Any], helix: Mapping[str, int] | None = None) -
 
 def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
     """A proof as plain data, and whether the process is as it was."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     config = HelixConfig(**helix)
     mesh = build_mesh(config.tp_size, "cpu", config.pp_size, config.cp_size, config.ep_size)
     before = {name: p.clone() for name, p in model.named_parameters()}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support import jobs
-from support.cluster import Failure
 from support.models import arguments, llama, sequences
 from support.pipeline_trainer_jobs import model_of, own_rank
 
@@ -49,13 +48,6 @@ JOB = "support.pipeline_trainer_jobs:"
 PIPE = {"pp_size": 2, "plan": "greedy"}
 
 
-def same_error(failures: list[Failure], kind: str = "ValueError") -> str:
-    """What every rank says; errors that name a rank aside, it is the same."""
-    assert {failure.kind for failure in failures} == {kind}, failures[0].trace
-    assert len({failure.message for failure in failures}) == 1
-    return failures[0].message
-
-
 # Schedules
 
 
@@ -70,15 +62,14 @@ def with_file(folder: Path, text: str) -> dict[str, Any]:
 
 def test_action_files_that_do_not_fit(cluster_of: Any, tmp_path: Path) -> None:
     helix = with_file(tmp_path, format_schedule(build_schedule("folded_1f1b", 3, 4)))
-    message = same_error(cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))
-    assert "lines for 3 ranks and pp_size=2 needs 2" in message
+    said = "lines for 3 ranks and pp_size=2 needs 2"
+    cluster_of(2).assert_raises(f"{JOB}construct", said, alike=True, folder=str(tmp_path), helix=helix)
     # Said before anything is trained: the number of micro-batches is known.
     helix = with_file(tmp_path, GOOD)
     training = {"gradient_accumulation_steps": 4}
     job = {"folder": str(tmp_path), "helix": helix, "training": training}
-    message = same_error(cluster_of(2).errors(f"{JOB}construct", **job))
-    for word in (helix["schedule"], "is for 3 micro-batches and the window has 4", "schedule='auto'"):
-        assert word in message
+    words = helix["schedule"], "is for 3 micro-batches and the window has 4", "schedule='auto'"
+    cluster_of(2).assert_raises(f"{JOB}construct", *words, alike=True, **job)
 
 
 def test_an_action_file_for_more_micro_batches_serves(cluster_of: Any, tmp_path: Path) -> None:
@@ -105,9 +96,9 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_with_other_options(case: str, cluster_of: Any, tmp_path: Path) -> None:
     by_rank = [{**PIPE, **options} for options in DIFFERENT[case]]
-    what = "plans" if case == "plans" else "options"
-    message = same_error(cluster_of(2).errors(f"{JOB}construct_by_rank", folder=str(tmp_path), by_rank=by_rank))
-    assert f"rank 0 and rank 1 have different {what}: line" in message
+    said = f"rank 0 and rank 1 have different {'plans' if case == 'plans' else 'options'}: line"
+    job = {"folder": str(tmp_path), "by_rank": by_rank}
+    cluster_of(2).assert_raises(f"{JOB}construct_by_rank", said, alike=True, **job)
 
 
 def test_ranks_with_other_action_files(cluster_of: Any, tmp_path: Path) -> None:
@@ -118,18 +109,18 @@ def test_ranks_with_other_action_files(cluster_of: Any, tmp_path: Path) -> None:
     for rank, text in enumerate(texts):
         (tmp_path / str(rank)).mkdir()
         by_rank.append(with_file(tmp_path / str(rank), text))
-    message = same_error(cluster_of(2).errors(f"{JOB}construct_by_rank", folder=str(tmp_path), by_rank=by_rank))
-    assert "rank 0 and rank 1 have different options: line" in message
+    job = {"folder": str(tmp_path), "by_rank": by_rank}
+    said = "rank 0 and rank 1 have different options: line"
+    cluster_of(2).assert_raises(f"{JOB}construct_by_rank", said, alike=True, **job)
 
 
 @pytest.mark.parametrize("helix", [PIPE, {**PIPE, "schedule": "1f1b"}, {"plan": "greedy"}], ids=str)
 def test_windows_of_other_lengths(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "helix": helix}
-    message = same_error(cluster_of(2).errors(train_with_accumulation_of_rank, late=True, **job))
-    assert "windows of different length (micro-batches by rank: [2, 3])" in message
-    assert "max_steps" in message
-    message = same_error(cluster_of(2).errors(train_with_accumulation_of_rank, late=False, **job))
-    assert "'gradient_accumulation_steps=2' against 'gradient_accumulation_steps=3'" in message
+    job = {"folder": str(tmp_path), "helix": helix, "alike": True}
+    words = "windows of different length (micro-batches by rank: [2, 3])", "max_steps"
+    cluster_of(2).assert_raises(train_with_accumulation_of_rank, *words, late=True, **job)
+    said = "'gradient_accumulation_steps=2' against 'gradient_accumulation_steps=3'"
+    cluster_of(2).assert_raises(train_with_accumulation_of_rank, said, late=False, **job)
 
 
 @pytest.mark.parametrize(("processes", "helix", "counts"), [(2, {}, [2, 3]), (4, PIPE, [2, 2, 3, 3])], ids=str)
@@ -137,16 +128,14 @@ def test_a_dataset_that_ends_early_on_some_ranks(
     processes: int, helix: dict[str, Any], counts: list[int], cluster_of: Any, tmp_path: Path
 ) -> None:
     """Streams of 32 and 40 samples, of which each of two ranks gets half: 8 and 10 batches of 2, in windows of 3."""
-    job = {"folder": str(tmp_path), "helix": helix, "lengths": [32, 40]}
-    message = same_error(cluster_of(processes).errors(train_on_streams_of_other_lengths, **job))
-    assert f"micro-batches by rank: {counts}" in message
-    assert "the dataset of some ranks ends before that of the others" in message
-    assert "Give every data-parallel rank as many samples" in message
-    assert "max_steps" in message
+    job = {"folder": str(tmp_path), "helix": helix, "lengths": [32, 40], "alike": True}
+    words = [f"micro-batches by rank: {counts}", "the dataset of some ranks ends before that of the others"]
+    words += ["Give every data-parallel rank as many samples", "max_steps"]
+    cluster_of(processes).assert_raises(train_on_streams_of_other_lengths, *words, **job)
 
 
 def test_a_dataset_that_ends_between_windows(cluster_of: Any, tmp_path: Path) -> None:
     """One rank has a window more, the other nothing at all."""
-    job = {"folder": str(tmp_path), "helix": PIPE, "lengths": [24, 36]}
-    message = same_error(cluster_of(4).errors(train_on_streams_of_other_lengths, **job))
-    assert "micro-batches by rank: [0, 0, 3, 3]" in message
+    job = {"folder": str(tmp_path), "helix": PIPE, "lengths": [24, 36], "alike": True}
+    said = "micro-batches by rank: [0, 0, 3, 3]"
+    cluster_of(4).assert_raises(train_on_streams_of_other_lengths, said, **job)
