@@ -136,24 +136,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Run], l
 
 
 DIED, UNREADABLE, FULL = "died", "OSError: [Errno 5] the samples of this rank", "No space left on device"
+ON_EITHER = {
+    **dict.fromkeys(("in saving states", "in saving the model", "in a step", "in a collective"), DIED),
+    "in the data": UNREADABLE,
+    "no room for the model": FULL,
+    "no room for states": FULL,
+}
 CASES: list[Any] = [
-    ("in saving states", 0, DIED),
-    ("in saving states", 1, DIED),
-    ("in saving the model", 0, DIED),
-    ("in saving the model", 1, DIED),
-    ("before its place", 0, DIED),
-    ("in a step", 0, DIED),
-    ("in a step", 1, DIED),
-    ("in a collective", 0, DIED),
-    ("in a collective", 1, DIED),
-    ("in the data", 0, UNREADABLE),
-    ("in the data", 1, UNREADABLE),
-    ("no room for the model", 0, FULL),
-    ("no room for the model", 1, FULL),
-    ("no room for states", 0, FULL),
-    ("no room for states", 1, FULL),
-]
-CASES = [(SEQUENTIAL, *case) for case in CASES] + [
+    *((SEQUENTIAL, fault, victim, said) for fault, said in ON_EITHER.items() for victim in (0, 1)),
+    (SEQUENTIAL, "before its place", 0, DIED),
     (PIPELINE, "in a step", 0, DIED),
     (PIPELINE, "in a step", 1, DIED),
     (PIPELINE, "in the data", 1, UNREADABLE),

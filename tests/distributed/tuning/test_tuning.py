@@ -285,17 +285,8 @@ WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object] | None, str]]
     "another model": (lambda data: data["about"].update(model="LlamaForCausalLM 0"), "is for model"),
     "another mesh": (lambda data: data["about"].update(mesh="tp=4"), "is for mesh 'tp=4', this run has 'tp=2'"),
     "nothing said of the model": (lambda data: data["about"].pop("model"), "is for model None"),
-    "another version": (lambda data: data.update(format="hf_helix.profile/0"), "this version reads"),
-    "an operator less": (
-        lambda data: data["operators"]["layer"].pop("B.mlp.down.W"),
-        "does not cover operator 'layer/B.mlp.down.W'",
-    ),
-    "an operator more": (
-        lambda data: data["operators"]["layer"].update({"F.new": {"ms": 1.0, "spread": 0.0}}),
-        "names 'layer/F.new', which is not an operator",
-    ),
-    "an impossible time": (lambda data: data["operators"]["head"]["F.norm"].update(ms=-1.0), "impossible time"),
 }
+"""What else may be wrong with one is among the tests of its files (unit/planning/timing/test_profile.py)."""
 
 
 @pytest.mark.parametrize("wrong", WRONG_PROFILES)
