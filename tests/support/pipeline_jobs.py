@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,12 +55,23 @@ def items_in(batches: Sequence[Batch]) -> int:
     return int(sum((batch["labels"][:, 1:] != -100).sum() for batch in batches))
 
 
-def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
-    """Losses and gradients of a window through the unsplit model, in this process."""
+def reference(
+    model: dict[str, Any],
+    batches: Sequence[Batch],
+    prepare: Callable[[Any], Callable[[int], object] | None] = lambda made: None,
+) -> dict[str, Any]:
+    """Losses and gradients of a window through the unsplit model, in this process.
+
+    Args:
+        prepare: changes the model, and may return what is called with the number of a micro-batch before it.
+    """
     made = tiny(**model).train()
+    begin = prepare(made)
     count = items_in(batches)
     losses = []
-    for batch in batches:
+    for place, batch in enumerate(batches):
+        if begin is not None:
+            begin(place)
         # As the Trainer does: with a cache, Transformers does not look for documents in a row.
         loss = made(**batch, num_items_in_batch=count, use_cache=False).loss
         loss.backward()
