@@ -19,6 +19,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.derived_models import HOME
+from support.loop_jobs import said
 from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
@@ -117,14 +118,6 @@ def calls(model: Any, folder: str) -> dict[str, Callable[[], Any]]:
         "push_to_hub": lambda: model.push_to_hub("me/model"),
         "torch.save": lambda: torch.save(model, io.BytesIO()),
     }
-
-
-def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,12 @@ def squared(gradients: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout, what every rank saw and what it had after the sums; each layout run once."""
-    result: dict[tuple[int, int, int, bool], list[dict[str, Any]]] = {}
 
-    def get(tp: int, pp: int, dp: int, tied: bool = False) -> list[dict[str, Any]]:
-        key = (tp, pp, dp, tied)
-        if key not in result:
-            helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
-            job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
-            model = {"tie_word_embeddings": tied}
-            result[key] = cluster_of(tp * pp * dp).run(reductions, model=model, **job)
-        return result[key]
+    @functools.cache
+    def get(tp: int, pp: int, dp: int, tied: bool) -> list[dict[str, Any]]:
+        helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
+        job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
+        return cluster_of(tp * pp * dp).run(reductions, model={"tie_word_embeddings": tied}, **job)
 
     return get
 
@@ -107,7 +104,7 @@ LAYOUTS = [(1, 2, 2), (2, 1, 2), (1, 1, 3), (2, 2, 1), *(pytest.param(*s, marks=
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
 def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduced: Any) -> None:
     """Of what the ranks saw: parts of the sequence (tp) added up, batches (dp) averaged; in any number of buckets."""
-    ranks = reduced(tp, pp, dp)
+    ranks = reduced(tp, pp, dp, False)
     shared = tp * pp
     for rank, result in enumerate(ranks):
         place, t = rank % shared, rank % tp
@@ -128,7 +125,7 @@ def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduce
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
 def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduced: Any) -> None:
     """Otherwise their parameters would drift apart. With two summands, buckets do not matter to the bits either."""
-    ranks, shared = reduced(tp, pp, dp), tp * pp
+    ranks, shared = reduced(tp, pp, dp, False), tp * pp
     for rank, result in enumerate(ranks):
         first = ranks[rank % shared]["complete"]
         for size, complete in result["complete"].items():
