@@ -10,8 +10,10 @@ from support.jobs import frozen
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
+from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.slices import full_parameter
+from hf_helix.measure.overlap import trace_window
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -117,6 +119,21 @@ def windows(
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()
     return result
+
+
+def events_of_window(
+    folder: str, helix: dict[str, Any], num_microbatches: int, without: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """What this rank runs, issues and waits for in a window.
+
+    Args:
+        without: what its plan must not use, see `ablate`.
+    """
+    trainer = trainer_of(folder, helix, {})
+    runner = ablated(trainer.helix.runner, without) if without else trainer.helix.runner
+    events = trace_window(runner, window_of(trainer, num_microbatches, 2, (9,))).events
+    runner.executor.streams.close()
+    return events
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:

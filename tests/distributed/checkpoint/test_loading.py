@@ -18,13 +18,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.comparisons import stored
 from support.derived_models import HOME
-from support.models import FAMILIES, arguments, sequences, tiny
+from support.jobs import build
+from support.models import FAMILIES, sequences, tiny
 from support.paths import ROOT
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import llama as benchmark_llama
-from hf_helix import HelixConfig, HelixTrainer
+from hf_helix import HelixTrainer
 from hf_helix.checkpoint.load import load_parameters
 from hf_helix.runtime.divided import plain_parameters
 
@@ -33,11 +34,9 @@ from hf_helix.runtime.divided import plain_parameters
 STEPS = 2
 
 
-def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -> HelixTrainer:
-    args = arguments(folder, max_steps=STEPS, weight_decay=0.0)
-    data = sequences(8, lengths=(16,))
-    config = HelixConfig(**{"plan": "greedy", **helix})
-    return HelixTrainer(model=model, args=args, train_dataset=data, helix_config=config, **options)
+def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -> Any:
+    training, data = {"max_steps": STEPS, "weight_decay": 0.0}, sequences(8, lengths=(16,))
+    return build(folder, {"plan": "greedy", **helix}, training, model=model, train_dataset=data, **options)
 
 
 @plain_parameters()

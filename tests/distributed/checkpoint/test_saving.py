@@ -19,6 +19,7 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.derived_models import HOME
+from support.jobs import build
 from support.loop_jobs import said
 from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
@@ -123,11 +124,11 @@ def calls(model: Any, folder: str) -> dict[str, Callable[[], Any]]:
 def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> dict[str, str]:
     """What a callback is told; the run goes on and saves."""
     model = tiny(lora={} if lora else None, num_hidden_layers=4)
-    args = arguments(folder, max_steps=1, save_strategy="steps", save_steps=1)
+    training = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     rows = [{"input_ids": torch.arange(1, 9), "labels": torch.arange(1, 9)} for _ in range(8)]
     asking = Asking(f"{folder}/asked", alone)
-    config = HelixConfig(plan="sequential", **helix)
-    HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=config, callbacks=[asking]).train()
+    helix = {"plan": "sequential", **helix}
+    build(folder, helix, training, model=model, train_dataset=rows, callbacks=[asking]).train()
     return asking.said
 
 

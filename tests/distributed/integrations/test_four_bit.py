@@ -162,10 +162,9 @@ def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[st
     """DPOTrainer, with the base as the reference."""
     from datasets import Dataset
     from support.models import QUIET
+    from support.sft_jobs import mixed
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
-
-    from hf_helix import HelixTrainerMixin
 
     rows = [{"prompt": f"What is {n}?", "chosen": f" It is {2 * n}.", "rejected": f" It is {n}."} for n in range(24)]
     training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
@@ -178,11 +177,7 @@ def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[st
         "train_dataset": Dataset.from_list(rows),
         "processing_class": AutoTokenizer.from_pretrained(tokenizer),
     }
-    if helix is None:
-        trainer: Any = DPOTrainer(**options)
-    else:
-        kind = type("HelixDPOTrainer", (HelixTrainerMixin, DPOTrainer), {})
-        trainer = kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    trainer = mixed(DPOTrainer, helix, **options)
     trainer.train()
     trainer.save_model(folder)
     return {"log": trainer.state.log_history}

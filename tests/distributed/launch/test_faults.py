@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.fault_script import OUT
 from support.forked_ranks import ForkedRank, fork_ranks
+from support.jobs import build
 from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, torchrun
-from support.models import arguments, llama, sequences
+from support.models import llama, sequences
 from support.resume_jobs import TRAINING, make, run
 from transformers import TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.runtime.gradients.reduce import gradient_norm
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -34,9 +34,8 @@ def run_into_nan(folder: str, victim: int) -> None:
     model = llama(tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[127] = torch.nan
-    args = arguments(folder, **{**TRAINING, **training, "train_sampling_strategy": "sequential", "weight_decay": 0.0})
-    config = HelixConfig(plan="sequential")
-    HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=config).train()
+    training = {**TRAINING, **training, "train_sampling_strategy": "sequential", "weight_decay": 0.0}
+    build(folder, {"plan": "sequential"}, training, model=model, train_dataset=rows).train()
 
 
 def run_into_bad_gradients(folder: str) -> None:

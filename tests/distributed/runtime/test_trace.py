@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+from support.pipeline_jobs import events_of_window
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +16,8 @@ def events(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @functools.cache
     def get(plan: str) -> list[tuple[str, str]]:
-        job = {"folder": folder, "helix": {"tp_size": 2, "plan": plan}, "num_microbatches": 3, "traced": True}
-        return cluster_of(2).run("window_gradients", **job)[0]["events"]
+        job = {"folder": folder, "helix": {"tp_size": 2, "plan": plan}, "num_microbatches": 3}
+        return cluster_of(2).run(events_of_window, **job)[0]
 
     return get
 

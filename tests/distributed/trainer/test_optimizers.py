@@ -66,28 +66,18 @@ def check(optim: str, layout: str, other: str, cluster: Any, folder: Path, stock
     assert again == whole
 
 
-in_every_layout = pytest.mark.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("layout", "other"),
     [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer")],
 )
-
-
-@pytest.mark.slow
-@in_every_layout
-@pytest.mark.parametrize("optim", ELEMENTS)
-def test_elements_in_every_layout(
-    optim: str, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
+@pytest.mark.parametrize(
+    ("optim", "rel"), [*((optim, 1e-4) for optim in ELEMENTS), *((optim, 2e-3) for optim in BLOCKS)]
+)
+def test_elements_and_blocks_in_every_layout(
+    optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
 ) -> None:
-    check(optim, layout, other, cluster_of(2), tmp_path, stock, 1e-4)
-
-
-@pytest.mark.slow
-@in_every_layout
-@pytest.mark.parametrize("optim", BLOCKS)
-def test_blocks_in_every_layout(
-    optim: str, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
-) -> None:
-    check(optim, layout, other, cluster_of(2), tmp_path, stock, 2e-3)
+    check(optim, layout, other, cluster_of(2), tmp_path, stock, rel)
 
 
 @pytest.mark.slow

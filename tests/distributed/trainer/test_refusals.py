@@ -256,12 +256,9 @@ def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
 def test_an_optimizer_passed_in_is_used(tmp_path: Path) -> None:
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    args = arguments(str(tmp_path), max_steps=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = HelixTrainer(
-        model=model, args=args, train_dataset=sequences(8), optimizers=(optimizer, None), helix_config=HelixConfig()
-    )
-    trainer.train()
+    given: dict[str, Any] = {"model": model, "train_dataset": sequences(8), "optimizers": (optimizer, None)}
+    jobs.build(str(tmp_path), {}, {"max_steps": 2}, **given).train()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

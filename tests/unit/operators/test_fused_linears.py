@@ -28,7 +28,7 @@ class Calls(TorchDispatchMode):
         self.names.append(func._schema.name.removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
 
-    def autocast_dtype(self) -> int:
+    def products(self) -> int:
         return sum(name in ("mm", "addmm", "addmm_", "linear") for name in self.names)
 
 
@@ -61,7 +61,7 @@ def test_one_gemm_each_and_the_results_of_several(bias: bool) -> None:
     together, apart = linears(bias), linears(bias)
     with Calls() as calls:
         result = window(Linear(together), Precision("cpu", torch.bfloat16))
-    assert calls.autocast_dtype() == 2 * 3
+    assert calls.products() == 2 * 3
     by_linear = [_alone(linear, place) for place, linear in enumerate(apart)]
     for k, values in enumerate(result):
         for place, (output, _) in enumerate(by[k] for by in by_linear):
@@ -94,14 +94,14 @@ def test_wide_gradients_are_put_in_one_piece_by_nobody() -> None:
     operator, precision = Linear(several), Precision("cpu", torch.bfloat16)
     value, whole = torch.randn(15, 8), torch.cat([gradient.flatten(0, 1) for gradient in directions(0)], 1)
     results = []
-    for gradients, autocast_dtype in (
+    for gradients, products in (
         (whole.split(SIZES, 1), 2),
         ([part.clone() for part in whole.split(SIZES, 1)], 6),
     ):
         with Calls() as calls, precision.weights.kept():
             (of_input,) = operator.input_gradient(Call({}, 0, True, precision), *gradients)
             operator.weight_gradient(Call({}, 0, True, precision), *gradients, value)
-        assert calls.autocast_dtype() == autocast_dtype
+        assert calls.products() == products
         assert "cat" not in calls.names
         results.append((of_input.float(), *(linear.weight.grad for linear in several)))
         for linear in several:
@@ -137,7 +137,7 @@ def test_linears_that_differ_stay_apart(change: str) -> None:
         several[1].to(torch.float64)
     with Calls() as calls:
         result = window(Linear(several), Precision("cpu", torch.bfloat16), count=1)
-    assert calls.autocast_dtype() == (3 + 3 + 2 if change == "frozen" else 9)
+    assert calls.products() == (3 + 3 + 2 if change == "frozen" else 9)
     assert [output.is_contiguous() for output in result[0]] == [True] * 4
     assert (several[1].weight.grad is None) == (change == "frozen")
 
@@ -148,7 +148,7 @@ def test_in_one_precision_they_stay_apart() -> None:
         operator, call = Linear(linears()), Call({}, 0, True)
         operator.forward(call, torch.randn(5, 3, WIDTH))
         operator.input_gradient(call, *(gradient.float() for gradient in directions(0)))
-    assert calls.autocast_dtype() == 6
+    assert calls.products() == 6
 
 
 def test_what_lies_side_by_side_is_seen_as_one_without_a_copy() -> None:
@@ -182,6 +182,6 @@ def test_a_transposed_sequence_is_one_product() -> None:
     (linear,) = linears()[:1]
     with Calls() as calls:
         (output,) = Linear([linear]).forward(Call({}, 0, True), value)
-    assert calls.autocast_dtype() == 1
+    assert calls.products() == 1
     assert "bmm" not in calls.names
     torch.testing.assert_close(output, linear(value).detach())
