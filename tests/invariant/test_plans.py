@@ -12,6 +12,7 @@ import pytest
 from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
 from invariant.harness import NAMED, OWN, RANDOM, Result, check, run
 from support.parity import compare_window, unsplit
+from support.pipeline_jobs import events_of_window
 
 ODD = (17, 9, 13)
 
@@ -100,7 +101,7 @@ def events_of(cluster_of: Any, tmp_path: Path) -> Callable[..., list[tuple[str, 
 
     def events(*without: str) -> list[tuple[str, str]]:
         job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, "without": without}
-        return cluster_of(2).run("window_gradients", num_microbatches=2, traced=True, **job)[0]["events"]
+        return cluster_of(2).run(events_of_window, num_microbatches=2, **job)[0]
 
     return events
 

@@ -12,11 +12,10 @@ import pytest
 from invariant.classes import Case
 from invariant.harness import RANDOM, USUAL, run
 from support.comparisons import assert_same_bits
-from support.models import arguments, sequences, tiny
+from support.jobs import build
+from support.models import sequences, tiny
 from support.pipeline_jobs import make, runner_of, window_of
-from transformers import Trainer
 
-from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import trace_window
 
@@ -210,8 +209,7 @@ def train_and_measure(
     model = tiny()
     if marked:
         model.gradient_checkpointing_enable()
-    common = {"model": model, "args": arguments(folder, **training or {}), "train_dataset": sequences(60)}
-    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer: Any = build(folder, helix, training, model=model, train_dataset=sequences(60))
     trainer.train()
     result = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
     if helix is None:

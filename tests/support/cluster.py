@@ -67,6 +67,23 @@ class Cluster:
         assert all(isinstance(result, Failure) for result in results), results
         return results
 
+    def assert_raises(
+        self, job: Job, *words: str, raises: str = "ValueError", alike: bool = False, **arguments: Any
+    ) -> list[str]:
+        """Asserts that every rank raises an error whose message has all words; returns the messages.
+
+        Args:
+            raises: the class of the error.
+            alike: whether the messages are the same on all ranks.
+        """
+        failures = self.errors(job, **arguments)
+        for failure in failures:
+            assert failure.kind == raises, failure.trace
+            assert [word for word in words if word not in failure.message] == [], failure.message
+        said = [failure.message for failure in failures]
+        assert not alike or len(set(said)) == 1, said
+        return said
+
     def attempt(self, job: Job, **arguments: Any) -> list[Any]:
         name = job if isinstance(job, str) else f"{job.__module__}:{job.__name__}"
         for pipe in self._pipes:

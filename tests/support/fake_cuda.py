@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Of these only shape and type of the inputs matter.
 FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
@@ -262,13 +263,13 @@ class _Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         if name in WAITING or _finds_lengths(name, given):
             self._cuda.host_waits(name)
-        if not _is_view(schema):
+        if not is_view(schema):
             written = {
                 each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
             }
-            reads = [] if name in FACTORIES else _tensors([given[key] for key in given if key not in written])
-            writes = _tensors([given[key] for key in given if key in written])
-            self._cuda.ran(name, reads, writes, _tensors(result))
+            reads = [] if name in FACTORIES else tensors_in([given[key] for key in given if key not in written])
+            writes = tensors_in([given[key] for key in given if key in written])
+            self._cuda.ran(name, reads, writes, tensors_in(result))
         return result
 
 
@@ -292,7 +293,7 @@ class _Calls(TorchFunctionMode):
             self._cuda.on_cpu_only = before
 
 
-def _is_view(schema: Any) -> bool:
+def is_view(schema: Any) -> bool:
     """Whether an operator gives another view of a storage and touches nothing."""
     aliases = [each.alias_info for each in schema.returns]
     return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
@@ -304,14 +305,12 @@ def _finds_lengths(name: str, given: dict[str, Any]) -> bool:
         return given.get("output_size") is None
     if name not in ("index", "index_put", "index_put_"):
         return False
-    return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(given["indices"]))
+    return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(given["indices"]))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [result for each in value for result in _tensors(each)] if isinstance(value, list | tuple) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _moved(name: str, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -319,22 +318,22 @@ def _moved(name: str, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]
     reads, writes = [], []
     for key, value in given.items():
         if key.startswith("output") or (key.startswith("tensor") and name in OVERWRITTEN):
-            writes += _tensors(value)
+            writes += tensors_in(value)
         elif name != "barrier":
-            reads += _tensors(value)
+            reads += tensors_in(value)
     return reads, writes
 
 
 def _fill(name: str, given: dict[str, Any]) -> None:
     """The fake process group moves nothing; as if all ranks held the same, as far as it has room."""
-    outputs = _tensors([given[key] for key in given if key.startswith("output")])
-    inputs = _tensors([given[key] for key in given if key.startswith("input")])
+    outputs = tensors_in([given[key] for key in given if key.startswith("output")])
+    inputs = tensors_in([given[key] for key in given if key.startswith("input")])
     for out, value in zip(outputs, inputs, strict=False):
         flat = value.reshape(-1)
         repeats = -(-out.numel() // max(1, flat.numel()))
         out.copy_(flat.repeat(repeats)[: out.numel()].view_as(out) if flat.numel() else torch.zeros_like(out))
     if name == "recv_":
-        for out in _tensors(given["tensors"]):
+        for out in tensors_in(given["tensors"]):
             out.zero_()
 
 

@@ -87,19 +87,11 @@ def layer_with_efforts(transfer: float) -> Graph:
 
 def llama_layer_on_one_rank() -> Graph:
     """The same layer without its four collectives: 10 operators."""
-    operators = (
-        segment("attn.norm", "x"),
-        linear("attn.qkv", "attn.norm", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        linear("attn.out", "attention"),
-        compute("attn.add", "x attn.out"),
-        segment("mlp.norm", "attn.add"),
-        linear("mlp.up", "mlp.norm", "mlp.up.gate mlp.up.up"),
-        segment("mlp.act", "mlp.up.gate mlp.up.up"),
-        linear("mlp.down", "mlp.act"),
-        compute("mlp.add", "attn.add mlp.down"),
-    )
-    return Graph("layer", operators, ("x",), ("mlp.add",), repeats=True)
+    whole = llama_layer()
+    moved = {op.name: op.reads[0] for op in whole.operators if op.kind.communicates}
+    kept = [op for op in whole.operators if op.name not in moved]
+    operators = [replace(op, reads=tuple(moved.get(value, value) for value in op.reads)) for op in kept]
+    return replace(whole, operators=tuple(operators))
 
 
 EMBEDDING = pair("embedding", compute("lookup"), collective("scatter", "lookup"), inputs="")

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import transformers
-from support.models import adapted, arguments
+from support.jobs import build
+from support.models import adapted
 from torch import Tensor
-from transformers import Trainer
 
-from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.models.small_config import default_config
 
 Row = dict[str, Any]
@@ -209,16 +208,13 @@ def trainer_of(
         **(training or {}),
     }
     model = model_of(kind, frozen)
-    common = {
+    given = {
         "model": model if lora is None else adapted(model, **lora),
-        "args": arguments(folder, **options),
         "train_dataset": rows_of(kind, 24, with_text=with_text),
         "eval_dataset": rows_of(kind, 4, 9),
         "data_collator": collate,
     }
-    if helix is None:
-        return Trainer(**common)
-    return HelixTrainer(**common, helix_config=HelixConfig(**{"plan": "greedy", "cache": False, **helix}))
+    return build(folder, None if helix is None else {"plan": "greedy", "cache": False, **helix}, options, **given)
 
 
 def follow(folder: str, kind: str, helix: dict[str, Any] | None, **options: Any) -> list[dict[str, float]]:

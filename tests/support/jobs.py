@@ -13,13 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
-from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.trace import Trace
 
 
 def make_trainer(
@@ -33,14 +29,13 @@ def make_trainer(
 ) -> Trainer:
     """A HelixTrainer, or a stock one where `helix` is None. `freeze` names parameters that are not trained."""
     data = {"count": 60, **(data or {})}
-    common = {
+    given = {
         "model": frozen(tiny(**(model or {})), freeze),
-        "args": arguments(folder, **(training or {})),
         "train_dataset": sequences(**data),
         "eval_dataset": sequences(**{**data, "count": 5, "seed": 9}),
         **options,
     }
-    return Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    return build(folder, helix, training, **given)
 
 
 def frozen(model: Any, names: Sequence[str]) -> Any:
@@ -61,13 +56,9 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
         "eval": trainer.evaluate()["eval_loss"],
         "steps": trainer.state.global_step,
         "flos": trainer.state.total_flos,
+        "logs": logs,
     }
     trainer.save_model(folder)
-    if helix is not None and trainer.tuning is not None:
-        steps = {rule: overlap.step for rule, overlap in trainer.tuning.overlaps.items()}
-        result |= {"kept": trainer.tuning.chosen, "steps_by_rule": steps, "plan": trainer.plan.to_json()}
-        result |= {"predicted": dict(trainer.tuning.predicted), "measured": trainer.tuning.measured}
-    result["logs"] = logs
     return result
 
 
@@ -80,47 +71,6 @@ def train_with_fsdp2(folder: str, weights: str, lora: dict[str, Any] | None = No
     model = model if lora is None else adapted(model, **lora)
     with mock.patch(f"{__name__}.tiny", return_value=model):
         return train(folder, None, **options)
-
-
-@plain_parameters()
-def window_gradients(
-    folder: str,
-    helix: dict[str, Any],
-    num_microbatches: int,
-    traced: bool = False,
-    without: Sequence[str] = (),
-    **options: Any,
-) -> dict[str, Any]:
-    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events.
-
-    Args:
-        without: what its plan must not use, see `ablate`.
-    """
-    trainer = make_trainer(folder, helix, **options)
-    if without:
-        trainer.helix.runner = ablated(trainer.helix.runner, without)
-    trainer.model.train()
-    microbatches = _microbatches(trainer, num_microbatches)
-    streams = trainer.helix.runner.executor.streams
-    streams.trace = Trace() if traced else None
-    losses = trainer.helix.runner.train_window(microbatches)
-    events, streams.trace = (streams.trace.events if traced else []), None
-    stage = trainer.helix.runner.stage
-    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
-    owners, gradients = stage.owners, {}
-    for name, parameter in trainer.model.named_parameters():
-        whole = full_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
-        gradients[name] = None if whole is None else whole.numpy().copy()
-    return {"losses": [loss.item() for loss in losses], "gradients": gradients, "events": events}
-
-
-def _microbatches(trainer: Any, count: int) -> list[Any]:
-    batches = iter(trainer.get_train_dataloader())
-    samples, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
-    return [
-        trainer.helix.microbatch(trainer._prepare_inputs(batch), trainer.loss_scale(num_items), (0, place))
-        for place, batch in enumerate(samples)
-    ]
 
 
 def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
@@ -189,15 +139,20 @@ def predict(
 
 
 class Recorder(TrainerCallback):
-    """Every event with the step it came in, and what was logged."""
+    """Every event with the step it came in, and what it is called with."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
+        self.events: list[tuple[str, int, list[str]]] = []
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):
             return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.events.append((name, state.global_step))
+
+        def note(args: Any, state: Any, control: Any, **given: Any) -> None:
+            names = sorted(key for key, value in given.items() if value is not None and key != "data_collator")
+            self.events.append((name, state.global_step, names))
+
+        return note
 
 
 class Stream(torch.utils.data.IterableDataset):

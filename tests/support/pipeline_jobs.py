@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from support.jobs import frozen
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
+from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.cut_parameters import full_parameter
+from hf_helix.measure.overlap import trace_window
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -55,12 +57,23 @@ def items_in(batches: Sequence[Batch]) -> int:
     return int(sum((batch["labels"][:, 1:] != -100).sum() for batch in batches))
 
 
-def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
-    """Losses and gradients of a window through the unsplit model, in this process."""
+def reference(
+    model: dict[str, Any],
+    batches: Sequence[Batch],
+    prepare: Callable[[Any], Callable[[int], object] | None] = lambda made: None,
+) -> dict[str, Any]:
+    """Losses and gradients of a window through the unsplit model, in this process.
+
+    Args:
+        prepare: changes the model, and may return what is called with the number of a micro-batch before it.
+    """
     made = tiny(**model).train()
+    begin = prepare(made)
     count = items_in(batches)
     losses = []
-    for batch in batches:
+    for place, batch in enumerate(batches):
+        if begin is not None:
+            begin(place)
         # As the Trainer does: with a cache, Transformers does not look for documents in a row.
         loss = made(**batch, num_items_in_batch=count, use_cache=False).loss
         loss.backward()
@@ -106,6 +119,21 @@ def windows(
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()
     return result
+
+
+def events_of_window(
+    folder: str, helix: dict[str, Any], num_microbatches: int, without: Sequence[str] = ()
+) -> list[tuple[str, str]]:
+    """What this rank runs, issues and waits for in a window.
+
+    Args:
+        without: what its plan must not use, see `ablate`.
+    """
+    trainer = trainer_of(folder, helix, {})
+    runner = ablated(trainer.helix.runner, without) if without else trainer.helix.runner
+    events = trace_window(runner, window_of(trainer, num_microbatches, 2, (9,))).events
+    runner.executor.streams.close()
+    return events
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:

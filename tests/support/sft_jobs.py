@@ -22,8 +22,12 @@ TEMPLATE = (
 )
 
 
-class HelixSFTTrainer(HelixTrainerMixin, SFTTrainer):
-    """What a user writes."""
+def mixed(stock: Any, helix: dict[str, Any] | None, **options: Any) -> Any:
+    """A trainer of a class of TRL's; with the mixin, unless `helix` is None."""
+    if helix is None:
+        return stock(**options)
+    kind = type("Mixed", (HelixTrainerMixin, stock), {})
+    return kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -92,9 +96,7 @@ def make(
         "processing_class": AutoTokenizer.from_pretrained(tokenizer),
         **options,
     }
-    if helix is None:
-        return SFTTrainer(**common)
-    return HelixSFTTrainer(**common, helix_config=HelixConfig(cache=False, plan="greedy", **helix))
+    return mixed(SFTTrainer, helix, **common)
 
 
 def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: Any) -> dict[str, Any]:

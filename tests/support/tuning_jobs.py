@@ -13,8 +13,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.jobs import _microbatches, make_trainer
+from support.jobs import make_trainer
 from support.models import arguments
+from support.pipeline_jobs import window_of
 
 from hf_helix.measure import operators as profiler
 from hf_helix.measure.operators import Bench, measure_profile
@@ -47,7 +48,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     """Measure a window of two; what came out, and whether anything else changed. Rank 0 saves the file."""
     trainer = make_trainer(folder, {"tp_size": options.pop("tp_size", 2), "plan": "sequential"}, **options)
     trainer.model.train()
-    window = _microbatches(trainer, 2)
+    window = window_of(trainer, 2, 2, options.get("data", {}).get("lengths", (17,)))
     trainer.helix.runner.train_window(window)  # whatever is made on first use
     trainer.model.zero_grad(set_to_none=True)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
@@ -75,7 +76,7 @@ def beside_themselves(folder: str, helix: dict[str, Any], **options: Any) -> lis
     """Every computation beside itself, each in a thread of its own; returns their names."""
     trainer = make_trainer(folder, {**helix, "plan": "sequential"}, **options)
     trainer.model.train()
-    bench = Bench(trainer.helix.runner, _microbatches(trainer, 2)[0], 2)
+    bench = Bench(trainer.helix.runner, window_of(trainer, 2, 2, (17,))[0], 2)
     for timed in bench.computing:
         ((first, second),) = bench.time_pair(timed, timed, (1, 1))
         assert first > 0 < second

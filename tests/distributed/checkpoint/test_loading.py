@@ -18,13 +18,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.comparisons import stored
 from support.derived_models import HOME
-from support.models import FAMILIES, arguments, sequences, tiny
+from support.jobs import build
+from support.models import FAMILIES, sequences, tiny
 from support.paths import ROOT
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.common import llama as benchmark_llama
-from hf_helix import HelixConfig, HelixTrainer
+from hf_helix import HelixTrainer
 from hf_helix.checkpoint.load import load_parameters
 from hf_helix.runtime.divided import plain_parameters
 
@@ -33,11 +34,9 @@ from hf_helix.runtime.divided import plain_parameters
 STEPS = 2
 
 
-def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -> HelixTrainer:
-    args = arguments(folder, max_steps=STEPS, weight_decay=0.0)
-    data = sequences(8, lengths=(16,))
-    config = HelixConfig(**{"plan": "greedy", **helix})
-    return HelixTrainer(model=model, args=args, train_dataset=data, helix_config=config, **options)
+def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -> Any:
+    training, data = {"max_steps": STEPS, "weight_decay": 0.0}, sequences(8, lengths=(16,))
+    return build(folder, {"plan": "greedy", **helix}, training, model=model, train_dataset=data, **options)
 
 
 @plain_parameters()
@@ -355,10 +354,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_written(
     tiny(**model).save_pretrained(tmp_path / "source")
     damage(tmp_path / "source")
     job = {"folder": str(tmp_path), "helix": layout, "source": str(tmp_path / "source"), "model": model}
-    for failure in cluster_of(2).errors(refused, **job):
-        assert failure.kind == "ValueError"
-        for word in words:
-            assert word in failure.message, failure.message
+    cluster_of(2).assert_raises(refused, *words, **job)
 
 
 @pytest.mark.parametrize(
@@ -370,11 +366,9 @@ def test_folders_that_differ_between_hosts(damage: Damage, words: list[str], clu
     tiny().save_pretrained(tmp_path / "source")
     damage(tmp_path / "source")
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(tmp_path / "source"), "model": {}}
-    failures = cluster_of(2).errors(refused, own_folder=True, **job)
-    for failure in failures:
-        assert all(word in failure.message for word in words), failure.message
+    first, _ = cluster_of(2).assert_raises(refused, *words, own_folder=True, **job)
     if damage is only_here:
-        assert "on rank 1" in failures[0].message
+        assert "on rank 1" in first
 
 
 @pytest.mark.parametrize(
@@ -391,9 +385,7 @@ def test_models_that_cannot_be_filled(
     options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path
 ) -> None:
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "model": {}, **options}
-    for failure in cluster_of(2).errors(construct, **job):
-        assert failure.kind == "ValueError"
-        assert all(word in failure.message for word in words), failure.message
+    cluster_of(2).assert_raises(construct, *words, **job)
 
 
 @pytest.mark.parametrize(
@@ -406,9 +398,7 @@ def test_models_that_cannot_be_filled(
 )
 def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, **options}
-    for failure in cluster_of(2).errors(construct_by_name, **job):
-        assert failure.kind == "ValueError"
-        assert all(word in failure.message for word in words), failure.message
+    cluster_of(2).assert_raises(construct_by_name, *words, **job)
 
 
 # -- at random ---------------------------------------------------------------------------------------------------

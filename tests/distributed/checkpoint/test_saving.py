@@ -19,6 +19,8 @@ import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.derived_models import HOME
+from support.jobs import build
+from support.loop_jobs import said
 from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
@@ -119,22 +121,14 @@ def calls(model: Any, folder: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> dict[str, str]:
     """What a callback is told; the run goes on and saves."""
     model = tiny(lora={} if lora else None, num_hidden_layers=4)
-    args = arguments(folder, max_steps=1, save_strategy="steps", save_steps=1)
+    training = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     rows = [{"input_ids": torch.arange(1, 9), "labels": torch.arange(1, 9)} for _ in range(8)]
     asking = Asking(f"{folder}/asked", alone)
-    config = HelixConfig(plan="sequential", **helix)
-    HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=config, callbacks=[asking]).train()
+    helix = {"plan": "sequential", **helix}
+    build(folder, helix, training, model=model, train_dataset=rows, callbacks=[asking]).train()
     return asking.said
 
 
@@ -260,9 +254,9 @@ def test_a_cut_model_does_not_save_itself(helix: dict[str, Any], lora: bool, clu
 
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"shard_parameters": True}], ids=str)
 def test_what_one_rank_reads_alone_is_named(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    for error in cluster_of(2).errors(ask, folder=str(tmp_path), helix=helix, lora=False, alone=True):
-        assert "model.embed_tokens.weight is read" in error.message
-        assert "on rank 0 while training goes on after on_step_end on rank 1: every rank must do so" in error.message
+    said = "on rank 0 while training goes on after on_step_end on rank 1: every rank must do so"
+    job = {"folder": str(tmp_path), "helix": helix, "lora": False, "alone": True}
+    cluster_of(2).assert_raises(ask, "model.embed_tokens.weight is read", said, raises="RuntimeError", **job)
 
 
 def test_a_model_that_is_not_cut_gives_everything(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import arguments
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.training_state import load_states, save_states
@@ -77,7 +76,6 @@ def values(seed: int) -> dict[str, Tensor]:
 
 def change(folder: str, before: str, after: str, optimizer: str) -> float:
     """A step, saved; loaded by others who take the second: by how much they differ from who took both."""
-    arguments("unused")
     kind = getattr(torch.optim, optimizer)
     alone, first, second = Stepped("whole", kind), Stepped(before, kind), Stepped(after, kind)
     for stepped in (alone, first):

@@ -33,26 +33,18 @@ def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster
 
 
 def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: Any) -> None:
-    result = cluster_of(2).errors(train_mistaken, folder=str(tmp_path), cache=str(tmp_path / "cache"))
-    assert result[0].message == result[1].message
-    assert result[0].kind == "ValueError"
-    for words in (
-        "LlamaForCausalLM at tp_size=2",
-        "input_layernorm.weight (by ",
-        "hf-helix check",
-        "adding_a_model.md",
-    ):
-        assert words in result[0].message
+    words = "LlamaForCausalLM at tp_size=2", "input_layernorm.weight (by ", "hf-helix check", "adding_a_model.md"
+    job = {"folder": str(tmp_path), "cache": str(tmp_path / "cache")}
+    cluster_of(2).assert_raises(train_mistaken, *words, alike=True, **job)
 
 
 @pytest.mark.slow
 def test_what_was_changed_on_an_instance_is_proven(cluster_of: Any, tmp_path: Path) -> None:
     """A rank computes with a part of the tokens, where the patch would need to know all."""
     model = {"family": "support.derived_models:by_length", "num_hidden_layers": 2}
-    result = cluster_of(2).errors(train, folder=str(tmp_path), cache=str(tmp_path / "cache"), model=model)
-    assert result[0].message == result[1].message
-    assert result[0].kind == "ValueError"
-    assert "Gemma2ForCausalLM at tp_size=2 is derived from the model and does not compute" in result[0].message
+    said = "Gemma2ForCausalLM at tp_size=2 is derived from the model and does not compute"
+    job = {"folder": str(tmp_path), "cache": str(tmp_path / "cache"), "model": model}
+    cluster_of(2).assert_raises(train, said, alike=True, **job)
 
 
 # In the processes of a cluster

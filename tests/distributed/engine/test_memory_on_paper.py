@@ -47,8 +47,6 @@ ENDS: dict[str, tuple[Any, Any]] = {
 
 def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) -> dict[str, tuple[int, list[int]]]:
     """What a window needs on paper, and what was counted, of this rank under each plan."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     model_config = AutoConfig.for_model(**{"model_type": "llama", **MODEL, **model})
     config = HelixConfig(**helix, schedule="folded_1f1b")
     work = Workload(model_config, config, torch.device("cpu"))

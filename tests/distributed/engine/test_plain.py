@@ -33,27 +33,28 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
-def test_calls_and_generation(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
-    check(cluster_of(2).run(compared, folder=str(tmp_path), helix=helix, models=SHORT))
+TP, PP, EP = {"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2}
+BIASED = [*SHORT, {**FIVE, "family": "gpt2"}]  # with biases, of linears that are cut along their inputs, too
+CALLS: dict[str, tuple[int, dict[str, Any], list[Any]]] = {
+    "tp": (2, TP, SHORT),
+    "pp": (2, PP, SHORT),
+    "families, tp": (2, TP, FAMILIES),
+    "families, pp": (2, PP, FAMILIES),
+    "families, ep": (2, EP, FAMILIES[:2]),
+    "tp pp": (4, {**TP, **PP}, BIASED),
+    "tp shard_parameters": (4, {**TP, "shard_parameters": True}, BIASED),
+    "tp cp": (4, {**TP, "cp_size": 2}, BIASED),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2}], ids=str)
-def test_other_families(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
-    families = FAMILIES[:2] if "ep_size" in helix else FAMILIES
-    check(cluster_of(2).run(compared, folder=str(tmp_path), helix=helix, models=families))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "helix",
-    [{"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "shard_parameters": True}, {"tp_size": 2, "cp_size": 2}],
-    ids=str,
-)
-def test_four_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
-    models = [*SHORT, {**FIVE, "family": "gpt2"}]  # with biases, of linears that are cut along their inputs, too
-    check(cluster_of(4).run(compared, folder=str(tmp_path), helix=helix, models=models))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("tp", "pp"))) for n in CALLS])
+def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None:
+    ranks, helix, models = CALLS[name]
+    for cases in cluster_of(ranks).run(compared, folder=str(tmp_path), helix=helix, models=models):
+        for case in cases:
+            wrong = [name for name, is_equal in case["equal"].items() if not is_equal]
+            assert not wrong, (case["model"], wrong)
+            assert max(case["errors"].values()) <= 1e-5, case
 
 
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)
@@ -79,15 +80,6 @@ def test_arguments_and_copies(own_loss: bool, cluster_of: Any) -> None:
         assert max(errors.values()) <= 1e-5, errors
         assert len(said) == 2
         assert all("this is a copy of the model that hf_helix trains, and cannot be called" in text for text in said)
-
-
-def check(ranks: list[list[dict[str, Any]]]) -> None:
-    """Compares the outcomes of every rank with the expected values."""
-    for cases in ranks:
-        for case in cases:
-            wrong = [name for name, is_equal in case["equal"].items() if not is_equal]
-            assert not wrong, (case["model"], wrong)
-            assert max(case["errors"].values()) <= 1e-5, case
 
 
 # In the processes of a cluster

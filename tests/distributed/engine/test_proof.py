@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.mistaken_families import WithoutSum
 from support.models import made, tiny
 from torch import Tensor, nn
@@ -28,24 +27,23 @@ from hf_helix.models.stock_modules import rotate
 from hf_helix.runtime.distributed.mesh import build_mesh
 
 
-@pytest.mark.parametrize(("name", "axis"), [("gpt2", "tp"), ("llama", "pp"), ("qwen3", "cp"), ("phimoe", "ep")])
-def test_families_are_equal(name: str, axis: str, cluster_of: Any) -> None:
-    model = {"family": name, "num_hidden_layers": 4 if axis == "pp" else 2}
-    ranks = cluster_of(2).run(proof_of, model=model, helix={f"{axis}_size": 2})
-    assert ranks[0] == ranks[1]
-    assert ranks[0]["verdict"] == "equal", ranks[0]["lines"]
-    assert ranks[0]["undisturbed"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "helix"), [("qwen2", {"tp_size": 2, "pp_size": 2}), ("mixtral", {"tp_size": 2, "ep_size": 2})]
+    ("name", "ranks", "helix"),
+    [
+        *(("gpt2", 2, {"tp_size": 2}), ("llama", 2, {"pp_size": 2})),
+        *(("qwen3", 2, {"cp_size": 2}), ("phimoe", 2, {"ep_size": 2})),
+        pytest.param("qwen2", 4, {"tp_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 4, {"tp_size": 2, "ep_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_more_ranks(name: str, helix: dict[str, int], cluster_of: Any) -> None:
-    """Of which data-parallel ones have batches of their own."""
-    ranks = cluster_of(4).run(proof_of, model={"family": name, "num_hidden_layers": 4}, helix=helix)
-    assert all(rank == ranks[0] for rank in ranks)
-    assert ranks[0]["verdict"] == "equal", ranks[0]["lines"]
+def test_families_are_equal(name: str, ranks: int, helix: dict[str, int], cluster_of: Any) -> None:
+    """Data-parallel ranks have batches of their own."""
+    model = {"family": name, "num_hidden_layers": 2 * helix.get("pp_size", 1)}
+    first, *others = cluster_of(ranks).run(proof_of, model=model, helix=helix)
+    assert others == [first] * (ranks - 1)
+    assert first["verdict"] == "equal", first["lines"]
+    assert first["undisturbed"]
 
 
 @pytest.mark.parametrize("mistake", ["attention cap", "logits cap", "on_shard", "window", "norm", "padding"])
@@ -91,8 +89,6 @@ def proof_of(model: Mapping[str, Any], helix: Mapping[str, int] | None = None) -
 
 def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
     """A proof as plain data, and whether the process is as it was."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     config = HelixConfig(**helix)
     mesh = build_mesh(config.tp_size, "cpu", config.pp_size, config.cp_size, config.ep_size)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -119,14 +115,9 @@ def end_of(threads: set[threading.Thread]) -> bool:
 @contextlib.contextmanager
 def family_is(family: Family) -> Iterator[None]:
     """Registers a family for a while."""
-    name = family.model_class
-    before = registry.REGISTERED.get(name)
-    registry.register_model(family)
-    yield
-    if before is None:
-        del registry.REGISTERED[name]
-    else:
-        registry.register_model(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.REGISTERED, family.model_class, family)
+        yield
 
 
 def proof_of_mistake(mistake: str, mistaken: bool = True) -> dict[str, Any]:

@@ -130,8 +130,6 @@ def test_the_command_under_a_launcher() -> None:
 
 def check_on_nccl(layouts: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """What is found of each layout where meshes are made as on NCCL."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     forget_meshes()
     with patch.object(groups, "backend_of", lambda device: groups.NCCL):
         proofs = list(prove_layouts(Subject.of(tiny(num_hidden_layers=4)), layouts))
@@ -141,8 +139,6 @@ def check_on_nccl(layouts: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 def check_here() -> tuple[list[str], str]:
     """The default layouts of a model, and the beginning of the error of a mistaken one."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     layouts = [proof.layout for proof in check_family(tiny(num_hidden_layers=4))]
     with pytest.raises(AssertionError) as caught:
         check_family(made(ForgetsASum, LlamaConfig, {"num_hidden_layers": 2}), TP)

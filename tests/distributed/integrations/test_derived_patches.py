@@ -10,11 +10,10 @@ import pytest
 from invariant.classes import Case
 from invariant.harness import check
 from support.derived_models import PATCHES, gemma2
-from support.models import arguments, sequences
+from support.jobs import build
+from support.models import sequences
 from support.parity import unsplit
 from transformers.models.gemma2 import modeling_gemma2
-
-from hf_helix import HelixConfig, HelixTrainer
 
 SLOW = pytest.mark.slow
 SLOW_CASES = [(patch, "tp2") for patch in PATCHES if patch != "instance"]
@@ -115,6 +114,5 @@ def test_a_patched_class_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert trainer.evaluate([row])["eval_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-def trainer_of(model: Any, folder: Path) -> HelixTrainer:
-    args = arguments(str(folder), max_steps=1)
-    return HelixTrainer(model=model, args=args, train_dataset=sequences(4), helix_config=HelixConfig())
+def trainer_of(model: Any, folder: Path) -> Any:
+    return build(str(folder), {}, {"max_steps": 1}, model=model, train_dataset=sequences(4))

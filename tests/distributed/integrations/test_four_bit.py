@@ -162,10 +162,9 @@ def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[st
     """DPOTrainer, with the base as the reference."""
     from datasets import Dataset
     from support.models import QUIET
+    from support.sft_jobs import mixed
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
-
-    from hf_helix import HelixTrainerMixin
 
     rows = [{"prompt": f"What is {n}?", "chosen": f" It is {2 * n}.", "rejected": f" It is {n}."} for n in range(24)]
     training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
@@ -178,11 +177,7 @@ def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[st
         "train_dataset": Dataset.from_list(rows),
         "processing_class": AutoTokenizer.from_pretrained(tokenizer),
     }
-    if helix is None:
-        trainer: Any = DPOTrainer(**options)
-    else:
-        kind = type("HelixDPOTrainer", (HelixTrainerMixin, DPOTrainer), {})
-        trainer = kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    trainer = mixed(DPOTrainer, helix, **options)
     trainer.train()
     trainer.save_model(folder)
     return {"log": trainer.state.log_history}
@@ -239,6 +234,5 @@ def test_merging_is_refused(tmp_path: Path) -> None:
 
 def test_a_cut_through_blocks_is_refused(cluster_of: Any, tmp_path: Path) -> None:
     job = {"helix": {"tp_size": 2, "plan": "greedy"}, "model": {**MODEL, "intermediate_size": 192}}
-    for failure in cluster_of(2).errors("construct", folder=str(tmp_path), **job):
-        assert "a row of 192 elements has 3 blocks of 64" in failure.message
-        assert "use tp_size=1" in failure.message
+    words = "a row of 192 elements has 3 blocks of 64", "use tp_size=1"
+    cluster_of(2).assert_raises("construct", *words, folder=str(tmp_path), **job)

@@ -27,7 +27,7 @@ from support.derived_models import HOME
 from support.jobs import frozen
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.graph.operator import Part
@@ -65,9 +65,7 @@ def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None
 
 def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any], **training: Any) -> dict[str, float]:
     """Losses with the adapters that are trained, without adapters, with the idle one if there is one, and as first."""
-    common: dict[str, Any] = {"args": arguments(folder, **training), "eval_dataset": sequences(4)}
-    common |= {"model": tiny(**model)}
-    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer: Any = jobs.build(folder, helix, training, model=tiny(**model), eval_dataset=sequences(4))
     result = {"trained": trainer.evaluate()["eval_loss"]}
     with trainer.model.disable_adapter():
         result["none"] = trainer.evaluate()["eval_loss"]
@@ -80,9 +78,8 @@ def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any]
 
 def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any], **training: Any) -> list[float]:
     """Losses of a run that trains the adapter which was idle when the model was cut; of an evaluation behind it."""
-    args = arguments(folder, max_steps=3, **training)
-    common: dict[str, Any] = {"args": args, "train_dataset": sequences(20), "eval_dataset": sequences(4)}
-    trainer = HelixTrainer(model=tiny(**model), **common, helix_config=HelixConfig(**helix))
+    data = {"train_dataset": sequences(20), "eval_dataset": sequences(4)}
+    trainer: Any = jobs.build(folder, helix, {"max_steps": 3, **training}, model=tiny(**model), **data)
     trainer.model.set_adapter(model["lora"]["idle"])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -220,8 +217,7 @@ class Unfreeze(TrainerCallback):
 @pytest.mark.parametrize("step", [0, 1])
 def test_weights_that_are_unfrozen_too_late(step: int, tmp_path: Path) -> None:
     model = tiny(lora={"target_modules": ["q_proj"]})
-    args, config = arguments(str(tmp_path)), HelixConfig(plan="greedy")
-    trainer = HelixTrainer(model=model, args=args, train_dataset=sequences(60), helix_config=config)
+    trainer = jobs.build(str(tmp_path), GREEDY, model=model, train_dataset=sequences(60))
     weight = model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.weight")
     if step:
         trainer.add_callback(Unfreeze(weight))
@@ -459,13 +455,8 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:
     tiny(lora={}).save_pretrained(str(tmp_path / "adapter"))
     model = PeftModel.from_pretrained(llama(), str(tmp_path / "adapter"))
-    trainer = HelixTrainer(
-        model=model,
-        args=arguments(str(tmp_path)),
-        train_dataset=sequences(4),
-        eval_dataset=sequences(4),
-        helix_config=HelixConfig(),
-    )
+    data = {"train_dataset": sequences(4), "eval_dataset": sequences(4)}
+    trainer = jobs.build(str(tmp_path), {}, model=model, **data)
     assert np.isfinite(trainer.evaluate()["eval_loss"])
     with pytest.raises(ValueError, match=r"no weight .* is trained.*is_trainable=True"):
         trainer.train()

@@ -31,7 +31,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "gpt2": {"model": GPT2, "training": CLIPPED},
     "mixtral": {"model": {"family": "mixtral", "lora": {"target_modules": ATTENTION}}, "training": CLIPPED},
 }
-CASES = [pytest.param(case, tp, marks=[SLOW] * (place + tp > 1)) for place, case in enumerate(SHARED) for tp in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -55,32 +54,38 @@ def stock_on_two(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> A
     return get
 
 
-def check_sharing(option: str, way: str, case: str, tp: int, cluster_of: Any, stock_on_two: Any, folder: Path) -> None:
-    """Losses, norms, rates and evaluation are the stock Trainer's, and so are the adapters and how they have moved.
+SUMMING = since("5.23", "a Trainer that sums the gradients of adapters on a model spread with FSDP2")
+WAYS = {"shard_parameters": ("FSDP2", [SUMMING]), "shard_optimizer": ("DDP", [])}
 
-    Args:
-        option: what data-parallel ranks share.
-        way: how the stock Trainer does it, FSDP2 or DDP.
-        case: of `SHARED`.
-        tp: ranks that share a batch here.
-        cluster_of, stock_on_two: the fixtures.
-        folder: for our adapters.
-    """
+
+@pytest.mark.parametrize(
+    ("option", "way", "case", "tp"),
+    [
+        pytest.param(option, way, case, tp, marks=[*marks, *[SLOW] * (place + tp > 1)], id=f"{option}-{case}-{tp}")
+        for option, (way, marks) in WAYS.items()
+        for place, case in enumerate(SHARED)
+        for tp in (1, 2)
+    ],
+)
+def test_training_with_shared_adapters_equals_the_stock_trainer(
+    option: str, way: str, case: str, tp: int, cluster_of: Any, stock_on_two: Any, tmp_path: Path
+) -> None:
+    """Losses, norms, rates and evaluation are the stock Trainer's, and so are the adapters and how they have moved."""
     expected, theirs, start = stock_on_two(case, way)
     helix = {option: True, "tp_size": tp, "plan": "greedy"}
-    found = cluster_of(2 * tp).run("train", folder=str(folder), helix=helix, **SHARED[case])
+    found = cluster_of(2 * tp).run("train", folder=str(tmp_path), helix=helix, **SHARED[case])
     if SHARED[case]["training"].get("bf16"):
         exact, exactly, _ = stock_on_two(IN_FP32, way)
         first = np.array([run["losses"][0] for run in (expected, *found)]) - exact["losses"][0]
         assert np.abs(first[1:]).max() <= 2 * abs(first[0]), "later losses depend on how rounding has moved the weights"
-        wanted, stocks, ours = (movements(start, path) for path in (exactly, theirs, folder))
+        wanted, stocks, ours = (movements(start, path) for path in (exactly, theirs, tmp_path))
         assert distance(ours, wanted) <= 2 * distance(stocks, wanted)
         return
     for result in found:
         compare_runs(result, expected, steps=4)
-    compare_adapters(folder, theirs)
+    compare_adapters(tmp_path, theirs)
     if case == IN_FP32:
-        ours, stocks = movements(start, folder), movements(start, theirs)
+        ours, stocks = movements(start, tmp_path), movements(start, theirs)
         for name, moved in stocks.items():
             assert torch.linalg.vector_norm(ours[name] - moved) <= 1e-3 * torch.linalg.vector_norm(moved) > 0, name
 
@@ -94,18 +99,3 @@ def movements(start: Path, end: Path) -> dict[str, torch.Tensor]:
 def distance(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
     """The 2-norm of all differences."""
     return float(sum((ones[name] - value).square().sum() for name, value in others.items())) ** 0.5
-
-
-@since("5.23", "a Trainer that sums the gradients of adapters on a model spread with FSDP2")
-@pytest.mark.parametrize(("case", "tp"), CASES)
-def test_training_with_shared_parameters_equals_stock_fsdp(
-    case: str, tp: int, cluster_of: Any, stock_on_two: Any, tmp_path: Path
-) -> None:
-    check_sharing("shard_parameters", "FSDP2", case, tp, cluster_of, stock_on_two, tmp_path)
-
-
-@pytest.mark.parametrize(("case", "tp"), CASES)
-def test_training_with_a_shared_optimizer_equals_stock_ddp(
-    case: str, tp: int, cluster_of: Any, stock_on_two: Any, tmp_path: Path
-) -> None:
-    check_sharing("shard_optimizer", "DDP", case, tp, cluster_of, stock_on_two, tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sft_jobs import save_tokenizer
+from support.sft_jobs import mixed, save_tokenizer
 
 from hf_helix.runtime.divided import plain_parameters
 
@@ -45,8 +45,6 @@ def follow(
     import transformers
     import trl
     from peft import LoraConfig
-
-    from hf_helix import HelixConfig, HelixTrainerMixin
 
     online = kind in ("grpo", "rloo")
     name = {"reward": "Reward", "synced": "DPO"}.get(kind, kind.upper())
@@ -95,11 +93,7 @@ def follow(
     torch.manual_seed(0)
     options["model"] = of_model[SCORES if kind == "reward" else HEADS](config)
     options["args"] = arguments(**training)
-    if helix is None:
-        trainer: Any = stock(**options)
-    else:
-        made = type("Made", (HelixTrainerMixin, stock), {})
-        trainer = made(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    trainer = mixed(stock, helix, **options)
     trainer.train()
     log = [
         {key: value for key, value in entry.items() if not key.startswith(LEFT_OUT)}

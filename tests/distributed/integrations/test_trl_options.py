@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sft_jobs import VOCABULARY, pairs, save_tokenizer
+from support.sft_jobs import VOCABULARY, mixed, pairs, save_tokenizer
 
 LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
 
@@ -64,8 +64,6 @@ def follow(
     from transformers import AutoTokenizer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    from hf_helix import HelixConfig, HelixTrainerMixin
-
     name = {"reward": "Reward", "distillation": "Distillation"}.get(kind, kind.upper())
     stock = GKDTrainer if kind == "gkd" else getattr(trl, f"{name}Trainer")
     config: Any = GKDConfig if kind == "gkd" else getattr(trl, f"{name}Config")
@@ -85,11 +83,7 @@ def follow(
         whole = {**options, "args": config(**{**usual, **given, **more}), "train_dataset": on_disk(kind, folder)}
         whole["processing_class"] = words
         random.seed(0)
-        if helix is None:
-            return stock(**whole)
-        return type("Made", (HelixTrainerMixin, stock), {})(
-            **whole, helix_config=HelixConfig(plan="greedy", cache=False, **helix)
-        )
+        return mixed(stock, helix, **whole)
 
     if resumes:
         make(save_strategy="steps", save_steps=2).train()

@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.fault_script import OUT
 from support.forked_ranks import ForkedRank, fork_ranks
+from support.jobs import build
 from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, torchrun
-from support.models import arguments, llama, sequences
+from support.models import llama, sequences
 from support.resume_jobs import TRAINING, make, run
 from transformers import TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.runtime.gradients.reduce import gradient_norm
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -34,9 +34,8 @@ def run_into_nan(folder: str, victim: int) -> None:
     model = llama(tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[127] = torch.nan
-    args = arguments(folder, **{**TRAINING, **training, "train_sampling_strategy": "sequential", "weight_decay": 0.0})
-    config = HelixConfig(plan="sequential")
-    HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=config).train()
+    training = {**TRAINING, **training, "train_sampling_strategy": "sequential", "weight_decay": 0.0}
+    build(folder, {"plan": "sequential"}, training, model=model, train_dataset=rows).train()
 
 
 def run_into_bad_gradients(folder: str) -> None:
@@ -136,24 +135,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Run], l
 
 
 DIED, UNREADABLE, FULL = "died", "OSError: [Errno 5] the samples of this rank", "No space left on device"
+ON_EITHER = {
+    **dict.fromkeys(("in saving states", "in saving the model", "in a step", "in a collective"), DIED),
+    "in the data": UNREADABLE,
+    "no room for the model": FULL,
+    "no room for states": FULL,
+}
 CASES: list[Any] = [
-    ("in saving states", 0, DIED),
-    ("in saving states", 1, DIED),
-    ("in saving the model", 0, DIED),
-    ("in saving the model", 1, DIED),
-    ("before its place", 0, DIED),
-    ("in a step", 0, DIED),
-    ("in a step", 1, DIED),
-    ("in a collective", 0, DIED),
-    ("in a collective", 1, DIED),
-    ("in the data", 0, UNREADABLE),
-    ("in the data", 1, UNREADABLE),
-    ("no room for the model", 0, FULL),
-    ("no room for the model", 1, FULL),
-    ("no room for states", 0, FULL),
-    ("no room for states", 1, FULL),
-]
-CASES = [(SEQUENTIAL, *case) for case in CASES] + [
+    *((SEQUENTIAL, fault, victim, said) for fault, said in ON_EITHER.items() for victim in (0, 1)),
+    (SEQUENTIAL, "before its place", 0, DIED),
     (PIPELINE, "in a step", 0, DIED),
     (PIPELINE, "in a step", 1, DIED),
     (PIPELINE, "in the data", 1, UNREADABLE),
@@ -279,11 +269,9 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_a_loss_that_is_not_finite_ends_all_ranks(dp_rank: int, cluster_of: Any, tmp_path: Path) -> None:
-    failures = cluster_of(2).errors(run_into_nan, folder=str(tmp_path), victim=dp_rank)
-    for failure in failures:
-        assert failure.kind == "FloatingPointError"
-        assert f"step 2: the loss of rank {dp_rank} is not finite" in failure.message
-        assert "Resume from an earlier checkpoint" in failure.message
+    words = f"step 2: the loss of rank {dp_rank} is not finite", "Resume from an earlier checkpoint"
+    job = {"raises": "FloatingPointError", "folder": str(tmp_path), "victim": dp_rank}
+    cluster_of(2).assert_raises(run_into_nan, *words, **job)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 

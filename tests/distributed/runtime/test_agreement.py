@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import arguments
 
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, agree_on_window
 
 
 def agree_on_count_of_rank(counts: list[int]) -> None:
-    assert arguments("unused").world_size == len(counts)  # which makes the process group
     agree_on_number(counts[dist.get_rank()], torch.device("cpu"))
 
 
@@ -29,12 +27,8 @@ def test_windows_of_one_length(count: int, cluster_of: Any) -> None:
 @pytest.mark.parametrize("counts", [[2, 1], [0, 1], pytest.param([3, 3, 3, 2], marks=pytest.mark.slow)], ids=str)
 def test_windows_of_different_length_are_refused_on_every_rank(counts: list[int], cluster_of: Any) -> None:
     """Some ranks would wait for the others in the middle of a step."""
-    failures = cluster_of(len(counts)).errors(agree_on_count_of_rank, counts=counts)
-    assert len({failure.message for failure in failures}) == 1
-    for failure in failures:
-        assert failure.kind == "ValueError"
-        assert f"micro-batches by rank: {counts}" in failure.message
-        assert "max_steps" in failure.message
+    words = f"micro-batches by rank: {counts}", "max_steps"
+    cluster_of(len(counts)).assert_raises(agree_on_count_of_rank, *words, alike=True, counts=counts)
 
 
 FLOATS = torch.zeros(1, 1, 3, 3).masked_fill(torch.eye(3) == 0, float("-inf"))
@@ -61,7 +55,6 @@ CHANGES: list[dict[str, Any]] = [
 
 def agree_on_changes() -> list[str]:
     """What is said of a window whose second batch has each of the changes on the last rank; of none, nothing."""
-    arguments("unused")
     agree_on_window([BATCH, {**BATCH, "names": dist.get_rank()}], dist.group.WORLD)
     said = []
     for change in CHANGES:
@@ -80,7 +73,6 @@ def test_every_tensor_of_a_window_is_compared(cluster_of: Any) -> None:
 
 
 def meet_at(places: list[str]) -> tuple[list[bool], str]:
-    arguments("unused")
     rank = dist.get_rank()
     shared = agree_on_action("all is well", [rank == 1, False, rank == 0])
     try:

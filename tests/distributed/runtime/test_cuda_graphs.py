@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda, is_view, tensors_in
 from support.models import adapted
 from support.windows_on_fakes import one_rank, train_windows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import TrainingArguments
 
 from benchmarks.gpu.models import batches, on, targets, tiny
@@ -59,13 +59,13 @@ class FakeGraph(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         assert name not in READS, f"{name}: the host reads a value while a window is captured"
         result = func(*args, **(kwargs or {}))
-        if name not in EMPTY and not _is_view(func):
+        if name not in EMPTY and not is_view(func._schema):
             # The same memory, and nothing of autograd's, whose part was over when this was dispatched.
             given, made = tree_map_only(Tensor, _bare, ((args, kwargs or {}), result))
             # Collectives say of nothing that they write to it, and return what they were given.
-            memory = {each.untyped_storage()._cdata for each in _tensors(given)}
-            new = [each for each in _tensors(made) if each.untyped_storage()._cdata not in memory]
-            self._tape.append((func, *given, new if len(new) == len(_tensors(made)) else [], self.default))
+            memory = {each.untyped_storage()._cdata for each in tensors_in(given)}
+            new = [each for each in tensors_in(made) if each.untyped_storage()._cdata not in memory]
+            self._tape.append((func, *given, new if len(new) == len(tensors_in(made)) else [], self.default))
         return result
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class FakeGraph(TorchDispatchMode):
             with swapped(default):
                 result = func(*args, **kwargs)
             if outputs and not func._schema.is_mutable:
-                for output, value in zip(outputs, _tensors(result), strict=True):
+                for output, value in zip(outputs, tensors_in(result), strict=True):
                     output.copy_(value)
 
     def reset(self) -> None:
@@ -158,16 +158,6 @@ def _bare(value: Tensor) -> Tensor:
         return value.detach()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _is_view(func: Any) -> bool:
-    """Whether it gives another view of a storage and touches nothing."""
-    aliases = [each.alias_info for each in func._schema.returns]
-    return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
-
-
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -200,7 +190,11 @@ def engine_with(
         yield engine
 
 
-def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 4) -> list[Any]:
+Lengths = tuple[tuple[int, ...], ...]
+"""Of the sequences of every micro-batch, step by step."""
+
+
+def trained(engine: Engine, lengths: Lengths = ((12, 8),) * 4) -> list[Any]:
     """Losses, norms and weights after some steps, each of a window of its own tokens and lengths."""
     optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-2)
     result: list[Any] = []
@@ -214,6 +208,23 @@ def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 
     # Read at the end, so that no later window may have overwritten them.
     figures = [float(figure) for figure in result]
     return [*figures, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
+
+
+def replayed(recorder: FakeRecorder, lengths: Lengths = ((12, 8),) * 4, **options: Any) -> list[int]:
+    """How often each graph of a recorder is replayed in a training, which has the bits of one without graphs.
+
+    It leaves the default generator as that one does.
+    """
+    without_graphs = {name: value for name, value in options.items() if name != "option"}
+    with engine_with(None, **without_graphs) as engine:
+        wanted = trained(engine, lengths)
+    drawn = torch.get_rng_state()
+    with engine_with(recorder, **options) as engine:
+        assert same(trained(engine, lengths), wanted)
+        assert engine.graphs is not None
+        assert engine.graphs.num_captured == 0 or not recorder.fails
+    assert torch.equal(torch.get_rng_state(), drawn)
+    return [graph.replays for graph in recorder.graphs]
 
 
 def same(result: list[Any], wanted: list[Any]) -> bool:
@@ -233,12 +244,7 @@ def same(result: list[Any], wanted: list[Any]) -> bool:
     ],
 )
 def test_steps_are_those_of_windows_operator_by_operator(options: dict[str, Any]) -> None:
-    with engine_with(None, **options) as engine:
-        wanted = trained(engine)
-    recorder = FakeRecorder()
-    with engine_with(recorder, **options) as engine:
-        assert same(trained(engine), wanted)
-    assert [graph.replays for graph in recorder.graphs] == [3]
+    assert replayed(FakeRecorder(), **options) == [3]
 
 
 def test_routers_are_counted_on() -> None:
@@ -270,12 +276,7 @@ def test_gradients_of_earlier_windows_are_added_to() -> None:
 def test_each_shape_has_a_graph_up_to_a_number(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     lengths = ((12, 8), (8, 12), (16, 16)) * 3
-    with engine_with(None) as engine:
-        wanted = trained(engine, lengths)
-    recorder = FakeRecorder()
-    with engine_with(recorder) as engine:
-        assert same(trained(engine, lengths), wanted)
-    assert [graph.replays for graph in recorder.graphs] == [2, 2]
+    assert replayed(FakeRecorder(), lengths) == [2, 2]
     assert capsys.readouterr().out.count("windows of 2 different shapes are kept as CUDA graphs") == 1
 
 
@@ -304,17 +305,10 @@ def test_weights_that_lie_elsewhere_are_captured_anew() -> None:
     ],
 )
 def test_windows_draw_the_numbers_of_their_step(options: dict[str, Any]) -> None:
-    with engine_with(None, **options) as engine:
-        wanted = trained(engine)
-    before, recorder = torch.get_rng_state(), FakeRecorder()
-    with engine_with(recorder, **options) as engine:
-        assert same(trained(engine), wanted)
-        captured = recorder.graphs[0]
-        assert len(captured.generators) == len({generator.initial_seed() for generator in captured.generators}) * (
-            2 if "recompute" in options else 1
-        )
-    assert captured.replays == 3
-    assert torch.equal(torch.get_rng_state(), before)
+    recorder = FakeRecorder()
+    assert replayed(recorder, **options) == [3]
+    seeds = [generator.initial_seed() for generator in recorder.graphs[0].generators]
+    assert len(seeds) == len(set(seeds)) * (2 if "recompute" in options else 1)
 
 
 def test_adapters_that_are_switched_and_scaled_have_graphs_of_their_own() -> None:
@@ -357,14 +351,8 @@ def test_evaluation_replays_too() -> None:
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_capture_that_fails_is_said_and_the_run_goes_on(failing: int, capsys: Any) -> None:
-    lengths = ((12, 8), (8, 12)) * 3
-    with engine_with(None) as engine:
-        wanted = trained(engine, lengths)
     recorder = FakeRecorder(fails=(failing,))
-    with engine_with(recorder, option="auto") as engine:
-        assert same(trained(engine, lengths), wanted)
-        assert engine.graphs is not None
-        assert engine.graphs.num_captured == 0
+    replayed(recorder, ((12, 8), (8, 12)) * 3, option="auto")
     assert recorder.num_asked == failing
     said = "windows run without CUDA graphs from here on, since one could not be captured (OutOfMemoryError: no memory"
     assert capsys.readouterr().out.count(said) == 1
@@ -415,13 +403,9 @@ def test_ranks_fall_back_together(cluster_of: Any, tmp_path: Path) -> None:
 def test_graphs_make_room_for_windows_of_other_shapes(capsys: Any) -> None:
     usual, rare = (12, 8), (16, 16)
     lengths = (usual, usual, usual, rare, usual, usual, usual, rare[:1] * 2, usual)
-    with engine_with(None) as engine:
-        wanted = trained(engine, lengths)
     recorder = FakeRecorder()
     recorder.room = False
-    with engine_with(recorder) as engine:
-        assert same(trained(engine, lengths), wanted)
-    assert [graph.replays for graph in recorder.graphs] == [2, 1]  # the second capture waits twice as long
+    assert replayed(recorder, lengths) == [2, 1]  # the second capture waits twice as long
     assert capsys.readouterr().out.count("CUDA graphs hold 3.0 GB, and a window of another shape has no memory") == 1
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import _microbatches, make_trainer
+from support.jobs import make_trainer
+from support.pipeline_jobs import window_of
 from support.tuning_jobs import hasty
 
 from hf_helix.config import parse_link
@@ -34,7 +35,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     for name in (None, link):
         trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=model_of(helix))
         trainer.model.train()
-        window, runner, mesh = _microbatches(trainer, 3), trainer.helix.runner, trainer.helix.mesh
+        window, runner, mesh = window_of(trainer, 3, 2, (17,)), trainer.helix.runner, trainer.helix.mesh
         start = time.perf_counter()
         losses = runner.train_window(window)
         seconds = time.perf_counter() - start
@@ -88,7 +89,6 @@ def on_an_even_link(folder: str) -> dict[str, Any]:
         "scorecard": format_scorecard(compared.overlaps["search"], "search"),
         "card": card.read_text() if trainer.is_world_process_zero() else "",
         "about": dict(compared.profile.about),
-        "bytes": dict(compared.profile.bytes),
         "steps": {rule: overlap.step for rule, overlap in compared.overlaps.items()},
         "bare": dict(compared.bare),
     }

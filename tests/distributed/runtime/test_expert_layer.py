@@ -18,7 +18,6 @@ from support.expert_modules import (
     tokens_of,
     unit_of_experts,
 )
-from support.models import arguments
 from support.units import run_unit
 from torch import Tensor
 
@@ -44,7 +43,6 @@ def tokens_on(axis: str, rank: int) -> dict[str, Tensor]:
 
 def spread(family: str, axis: str, capacity: float | None, recompute: str = "none") -> dict[str, Any]:
     """On every rank: as `by_itself`, with the gradients of this rank's experts."""
-    assert arguments("unused").world_size == 2
     mesh = build_mesh(2 if axis == "tp" else 1, "cpu", ep_size=2 if axis == "ep" else 1)
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, capacity_factor=capacity)
     module, given = experts_of(family, FORMS[family]), tokens_on(axis, mesh.experts.rank)

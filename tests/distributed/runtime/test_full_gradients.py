@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import one_rank, train_windows
 from transformers import AutoConfig
@@ -113,8 +112,6 @@ def test_the_limit_changes_no_bit(cluster_of: Any) -> None:
 @plain_parameters()
 def gradients_of() -> list[list[torch.Tensor]]:
     """This rank's shards of gradients, with the limit and without."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
     config = AutoConfig.for_model("llama", vocab_size=64, **sizes)
     found: list[list[torch.Tensor]] = []

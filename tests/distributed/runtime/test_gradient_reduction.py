@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support import jobs, pipeline_jobs, pipeline_trainer_jobs
+from support import jobs, pipeline_jobs
 from support.comparisons import compare_runs
 from support.models import llama, sequences
 from support.pipeline_jobs import batches_of, reference
-from support.pipeline_trainer_jobs import model_of, with_buckets
+from support.pipeline_trainer_jobs import buckets_of, model_of, train, with_buckets
 from torch import Tensor
 
 from hf_helix.runtime.divided import plain_parameters
@@ -40,6 +41,20 @@ def samples_of(folder: str, helix: dict[str, Any] | None, count: int, streamed: 
     trainer._prepare_inputs = noted  # type: ignore[method-assign]
     trainer.train()
     return seen
+
+
+def train_twice(folder: str, helix: dict[str, Any], **options: Any) -> list[float]:
+    """One trainer, two calls of train(): the second goes on with the optimizer of the first."""
+    trainer = jobs.make_trainer(folder, helix, model=model_of(), **options)
+    trainer.train()
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def windows(bucket_bytes: int, **case: Any) -> list[dict[str, Any]]:
+    """As `pipeline_jobs.windows`."""
+    with buckets_of(bucket_bytes):
+        return pipeline_jobs.windows(**case)
 
 
 @plain_parameters()
@@ -71,7 +86,6 @@ def reductions(
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-JOB = "support.pipeline_trainer_jobs:"
 SMALL, TINY = 8_000, 1  # bytes: a few parameters in a bucket, and one in each
 LENGTHS = (9, 5, 8)
 
@@ -86,16 +100,12 @@ def squared(gradients: dict[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout, what every rank saw and what it had after the sums; each layout run once."""
-    result: dict[tuple[int, int, int, bool], list[dict[str, Any]]] = {}
 
-    def get(tp: int, pp: int, dp: int, tied: bool = False) -> list[dict[str, Any]]:
-        key = (tp, pp, dp, tied)
-        if key not in result:
-            helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
-            job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
-            model = {"tie_word_embeddings": tied}
-            result[key] = cluster_of(tp * pp * dp).run(reductions, model=model, **job)
-        return result[key]
+    @functools.cache
+    def get(tp: int, pp: int, dp: int, tied: bool) -> list[dict[str, Any]]:
+        helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
+        job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
+        return cluster_of(tp * pp * dp).run(reductions, model={"tie_word_embeddings": tied}, **job)
 
     return get
 
@@ -107,7 +117,7 @@ LAYOUTS = [(1, 2, 2), (2, 1, 2), (1, 1, 3), (2, 2, 1), *(pytest.param(*s, marks=
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
 def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduced: Any) -> None:
     """Of what the ranks saw: parts of the sequence (tp) added up, batches (dp) averaged; in any number of buckets."""
-    ranks = reduced(tp, pp, dp)
+    ranks = reduced(tp, pp, dp, False)
     shared = tp * pp
     for rank, result in enumerate(ranks):
         place, t = rank % shared, rank % tp
@@ -128,7 +138,7 @@ def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduce
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
 def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduced: Any) -> None:
     """Otherwise their parameters would drift apart. With two summands, buckets do not matter to the bits either."""
-    ranks, shared = reduced(tp, pp, dp), tp * pp
+    ranks, shared = reduced(tp, pp, dp, False), tp * pp
     for rank, result in enumerate(ranks):
         first = ranks[rank % shared]["complete"]
         for size, complete in result["complete"].items():
@@ -149,7 +159,7 @@ def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduce
 def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bool, reduced: Any) -> None:
     """Against the unsplit model on the batches of all ranks; what several ranks copy counts once."""
     ranks = reduced(tp, pp, dp, tied)
-    model = pipeline_trainer_jobs.model_of(tie_word_embeddings=tied)
+    model = model_of(tie_word_embeddings=tied)
     expected = np.sqrt(squared(reference(model, batches_of(3 * dp, lengths=LENGTHS))["gradients"]))
     assert len({result["norm"] for result in ranks}) == 1
     assert ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
@@ -174,11 +184,11 @@ def test_plans_and_schedules_give_the_same_bits(
     job = {
         "folder": str(tmp_path),
         "helix": helix,
-        "model": pipeline_trainer_jobs.model_of(),
+        "model": model_of(),
         "cases": cases,
         "lengths": LENGTHS,
     }
-    for result in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
+    for result in cluster_of(tp * pp * dp).run(windows, bucket_bytes=bucket_bytes, **job):
         for case, run in zip(cases, result, strict=True):
             assert run["losses"] == result[0]["losses"], case
             for name, gradient in run["gradients"].items():
@@ -195,7 +205,7 @@ OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for na
 def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of: Any, tmp_path: Path) -> None:
     training = {"max_steps": 2, "optim": optim}
     plain, shared = (
-        cluster_of(2).run(f"{JOB}train_twice", folder=str(tmp_path), helix=helix, training=training)
+        cluster_of(2).run(train_twice, folder=str(tmp_path), helix=helix, training=training)
         for helix in ({}, {"shard_optimizer": True})
     )
     np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
@@ -217,9 +227,9 @@ UNEVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Against the stock Trainer on two processes (DDP)."""
-    expected, _ = stock(pipeline_trainer_jobs.train, 2, **UNEVEN[case])
+    expected, _ = stock(train, 2, **UNEVEN[case])
     helix = {"pp_size": pp, "plan": "greedy"}
-    for result in cluster_of(2 * pp).run(f"{JOB}train", folder=str(tmp_path), helix=helix, **UNEVEN[case]):
+    for result in cluster_of(2 * pp).run(train, folder=str(tmp_path), helix=helix, **UNEVEN[case]):
         compare_runs(result, expected, steps=4)
 
 

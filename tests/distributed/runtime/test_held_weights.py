@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ SMALL = 8_000  # bytes of a bucket: a few parameters
 WAYS = (None, 0, 2, LAYERS + 2)
 """Units that hold weight gradients back: none with the last backward ordered like all others, none, some, all."""
 
-LAYOUTS = [{}, {"cp_size": 2}]
+LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp_size": 2}}
 
 # What the ranks run
 
@@ -129,30 +130,23 @@ def begun_before_the_end(trace: Trace) -> int:
 @pytest.fixture(scope="module")
 def results_of(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By layout, what the ranks found; each layout is run once."""
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def get(helix: dict[str, Any]) -> list[dict[str, Any]]:
-        if str(helix) not in known:
-            folder = str(tmp_path_factory.mktemp("held"))
-            known[str(helix)] = cluster_of(2).run(held_back, folder=folder, helix=helix)
-        return known[str(helix)]
-
-    return get
+    folder = str(tmp_path_factory.mktemp("held"))
+    return functools.cache(lambda layout: cluster_of(2).run(held_back, folder=folder, helix=LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_held_back_weight_gradients_change_no_bit(helix: dict[str, Any], results_of: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_back_weight_gradients_change_no_bit(layout: str, results_of: Any) -> None:
     """Against sums that are issued behind everything; and both ranks have the same."""
-    ranks = results_of(helix)
+    ranks = results_of(layout)
     for rank in ranks:
         for held in WAYS:
             assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
 
 
-@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], results_of: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_begin_before_the_last_backward_ends(layout: str, results_of: Any) -> None:
     """In the recorded order, and by the recorded start."""
-    for rank in results_of(helix):
+    for rank in results_of(layout):
         assert rank["sums"] > LAYERS
         for held in WAYS:
             assert len(rank["behind"][held]) == rank["sums"]
@@ -162,11 +156,11 @@ def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], results
             assert rank["behind"][held][0] > 10
 
 
-@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
-def test_held_back_weight_gradients_run_behind_the_embedding(helix: dict[str, Any], results_of: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_back_weight_gradients_run_behind_the_embedding(layout: str, results_of: Any) -> None:
     """Those of the units that hold them back, and of no others."""
     last = f"B{MICROBATCHES - 1}."
-    for rank in results_of(helix):
+    for rank in results_of(layout):
         behind = {held: weights_behind_the_embedding(ran, last) for held, ran in rank["ran"].items()}
         assert behind[0] == set()
         assert behind[2] == {"layers.0"}
@@ -180,13 +174,13 @@ def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
     return {".".join(label.split(".")[1:3]) if ".layers." in label else label.split(".")[1] for label in late}
 
 
-@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_frozen_after_the_layout_was_made_is_summed_at_the_end(
-    helix: dict[str, Any], cluster_of: Any, tmp_path: Path
+    layout: str, cluster_of: Any, tmp_path: Path
 ) -> None:
     """There are other buckets then than in the program, and none may be summed before it is complete."""
     frozen = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
-    for rank in cluster_of(2).run(held_back, folder=str(tmp_path), helix=helix, frozen=frozen):
+    for rank in cluster_of(2).run(held_back, folder=str(tmp_path), helix=LAYOUTS[layout], frozen=frozen):
         assert not set(frozen) & rank["expected"].keys()
         for held in WAYS:
             assert_same_bits(rank["gradients"][held], rank["expected"], held)

@@ -10,6 +10,7 @@ there, logits and their gradient come on top, a fifth of a layer here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
 FEW, MANY = 6, 12  # micro-batches
 TWO_STRANDS = [("folded_1f1b", plan) for plan in ("sequential", "round_robin", "dhelix", "greedy")]
-PP = {"pp_size": 2}
 
 
 @plain_parameters()
@@ -46,17 +46,14 @@ def peak_bytes_of(
 @pytest.fixture(scope="module")
 def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The most bytes of activations and buffers of either rank."""
-    folder, known = str(tmp_path_factory.mktemp("memory")), {}
+    folder = str(tmp_path_factory.mktemp("memory"))
 
-    def of(schedule: str, plan: str, layers: int = LAYERS, count: int = FEW, sizes: Any = PP) -> list[int]:
-        key = schedule, plan, layers, count, *sizes
-        if key not in known:
-            helix = {**sizes, "schedule": schedule}
-            model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
-            job = {"helix": helix, "model": model, "cases": [(plan, schedule, count)], "length": LENGTH}
-            result = cluster_of(2).run(peak_bytes_of, folder=folder, **job)
-            known[key] = [rank[0] for rank in result]
-        return known[key]
+    @functools.cache
+    def of(schedule: str, plan: str, layers: int = LAYERS, count: int = FEW, axis: str = "pp") -> list[int]:
+        helix = {f"{axis}_size": 2, "schedule": schedule}
+        model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
+        job = {"helix": helix, "model": model, "cases": [(plan, schedule, count)], "length": LENGTH}
+        return [rank[0] for rank in cluster_of(2).run(peak_bytes_of, folder=folder, **job)]
 
     return of
 
@@ -110,7 +107,7 @@ def test_the_number_of_microbatches_does_not_enter(schedule: str, plan: str, pea
 @pytest.mark.parametrize("layers", [5, pytest.param(4, marks=SLOW)])
 def test_two_strands_on_one_stage(plan: str, layers: int, peaks: Any) -> None:
     def most(plan: str, layers: int) -> int:
-        return max(peaks("folded_1f1b", plan, layers, 3, {"tp_size": 2}))
+        return max(peaks("folded_1f1b", plan, layers, 3, "tp"))
 
     layer = (most("sequential", 5) - most("sequential", 3)) / 2
     assert layer > 0.05 * most("sequential", 5)

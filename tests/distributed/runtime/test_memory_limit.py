@@ -55,7 +55,6 @@ def measured(folder: str, recompute: str) -> dict[str, Any]:
     predicted = {name: limit.passes.peak(each[rank]).total for name, each in schedules.items()}
     counted = {name: peak_bytes(runner_of(trainer, "sequential", name), window) for name in NAMES}
     costs = stage_costs(profile)
-    free = Scheduler("auto", 2, costs)(COUNT)
     needs = [max(limit.passes.peak(each[place]).total for each in schedules.values()) for place in range(2)]
     tight = MemoryLimit(limit.passes, needs)
     bound = Scheduler("auto", 2, costs, tight)(COUNT)
@@ -66,7 +65,6 @@ def measured(folder: str, recompute: str) -> dict[str, Any]:
     return {
         "predicted": predicted,
         "counted": counted,
-        "free": limit.passes.peak(free[rank]).total,
         "bound": limit.passes.peak(bound[rank]).total,
         "room": needs[rank],
         "kept": kept,

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-from support import jobs  # noqa: F401  (what the cluster runs)
+from support.pipeline_jobs import events_of_window
 
 
 @pytest.fixture(scope="module")
 def events(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What rank 0's issuing thread did, by plan."""
-    result: dict[str, list[tuple[str, str]]] = {}
+    folder = str(tmp_path_factory.mktemp("trace"))
 
+    @functools.cache
     def get(plan: str) -> list[tuple[str, str]]:
-        if plan not in result:
-            folder = str(tmp_path_factory.mktemp("trace"))
-            run = cluster_of(2).run(
-                "window_gradients", folder=folder, helix={"tp_size": 2, "plan": plan}, num_microbatches=3, traced=True
-            )
-            result[plan] = run[0]["events"]
-        return result[plan]
+        job = {"folder": folder, "helix": {"tp_size": 2, "plan": plan}, "num_microbatches": 3}
+        return cluster_of(2).run(events_of_window, **job)[0]
 
     return get
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import train
-from support.models import llama
-from support.pipeline_jobs import batches_of, items_in, windows
+from support.pipeline_jobs import batches_of, reference, windows
 from torch import Tensor, nn
 
 MODEL = {
@@ -63,17 +62,13 @@ class InFloat8(torch.autograd.Function):
 
 def expected(recipe: str) -> dict[str, Any]:
     """Losses and gradients of the stock model whose linears, but for the head, are in fp8."""
-    model = llama(**MODEL).train()
-    for linear in model.model.modules():
-        if isinstance(linear, nn.Linear):
-            linear.forward = lambda value, linear=linear: InFloat8.apply(value, linear.weight, recipe)
-    batches = batches_of(COUNT)
-    losses = [model(**batch, num_items_in_batch=items_in(batches), use_cache=False).loss for batch in batches]
-    torch.stack(losses).sum().backward()
-    return {
-        "losses": [loss.item() for loss in losses],
-        "gradients": {name: parameter.grad.numpy() for name, parameter in model.named_parameters()},
-    }
+
+    def prepare(model: Any) -> None:
+        for linear in model.model.modules():
+            if isinstance(linear, nn.Linear):
+                linear.forward = lambda value, linear=linear: InFloat8.apply(value, linear.weight, recipe)
+
+    return reference(MODEL, batches_of(COUNT), prepare)
 
 
 def window(folder: str, **given: Any) -> tuple[dict[str, Any], str]:

@@ -82,8 +82,8 @@ def test_data_parallel_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: P
 def test_ranks_without_images(cluster_of: Any, tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "kind": "Llava", "helix": {}, "with_text": True}
     options["training"] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
-    for message in cluster_of(2).errors("support.image_jobs:follow", **options):
-        assert "with 2 data-parallel ranks, some have images in a step and others have none" in str(message)
+    said = "with 2 data-parallel ranks, some have images in a step and others have none"
+    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_layers_make_room_for_a_tower(cluster_of: Any, tmp_path: Path) -> None:
 def test_too_few_layers_for_features(cluster_of: Any, tmp_path: Path) -> None:
     """Refused on every rank before the first window; text alone trains."""
     options = {"folder": str(tmp_path), "kind": "Qwen3VL", "helix": {"pp_size": 2, "layers_per_stage": [1, 3, 2, 2]}}
-    for message in cluster_of(2).errors("support.image_jobs:follow", **options):
-        assert "the first pipeline stage has 1 whole layers, and images add features behind 2" in str(message)
+    said = "the first pipeline stage has 1 whole layers, and images add features behind 2"
+    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)
 
 
 def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
@@ -140,5 +140,5 @@ def test_refusals(kind: str, entry: dict[str, Any], words: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_masks_of_images_over_a_shared_sequence(cluster_of: Any, tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "kind": "Gemma3", "helix": {"cp_size": 2}}
-    for message in cluster_of(2).errors("support.image_jobs:follow", **options):
-        assert "cp_size=2: Gemma3ForConditionalGeneration makes attention masks of" in str(message)
+    said = "cp_size=2: Gemma3ForConditionalGeneration makes attention masks of"
+    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support import jobs
+from support.comparisons import assert_same, stored
 from support.resume_jobs import make
 
 from hf_helix.config import OFFLOADS
@@ -64,15 +64,9 @@ def options_of(
     }
 
 
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoint-4" / "model.safetensors")
-
-
-def assert_same(mine: Path, theirs: Path) -> None:
+def assert_same_weights(mine: Path, theirs: Path) -> None:
     """The saved weights have the same bits."""
-    weights, expected = saved(mine), saved(theirs)
-    assert weights.keys() == expected.keys()
-    assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+    assert_same(*(stored(folder / "checkpoint-4") for folder in (mine, theirs)))
 
 
 def cases() -> list[Any]:
@@ -121,7 +115,7 @@ def test_a_run_has_the_bits_of_the_run_without(
     for mine, theirs in zip(with_it, without, strict=True):
         for key in ("losses", "rates", "eval"):
             assert mine[key] == theirs[key], key
-    assert_same(tmp_path / kind, tmp_path / "None")
+    assert_same_weights(tmp_path / kind, tmp_path / "None")
 
 
 @SLOW
@@ -162,7 +156,7 @@ def test_a_run_goes_on_with_it_and_without_it(
         assert list(mine["losses"].values()) == pytest.approx(list(theirs["losses"].values()), abs=1e-5)
         assert mine["rates"] == theirs["rates"]
     if exactly:
-        assert_same(tmp_path / "again", tmp_path / "whole")
+        assert_same_weights(tmp_path / "again", tmp_path / "whole")
 
 
 def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
@@ -208,7 +202,7 @@ def test_inputs_of_layers_on_the_host_have_the_bits_of_those_on_the_device(
         helix = {**options.get("helix", {}), "recompute": mode}
         given = options_of(layout, None, **{**options, "helix": helix})
         cluster_of(4 if layout in FOUR else 2).run(JOB, folder=str(tmp_path / mode), **given)
-    assert_same(tmp_path / "offload", tmp_path / "full")
+    assert_same_weights(tmp_path / "offload", tmp_path / "full")
 
 
 def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:

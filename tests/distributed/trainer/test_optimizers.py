@@ -5,16 +5,13 @@ torchao, galore-torch, apollo-torch and torch-optimi are not among the packages 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import arguments, llama
-from transformers import Trainer
-
-from hf_helix import HelixConfig, HelixTrainer
+from support.jobs import build
+from support.models import llama
 
 STEPS, SAVED = 6, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,62 +33,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def follow(
-    folder: str, optims: Sequence[str], helix: dict[str, Any] | None = None, resume: bool = False
-) -> dict[str, list[float]]:
-    """Returns the logged losses by optimizer, of the stock Trainer without `helix`."""
-    losses = {}
-    for optim in optims:
-        torch.manual_seed(0)
-        rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
-        sharded = helix is not None and not ({"tp_size", "pp_size"} & helix.keys())
-        training = {"learning_rate": RATES.get(optim, 2e-3), "save_strategy": "steps", "save_steps": SAVED}
-        training |= {"max_steps": STEPS, "logging_steps": 1, "lr_scheduler_type": "constant", **OPTIONS.get(optim, {})}
-        training |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1 if sharded else 2}
-        given: dict[str, Any] = {
-            "model": llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4),
-            "args": arguments(f"{folder}/{optim}", optim=optim, **training),
-            "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
-        }
-        config = {"helix_config": HelixConfig(plan="greedy", **helix)} if helix is not None else {}
-        trainer = HelixTrainer(**given, **config) if config else Trainer(**given)
-        trainer.train(resume_from_checkpoint=f"{folder}/{optim}/checkpoint-{SAVED}" if resume else None)
-        losses[optim] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses
+def follow(folder: str, optim: str, helix: dict[str, Any] | None = None, resume: bool = False) -> list[float]:
+    """Returns the logged losses, of the stock Trainer without `helix`. A class in `MADE` is the script's to make."""
+    torch.manual_seed(0)
+    rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
+    model = llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    sharded = helix is not None and not ({"tp_size", "pp_size"} & helix.keys())
+    training: dict[str, Any] = {"learning_rate": RATES.get(optim, 2e-3), "save_strategy": "steps", "save_steps": SAVED}
+    training |= {"max_steps": STEPS, "logging_steps": 1, "lr_scheduler_type": "constant", **OPTIONS.get(optim, {})}
+    training |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1 if sharded else 2}
+    given: dict[str, Any] = {"model": model, "train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+    if optim in MADE:
+        given["optimizers"] = (MADE[optim]([each for each in model.parameters() if each.dim() == 2], lr=3e-3), None)
+    else:
+        training["optim"] = optim
+    trainer = build(folder, None if helix is None else {"plan": "greedy", **helix}, training, **given)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def check(optims: Sequence[str], layout: str, other: str, cluster: Any, folder: Path, stock: Any, rel: float) -> None:
+def check(optim: str, layout: str, other: str, cluster: Any, folder: Path, stock: Any, rel: float) -> None:
     """Trains in a layout, resumes there with the same bits, and resumes in another layout within `rel`."""
-    job = {"folder": str(folder), "optims": optims}
+    job = {"folder": str(folder), "optim": optim}
     whole = cluster.run(follow, **job, helix=LAYOUTS[layout])
     again = cluster.run(follow, **job, helix=LAYOUTS[layout], resume=True)
     moved = cluster.run(follow, **job, helix=LAYOUTS[other], resume=True)
-    for optim in optims:
-        expected = stock(follow, optims=(optim,))[0][optim]
-        assert expected[-1] < 0.97 * expected[0], "it learns, so states matter"
-        for ranks, tolerance in ((whole, rel), (moved, 2 * rel)):
-            for losses in ranks:
-                assert losses[optim] == pytest.approx(expected, rel=tolerance), optim
-        for losses, before in zip(again, whole, strict=True):
-            assert losses[optim] == before[optim], optim
+    expected = stock(follow, optim=optim)[0]
+    assert expected[-1] < 0.97 * expected[0], "it learns, so states matter"
+    for ranks, tolerance in ((whole, rel), (moved, 2 * rel)):
+        for losses in ranks:
+            assert losses == pytest.approx(expected, rel=tolerance)
+    assert again == whole
 
 
-in_every_layout = pytest.mark.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("layout", "other"),
     [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer")],
 )
-
-
-@pytest.mark.slow
-@in_every_layout
-def test_elements_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
-    check(ELEMENTS, layout, other, cluster_of(2), tmp_path, stock, 1e-4)
-
-
-@pytest.mark.slow
-@in_every_layout
-def test_blocks_in_every_layout(layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
-    check(BLOCKS, layout, other, cluster_of(2), tmp_path, stock, 2e-3)
+@pytest.mark.parametrize(
+    ("optim", "rel"), [*((optim, 1e-4) for optim in ELEMENTS), *((optim, 2e-3) for optim in BLOCKS)]
+)
+def test_elements_and_blocks_in_every_layout(
+    optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
+    check(optim, layout, other, cluster_of(2), tmp_path, stock, rel)
 
 
 @pytest.mark.slow
@@ -104,7 +90,7 @@ def test_blocks_of_torchao(
 ) -> None:
     """A state in 4 bits may be off by a tenth, so what another order of sums changes shows earlier."""
     pytest.importorskip("torchao")
-    check([optim], layout, other, cluster_of(2), tmp_path, stock, rel)
+    check(optim, layout, other, cluster_of(2), tmp_path, stock, rel)
 
 
 @pytest.mark.slow
@@ -125,7 +111,7 @@ def test_matrices_in_a_pipeline(
     pytest.importorskip(package)
     if optim == "galore_adamw_8bit" and not torch.cuda.is_available():
         pytest.skip("galore_torch synchronises with a GPU in every step of its 8-bit optimizer")
-    check([optim], "pp2", "pp2", cluster_of(2), tmp_path, stock, rel)
+    check(optim, "pp2", "pp2", cluster_of(2), tmp_path, stock, rel)
 
 
 class Signs(torch.optim.Optimizer):
@@ -158,46 +144,30 @@ class Mistaken(Signs):
     granularity = "rows"
 
 
-def follow_given(folder: str, name: str, helix: dict[str, Any] | None = None, resume: bool = False) -> list[float]:
-    """Returns the logged losses with an optimizer that the script makes, of the stock Trainer without `helix`."""
-    torch.manual_seed(0)
-    rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
-    model = llama(hidden_size=64, num_hidden_layers=4)
-    kind = {"Muon": torch.optim.Muon}.get(name) or globals()[name]
-    trained = [each for each in model.parameters() if each.dim() == 2]
-    training = {"save_strategy": "steps", "save_steps": SAVED, "max_steps": STEPS, "logging_steps": 1}
-    given: dict[str, Any] = {
-        "model": model,
-        "args": arguments(folder, **training, per_device_train_batch_size=2, gradient_accumulation_steps=2),
-        "train_dataset": [{"input_ids": row, "labels": row} for row in rows],
-        "optimizers": (kind(trained, lr=3e-3), None),
-    }
-    trainer = HelixTrainer(**given, helix_config=HelixConfig(**helix)) if helix is not None else Trainer(**given)
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": Mistaken}
 
 
-@pytest.mark.parametrize(("name", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), ("Normed", "pp2")])
-def test_a_class_says_what_it_reads(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
-    expected = follow_given(str(tmp_path / "stock"), name)
+@pytest.mark.parametrize(("optim", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), ("Normed", "pp2")])
+def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
+    expected = follow(str(tmp_path / "stock"), optim)
     assert expected[-1] < 0.99 * expected[0]
-    job = {"folder": str(tmp_path / "helix"), "name": name, "helix": LAYOUTS[layout]}
-    whole = cluster_of(2).run(follow_given, **job)
-    again = cluster_of(2).run(follow_given, **job, resume=True)
+    job = {"folder": str(tmp_path / "helix"), "optim": optim, "helix": LAYOUTS[layout]}
+    whole = cluster_of(2).run(follow, **job)
+    again = cluster_of(2).run(follow, **job, resume=True)
     for losses, resumed in zip(whole, again, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
         assert resumed == losses
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "words"),
+    ("optim", "layout", "words"),
     [
         ("Muon", "tp2", "(Muon, ...): it reads full matrices, and with tp_size=2 a rank holds only a part"),
         ("Normed", "shard_optimizer", "it reads full matrices, and with shard_optimizer=True"),
         ("Mistaken", "tp2", "Mistaken.granularity='rows' is unknown; use one of element, block, matrix, model"),
     ],
 )
-def test_what_cannot_be_right_is_refused(name: str, layout: str, words: str, cluster_of: Any, tmp_path: Path) -> None:
-    for failure in cluster_of(2).errors(follow_given, folder=str(tmp_path), name=name, helix=LAYOUTS[layout]):
+def test_what_cannot_be_right_is_refused(optim: str, layout: str, words: str, cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors(follow, folder=str(tmp_path), optim=optim, helix=LAYOUTS[layout]):
         assert failure.kind == "ValueError"
         assert words in failure.message.splitlines()[0]

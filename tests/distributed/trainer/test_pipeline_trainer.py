@@ -7,11 +7,6 @@ from typing import Any
 import pytest
 from support import pipeline_trainer_jobs as jobs
 
-# -- what the ranks run ------------------------------------------------------------------------------------------------
-
-
-# -- the tests --------------------------------------------------------------------------------------------------------
-
 GREEDY = {"plan": "greedy"}
 SLOW = pytest.mark.slow
 
@@ -92,6 +87,3 @@ def test_a_spread_vocabulary_equals_the_stock_trainer(
 ) -> None:
     """Over four ranks, where slices lie between others, and with options that keep weights in other ways."""
     like_stock(ranks, {"pp_size": 2, **GREEDY, **SPREAD, **options}, jobs.train, **case)
-
-
-# Checkpoints

@@ -80,8 +80,8 @@ def test_collators_that_draw(helix: dict[str, Any], dp: int, cluster_of: Any, st
 
 
 def test_evaluation_on_different_batches(cluster_of: Any, tmp_path: Path) -> None:
-    for failure in cluster_of(2).errors(evaluate_on_data_of_rank, folder=str(tmp_path), helix={"tp_size": 2}):
-        assert "got different batches: input_ids, labels differ" in failure.message
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}}
+    cluster_of(2).assert_raises(evaluate_on_data_of_rank, "got different batches: input_ids, labels differ", **job)
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------

@@ -126,101 +126,72 @@ def test_ranks_that_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 PHIMOE = {"family": "phimoe", "num_hidden_layers": 2}
 FIVE = {**PHIMOE, "num_local_experts": 5}
-SHARDED = {"shard_parameters": True}
-ADAFACTOR, UNEVEN, DISPATCHED = (
-    {"optim": "adafactor"},
-    {"accelerator_config": {"even_batches": False}},
-    {"accelerator_config": {"dispatch_batches": True}},
-)
-LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], list[str]]] = [
-    # ranks, options of HelixConfig, the model, the training, words of the error
-    (2, {"tp_size": 3}, {}, {}, ["tp_size=3", "world size, 2", "1, 2"]),
-    (2, {"tp_size": 2}, {"num_key_value_heads": 1}, {}, ["4 attention heads", "1 key-value", "work: 1"]),
-    (
-        2,
-        {"tp_size": 2},
-        {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
-        {},
-        ["3 attention heads", "work: 1, 3"],
-    ),
-    (2, {"tp_size": 2, "pp_size": 2}, {}, {}, ["pp_size=2", "1 process that tp_size=2 leaves of 2", "work: 1"]),
-    (
-        2,
-        {"pp_size": 2},
-        {},
-        {},
-        ["the model has 3 layers", "pp_size=2 needs at least 4", "largest pp_size that fits is 1"],
-    ),
-    (
-        2,
-        {"pp_size": 2, "layers_per_stage": [1, 1, 1, 1]},
-        {"num_hidden_layers": 5},
-        {},
+ADAFACTOR, REBALANCED = {"optim": "adafactor"}, {"train_sampling_strategy": "batch_rebalance"}
+UNEVEN, DISPATCHED = ({"accelerator_config": given} for given in ({"even_batches": False}, {"dispatch_batches": True}))
+
+
+def refused(helix: Any, words: list[str], model: Any = None, training: Any = None) -> Any:
+    """The options of a run on two ranks, and words of its error."""
+    return pytest.param(helix, model or {}, training or {}, words, id=f"{helix}-{model or {}}-{training or {}}")
+
+
+TP, PP, CP, EP = ({f"{axis}_size": 2} for axis in ("tp", "pp", "cp", "ep"))
+FEW_HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+FIVE_LAYERS = {"num_hidden_layers": 5}
+TIED = {**FIVE_LAYERS, "tie_word_embeddings": True}
+LAYOUTS = [
+    refused({"tp_size": 3}, ["tp_size=3", "world size, 2", "1, 2"]),
+    refused(TP, ["4 attention heads", "1 key-value", "work: 1"], {"num_key_value_heads": 1}),
+    refused(TP, ["3 attention heads", "work: 1, 3"], FEW_HEADS),
+    refused({**TP, **PP}, ["pp_size=2", "1 process that tp_size=2 leaves of 2", "work: 1"]),
+    refused(PP, ["the model has 3 layers", "pp_size=2 needs at least 4", "largest pp_size that fits is 1"]),
+    refused(
+        {**PP, "layers_per_stage": [1, 1, 1, 1]},
         ["add up to 4", "the model's 5 layers", "such as layers_per_stage=["],
+        FIVE_LAYERS,
     ),
-    (
-        2,
-        {"pp_size": 2, "layers_per_stage": [1, 1, 2, 1], "schedule": "1f1b"},
-        {"num_hidden_layers": 5},
-        {},
-        ["has 4 counts", "it needs 2"],
-    ),
-    (
-        2,
-        {"pp_size": 2, "schedule": "1f1b"},
-        {"num_hidden_layers": 5, "tie_word_embeddings": True},
-        {},
+    refused({**PP, "layers_per_stage": [1, 1, 2, 1], "schedule": "1f1b"}, ["has 4 counts", "it needs 2"], FIVE_LAYERS),
+    refused(
+        {**PP, "schedule": "1f1b"},
         ["shares a weight", "tied embeddings", "schedule='auto'", "tie_word_embeddings=False"],
+        TIED,
     ),
-    (2, {"cp_size": 2}, {"attention_dropout": 0.1}, {}, ["attention_dropout=0.1", "attention_dropout=0.0"]),
-    (2, {"cp_size": 2}, {"attn_implementation": "flex_attention"}, {}, ["flex_attention", "log-sum-exp", "sdpa"]),
-    (2, {"ep_size": 2}, FIVE, {}, ["ep_size=2", "5 experts", "ep_size: 1, 5"]),
-    (2, {"ep_size": 4}, PHIMOE, {}, ["ep_size=4 must divide the world size, 2 processes", "data-parallel", "1, 2"]),
-    (2, {"ep_size": 2, "tp_size": 2}, PHIMOE, {}, ["ep_size=2 must divide the 1 process that tp_size=2 leaves of 2"]),
-    (2, {"ep_size": 2}, {}, {}, ["ep_size", "LlamaForCausalLM has no experts", "ep_size=1"]),
-    (2, {"expert_capacity_factor": 2.0}, {"family": "gpt2"}, {}, ["expert_capacity_factor=None", "no experts"]),
-    (2, {"tp_size": 2}, FIVE, {}, ["tp_size=2", "5 experts", "a tp_size that divides 5"]),
-    (2, {**SHARDED, "shard_optimizer": True}, {}, {}, ["shard_optimizer=False"]),
-    (2, SHARDED, {}, ADAFACTOR, ["shard_parameters=True a rank holds only a part"]),
-    (2, {"shard_optimizer": True}, {}, ADAFACTOR, ["optim='adafactor'", "shard_optimizer=True"]),
-    (2, {"tp_size": 2}, {}, ADAFACTOR, ["optim='adafactor'", "tp_size=2", "optim='adamw_torch'"]),
-    (
-        2,
-        {"pp_size": 2},
+    refused(CP, ["attention_dropout=0.1", "attention_dropout=0.0"], {"attention_dropout": 0.1}),
+    refused(CP, ["flex_attention", "log-sum-exp", "sdpa"], {"attn_implementation": "flex_attention"}),
+    refused(EP, ["ep_size=2", "5 experts", "ep_size: 1, 5"], FIVE),
+    refused({"ep_size": 4}, ["ep_size=4 must divide the world size, 2 processes", "data-parallel", "1, 2"], PHIMOE),
+    refused({**EP, **TP}, ["ep_size=2 must divide the 1 process that tp_size=2 leaves of 2"], PHIMOE),
+    refused(EP, ["ep_size", "LlamaForCausalLM has no experts", "ep_size=1"]),
+    refused({"expert_capacity_factor": 2.0}, ["expert_capacity_factor=None", "no experts"], {"family": "gpt2"}),
+    refused(TP, ["tp_size=2", "5 experts", "a tp_size that divides 5"], FIVE),
+    refused({"shard_parameters": True, "shard_optimizer": True}, ["shard_optimizer=False"]),
+    refused({"shard_parameters": True}, ["shard_parameters=True a rank holds only a part"], training=ADAFACTOR),
+    refused({"shard_optimizer": True}, ["optim='adafactor'", "shard_optimizer=True"], training=ADAFACTOR),
+    refused(TP, ["optim='adafactor'", "tp_size=2", "optim='adamw_torch'"], training=ADAFACTOR),
+    refused(
+        PP,
+        ["optim='grokadamw'", "pp_size=2", "optim='adamw_torch'", "optim='adamw_bnb_8bit'"],
         {"num_hidden_layers": 4},
         {"optim": "grokadamw"},
-        ["optim='grokadamw'", "pp_size=2", "optim='adamw_torch'", "optim='adamw_bnb_8bit'"],
     ),
-    (2, {}, {}, UNEVEN, ["'even_batches': False", "2 data-parallel ranks", "'even_batches': True"]),
-    (2, {}, {}, DISPATCHED, ["'dispatch_batches': True", "2 data-parallel ranks", "'dispatch_batches': False"]),
-    (
-        2,
-        {"tp_size": 2},
-        {},
-        {"train_sampling_strategy": "batch_rebalance"},
-        ["train_sampling_strategy='batch_rebalance'", "'group_by_length'"],
-    ),
+    refused({}, ["'even_batches': False", "2 data-parallel ranks", "'even_batches': True"], training=UNEVEN),
+    refused({}, ["'dispatch_batches': True", "2 data-parallel ranks", "'dispatch_batches': False"], None, DISPATCHED),
+    refused(TP, ["train_sampling_strategy='batch_rebalance'", "'group_by_length'"], None, REBALANCED),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "helix", "model", "training", "words"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("helix", "model", "training", "words"), LAYOUTS)
 def test_what_some_layouts_refuse(
-    ranks: int, helix: Any, model: Any, training: Any, words: list[str], cluster_of: Any, tmp_path: Path
+    helix: Any, model: Any, training: Any, words: list[str], cluster_of: Any, tmp_path: Path
 ) -> None:
     options = {"helix": {"cache": False, **helix}, "model": model, "training": training}
-    failures = cluster_of(ranks).errors("construct", folder=str(tmp_path), **options)
-    assert len({failure.message for failure in failures}) == 1
-    for failure in failures:
-        assert failure.kind == "ValueError"
-        assert [word for word in words if word not in failure.message] == [], failure.message
+    cluster_of(2).assert_raises("construct", *words, alike=True, folder=str(tmp_path), **options)
 
 
 def test_a_stream_to_evaluate_on(cluster_of: Any, tmp_path: Path) -> None:
     training = {"accelerator_config": {"dispatch_batches": False}}
     job = {"folder": str(tmp_path), "helix": {}, "training": training, "eval_dataset": Stream(sequences(4))}
-    for failure in cluster_of(2).errors("construct", **job):
-        for word in ("iterable dataset", "2 data-parallel ranks", "list(dataset)"):
-            assert word in failure.message
+    cluster_of(2).assert_raises("construct", "iterable dataset", "2 data-parallel ranks", "list(dataset)", **job)
 
 
 def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:
@@ -231,10 +202,8 @@ def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:
     def message(content: str, **options: Any) -> str:
         path.write_text(content)
         helix = {"tp_size": 2, "plan": str(path), **options.pop("helix", {})}
-        failures = cluster.errors("construct", folder=str(tmp_path), helix=helix, **options)
-        assert len({failure.message for failure in failures}) == 1
-        assert "plan='auto'" in failures[0].message
-        return failures[0].message
+        job = {"folder": str(tmp_path), "helix": helix, **options}
+        return cluster.assert_raises("construct", "plan='auto'", alike=True, **job)[0]
 
     data = json.loads(text)
     assert "mesh" in message(text, helix={"tp_size": 1})
@@ -270,9 +239,7 @@ def test_plugin_and_trainer_take_options_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_two_ranks_refuse(job: str, kind: str, words: list[str], cluster_of: Any, tmp_path: Path) -> None:
-    for failure in cluster_of(2).errors(job, folder=str(tmp_path)):
-        assert failure.kind == kind
-        assert [word for word in words if word not in failure.message] == []
+    cluster_of(2).assert_raises(job, *words, raises=kind, folder=str(tmp_path))
 
 
 def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
@@ -289,12 +256,9 @@ def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
 def test_an_optimizer_passed_in_is_used(tmp_path: Path) -> None:
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    args = arguments(str(tmp_path), max_steps=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = HelixTrainer(
-        model=model, args=args, train_dataset=sequences(8), optimizers=(optimizer, None), helix_config=HelixConfig()
-    )
-    trainer.train()
+    given: dict[str, Any] = {"model": model, "train_dataset": sequences(8), "optimizers": (optimizer, None)}
+    jobs.build(str(tmp_path), {}, {"max_steps": 2}, **given).train()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.comparisons import is_close, plain
 from support.derived_models import HOME
-from support.jobs import Stream
+from support.jobs import Recorder, Stream
 from support.models import arguments, padded, sequences, tiny, word_tokenizer
 from support.paths import ROOT
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, default_data_collator, logging
@@ -172,7 +172,6 @@ class Wraps:
     a_stream_without_steps={"options": {"train_dataset": Stream(sequences(4))}, "max_steps": -1},
     a_stream_that_ends={"options": {"train_dataset": Stream(sequences(4))}, "max_steps": 3},
     trained_twice={"times": 2},
-    losses_changed={"kind": ChangesLosses, "rows": 12, "gradient_accumulation_steps": 3},
     batches_of_windows_changed={"kind": ChangesInputs, "gradient_accumulation_steps": 2},
     batches_of_windows_written={"kind": WritesInputs, "gradient_accumulation_steps": 2},
     batches_of_windows_changed_when_fetched={"kind": ChangesSamples, "gradient_accumulation_steps": 2},
@@ -360,32 +359,15 @@ def states_of_callbacks(make: Make) -> Any:
     return result
 
 
-class Events(TrainerCallback):
-    """Notes every event and what it is called with."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-
-        def note(args: Any, state: Any, control: Any, **given: Any) -> None:
-            names = sorted(key for key, value in given.items() if value is not None and key != "data_collator")
-            self.seen.append((name, state.global_step, names))
-
-        return note
-
-
 @habit
 def events_of_callbacks(make: Make) -> Any:
     """Of two epochs with evaluations and checkpoints, and of predictions."""
-    events = Events()
+    recorder = Recorder()
     every = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
-    trainer = make(options={"callbacks": [events]}, rows=5, num_train_epochs=2, **{**every, "max_steps": -1})
+    trainer = make(options={"callbacks": [recorder]}, rows=5, num_train_epochs=2, **{**every, "max_steps": -1})
     trainer.train()
     trainer.predict(sequences(2))
-    return events.seen
+    return recorder.events
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
@@ -528,7 +510,7 @@ def losses_by_hand(make: Make) -> Any:
 
 
 @habit
-def steps_watched(make: Make) -> Any:
+def losses_watched_and_changed(make: Make) -> Any:
     trainer = make(kind=ChangesLosses, rows=12, gradient_accumulation_steps=3)
     return trained(trainer), trainer.seen
 
@@ -850,7 +832,7 @@ QUICK = {
     "hidden_states_for_metrics",
     "steps_by_hand",
     "losses_by_hand",
-    "steps_watched",
+    "losses_watched_and_changed",
     "batches_changed",
     "batches_of_windows_changed",
     "steps_of_ones_own",

@@ -293,13 +293,21 @@ def state_of(model: Any, layers: Sequence[int] = (0, 1)) -> list[float]:
     return result
 
 
-def look(folder: str, helix: dict[str, Any] | None, model: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What every reading sees after a window, and what every writing leaves."""
+BATCH = {key: torch.stack([row[key] for row in sequences(2)]) for key in sequences(1)[0]}
+
+
+def stepped(folder: str, helix: dict[str, Any] | None, model: dict[str, Any] | None = None) -> Any:
+    """A trainer after the window of one batch."""
     made = tiny(**(model or {"num_hidden_layers": 4}))
     trainer = build(folder, helix, {"per_device_train_batch_size": 2}, model=made, train_dataset=sequences(8))
     trainer.current_gradient_accumulation_steps = 1
-    batch = {key: torch.stack([row[key] for row in sequences(2)]) for key in sequences(1)[0]}
-    trainer.training_step(trainer.model, batch)
+    trainer.training_step(trainer.model, BATCH)
+    return trainer
+
+
+def look(folder: str, helix: dict[str, Any] | None, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What every reading sees after a window, and what every writing leaves."""
+    trainer = stepped(folder, helix, model)
     seen: dict[str, Any] = {}
     for name, reading in READINGS.items():
         seen[name] = _tried(reading, trainer.model)
@@ -308,7 +316,7 @@ def look(folder: str, helix: dict[str, Any] | None, model: dict[str, Any] | None
         seen[name] = error if isinstance(error, str) else state_of(trainer.model)
     trainer.model.zero_grad()
     seen["no gradients"] = [parameter.grad is None for parameter in trainer.model.parameters()]
-    trainer.training_step(trainer.model, batch)
+    trainer.training_step(trainer.model, BATCH)
     seen["trained on"] = state_of(trainer.model, range(4))
     return seen
 
@@ -414,10 +422,7 @@ def change(folder: str, helix: dict[str, Any] | None, name: str) -> Any:
 
 def write_full(folder: str, helix: dict[str, Any] | None) -> list[float]:
     """The state after a script has written a gradient and a weight by name, and read them again."""
-    trainer: Any = build(folder, helix, {}, model=tiny(num_hidden_layers=4), train_dataset=sequences(8))
-    trainer.current_gradient_accumulation_steps = 1
-    batch = {key: torch.stack([row[key] for row in sequences(2)]) for key in sequences(1)[0]}
-    trainer.training_step(trainer.model, batch)
+    trainer = stepped(folder, helix)
     table = _named(trainer.model, TABLE)
     if helix is None:
         table.grad[:5] = 2.0

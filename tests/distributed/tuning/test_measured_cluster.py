@@ -37,8 +37,6 @@ LEAST = {
 
 def measure(link: str | None, apart: bool) -> dict[str, Any]:
     """What each rank finds; `apart` from each other on hosts of their own."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     host = f"host-{dist.get_rank()}" if apart else "host"
     patches = [mock.patch.object(module, name, value) for (module, name), value in LEAST.items()]
     forget_meshes()
@@ -102,8 +100,7 @@ def test_ranks_wait_for_the_slower_of_them(cluster_of: Callable[[int], Cluster])
 
 
 def test_a_link_without_a_rate_is_refused(cluster_of: Callable[[int], Cluster]):
-    for failure in cluster_of(2).errors(measure, link="even", apart=False):
-        assert failure.kind == "ValueError"
-        assert "link='even' has no rate to describe; give one, such as '300mbit'" in failure.message
+    said = "link='even' has no rate to describe; give one, such as '300mbit'"
+    cluster_of(2).assert_raises(measure, said, link="even", apart=False)
     with pytest.raises(ValueError, match="no rate"):
         cluster_file.measure_cluster(torch.device("cpu"), "even")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import pipeline_trainer_jobs as jobs
+from support.pipeline_trainer_jobs import LAYERS
 
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.timing.profile_file import load_profile
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 TUNE = "support.tuning_jobs:tune"
 SMALL: dict[str, Any] = {
-    "model": {"num_hidden_layers": jobs.LAYERS},
+    "model": {"num_hidden_layers": LAYERS},
     "data": {"count": 40, "lengths": (9,)},
     "training": {"gradient_accumulation_steps": 5, "max_steps": 2},
 }
@@ -35,6 +35,16 @@ def tune(cluster: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
             assert result[key] == ranks[0][key], key
         assert result["said"] == []
     return ranks
+
+
+def tracks_in(path: Path) -> dict[int, set[str]]:
+    """The streams of every rank in a Perfetto file."""
+    events = json.loads(path.read_text())["traceEvents"]
+    result: dict[int, set[str]] = {}
+    for event in events:
+        if event["name"] == "thread_name":
+            result.setdefault(event["pid"] - 1, set()).add(event["args"]["name"])
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +172,7 @@ def test_what_is_measured_afterwards(tuned: Any, plain: Any) -> None:
 
 
 def test_a_trace_shows_the_pipeline_on_every_rank(tuned: Any, folder: Path) -> None:
-    result = jobs.tracks(folder / "trace.json")
+    result = tracks_in(folder / "trace.json")
     assert result.keys() == {0, 1}
     for tracks in result.values():
         assert "compute" in tracks
@@ -205,7 +215,7 @@ def test_beside_tensor_and_data_parallelism(
     assert 0 < overlap.bubble_fraction < 1
     assert overlap.tokens == 5 * 2 * 9 * processes // (2 * tp)
     assert len(first[0]["memory"]) == processes
-    result = jobs.tracks(tmp_path / "trace.json")
+    result = tracks_in(tmp_path / "trace.json")
     assert result.keys() == set(range(processes))
     for tracks in result.values():
         assert tracks >= {"compute", *streams}

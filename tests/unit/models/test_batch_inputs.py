@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.dispatched import Calls
 from support.models import llama
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -45,20 +45,8 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "bincount", "unique", "masked_select")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.NAMES:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
+WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "bincount", "unique", "masked_select")
+"""What makes the host wait for a device."""
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # Transformers 5.24 warns of the cache's old name
@@ -69,7 +57,7 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
     model.config.sliding_window = 3
     batch = {"input_ids": IDS, **BATCHES[name]}
     (batch[FORM],) = forms_of([batch])
-    with Reads() as reads:
+    with Calls(*WAITING) as reads:
         side = family_of(model).side_inputs(model, batch, SequenceCut(), torch.ones(()))
         documents = starts_of(batch["position_ids"]).cumsum(1) if "position_ids" in batch else None
         mask = batch.get("attention_mask") if batch[FORM].is_masked else None
@@ -78,7 +66,7 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
         windowed = causal_masks(model, [3], IDS, mask, documents)[3]
     assert reads.names == []
     positions = batch.get("position_ids", torch.arange(8)[None])
-    theirs_reads = Reads()
+    theirs_reads = Calls(*WAITING)
     for create, mine in ((create_causal_mask, side["masks"][None]), (create_sliding_window_causal_mask, windowed)):
         with theirs_reads:
             theirs = create(
@@ -95,7 +83,7 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
 
 def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_to_read() -> None:
     batches = [{"input_ids": IDS, **given} for given in BATCHES.values()]
-    with Reads() as reads:
+    with Calls(*WAITING) as reads:
         result = forms_of(batches)
         assert forms_of(batches[:1]) == [Form()]
     # `tolist` of a whole tensor is one copy, which the dispatcher on CPU shows as none.
@@ -112,7 +100,7 @@ def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_t
 @pytest.mark.parametrize("positions", [PACKED[:1], PACKED[:1] + 2, torch.arange(8)[None]])
 def test_flash_attention_is_told_what_it_would_find(positions: Tensor) -> None:
     (form,) = forms_of([{"input_ids": IDS[:1], "position_ids": positions}])
-    with Reads() as reads:
+    with Calls(*WAITING) as reads:
         mine = document_ends(positions, form)
     assert reads.names == []
     (ends, _), (longest, _) = prepare_fa_kwargs_from_position_ids(positions)
@@ -140,7 +128,7 @@ def test_flash_attention_gets_no_positions_to_look_at(
     side = family_of(model).side_inputs(model, batch, SequenceCut(), torch.ones(()))
     q = torch.zeros(len(batch["input_ids"]), 2, 8, 4)
     module = model.model.layers[0].self_attn
-    with Reads() as reads:
+    with Calls(*WAITING) as reads:
         attention = Attention(module, lambda _: (q, q, q))
         out = attention(IDS[0], masks=side["masks"], positions=side["positions"], ends=side["ends"])
     assert reads.names == []
@@ -167,7 +155,7 @@ def test_padding_on_the_right_needs_a_mask_where_it_is_read(mask: Tensor, counte
 def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:
     batch = {"input_ids": IDS, "position_ids": PACKED}
     (form,) = forms_of([batch])
-    with Reads() as reads:
+    with Calls(*WAITING) as reads:
         documents = documents_of(IDS, None, PACKED, form)
     assert reads.names == []
     assert documents is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_counts import Kernels, count_layer
 from support.models import tiny
 from torch.nn import functional
+
+from benchmarks.kernel_count import Kernels, count_layer
 
 MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16

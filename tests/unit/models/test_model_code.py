@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, arguments, llama, sequences, tiny
+from support.jobs import build
+from support.models import FAMILIES, llama, sequences, tiny
 from torch import nn
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
-
-from hf_helix import HelixConfig, HelixTrainer
 
 DECLARED = sorted(set(FAMILIES) - {"starcoder2"})
 IDS = torch.arange(1, 9).unsqueeze(0)
 
 
-def trainer_of(model: Any, folder: Path, **changes: Any) -> HelixTrainer:
-    rows = sequences(4)
-    args = arguments(str(folder), max_steps=1, **changes)
-    return HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=HelixConfig())
+def trainer_of(model: Any, folder: Path, **changes: Any) -> Any:
+    return build(str(folder), {}, {"max_steps": 1, **changes}, model=model, train_dataset=sequences(4))
 
 
 def small(**changes: Any) -> Any:
@@ -228,12 +225,10 @@ def test_what_is_called_is_honoured(tmp_path: Path) -> None:
 
     plain = small()
     losses = []
-    for kind in (Trainer, HelixTrainer):
+    for helix in (None, {}):
         model = Longer(plain.config)
         model.load_state_dict(plain.state_dict())
-        options = {} if kind is Trainer else {"helix_config": HelixConfig()}
-        args = arguments(str(tmp_path), max_steps=2)
-        trainer = kind(model=change(model), args=args, train_dataset=sequences(4), **options)
+        trainer = build(str(tmp_path), helix, {"max_steps": 2}, model=change(model), train_dataset=sequences(4))
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
@@ -294,12 +289,10 @@ def test_other_code_inside_a_declared_class_is_honoured(
 ) -> None:
     """Such a model is derived from what it is, and trains as under the stock Trainer."""
     losses, plain = [], trainer_of(small(), tmp_path).evaluate(sequences(4))["eval_loss"]
-    for kind in (Trainer, HelixTrainer):
+    for helix in (None, {}):
         model = small()
         change(model.model.layers[0], monkeypatch)
-        options = {} if kind is Trainer else {"helix_config": HelixConfig()}
-        args = arguments(str(tmp_path), max_steps=2)
-        trainer = kind(model=model, args=args, train_dataset=sequences(4), **options)
+        trainer = build(str(tmp_path), helix, {"max_steps": 2}, model=model, train_dataset=sequences(4))
         before = trainer.evaluate(sequences(4))["eval_loss"]
         trainer.train()
         losses.append([before, *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernel_counts import count_layer
 from support.models import tiny
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from benchmarks.kernel_count import count_layer
 from hf_helix.models import stock_modules
 from hf_helix.models.stock_modules import is_rms_norm, normed, rms_norm
 

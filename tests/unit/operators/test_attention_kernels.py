@@ -49,9 +49,9 @@ def differentiated(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     scores, wide, values = written_out(q, k, v, *seen)
     weights = (scores - lse.double().unsqueeze(-1)).exp()
     delta = (do.double() * o.double()).sum(-1, keepdim=True)
-    autocast_dtype = weights * (do.double() @ values.mT - delta) * seen[0]
-    dk, dv = ((part @ rows.double()) for part, rows in ((autocast_dtype.mT, q), (weights.mT, do)))
-    parts = (autocast_dtype @ wide, *(value.unflatten(1, (groups, -1)).sum(2) for value in (dk, dv)))
+    of_scores = weights * (do.double() @ values.mT - delta) * seen[0]
+    dk, dv = ((part @ rows.double()) for part, rows in ((of_scores.mT, q), (weights.mT, do)))
+    parts = (of_scores @ wide, *(value.unflatten(1, (groups, -1)).sum(2) for value in (dk, dv)))
     return [part.to(q.dtype) for part in parts]
 
 

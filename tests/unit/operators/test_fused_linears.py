@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from support.dispatched import Calls
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.linears.linear import Linear
@@ -17,19 +15,8 @@ SIZES = (6, 2, 2)
 WIDTH = 16  # much wider than what goes out: gradients in one piece are faster
 
 
-class Calls(TorchDispatchMode):
-    """Lists what is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-    def autocast_dtype(self) -> int:
-        return sum(name in ("mm", "addmm", "addmm_", "linear") for name in self.names)
+def products(calls: Calls) -> int:
+    return sum(name in ("mm", "addmm", "addmm_", "linear") for name in calls.names)
 
 
 def linears(bias: bool = False, seed: int = 0) -> list[nn.Linear]:
@@ -61,7 +48,7 @@ def test_one_gemm_each_and_the_results_of_several(bias: bool) -> None:
     together, apart = linears(bias), linears(bias)
     with Calls() as calls:
         result = window(Linear(together), Precision("cpu", torch.bfloat16))
-    assert calls.autocast_dtype() == 2 * 3
+    assert products(calls) == 2 * 3
     by_linear = [_alone(linear, place) for place, linear in enumerate(apart)]
     for k, values in enumerate(result):
         for place, (output, _) in enumerate(by[k] for by in by_linear):
@@ -94,14 +81,14 @@ def test_wide_gradients_are_put_in_one_piece_by_nobody() -> None:
     operator, precision = Linear(several), Precision("cpu", torch.bfloat16)
     value, whole = torch.randn(15, 8), torch.cat([gradient.flatten(0, 1) for gradient in directions(0)], 1)
     results = []
-    for gradients, autocast_dtype in (
+    for gradients, count in (
         (whole.split(SIZES, 1), 2),
         ([part.clone() for part in whole.split(SIZES, 1)], 6),
     ):
         with Calls() as calls, precision.weights.kept():
             (of_input,) = operator.input_gradient(Call({}, 0, True, precision), *gradients)
             operator.weight_gradient(Call({}, 0, True, precision), *gradients, value)
-        assert calls.autocast_dtype() == autocast_dtype
+        assert products(calls) == count
         assert "cat" not in calls.names
         results.append((of_input.float(), *(linear.weight.grad for linear in several)))
         for linear in several:
@@ -137,7 +124,7 @@ def test_linears_that_differ_stay_apart(change: str) -> None:
         several[1].to(torch.float64)
     with Calls() as calls:
         result = window(Linear(several), Precision("cpu", torch.bfloat16), count=1)
-    assert calls.autocast_dtype() == (3 + 3 + 2 if change == "frozen" else 9)
+    assert products(calls) == (3 + 3 + 2 if change == "frozen" else 9)
     assert [output.is_contiguous() for output in result[0]] == [True] * 4
     assert (several[1].weight.grad is None) == (change == "frozen")
 
@@ -148,7 +135,7 @@ def test_in_one_precision_they_stay_apart() -> None:
         operator, call = Linear(linears()), Call({}, 0, True)
         operator.forward(call, torch.randn(5, 3, WIDTH))
         operator.input_gradient(call, *(gradient.float() for gradient in directions(0)))
-    assert calls.autocast_dtype() == 6
+    assert products(calls) == 6
 
 
 def test_what_lies_side_by_side_is_seen_as_one_without_a_copy() -> None:
@@ -182,6 +169,6 @@ def test_a_transposed_sequence_is_one_product() -> None:
     (linear,) = linears()[:1]
     with Calls() as calls:
         (output,) = Linear([linear]).forward(Call({}, 0, True), value)
-    assert calls.autocast_dtype() == 1
+    assert products(calls) == 1
     assert "bmm" not in calls.names
     torch.testing.assert_close(output, linear(value).detach())

@@ -7,13 +7,11 @@ hand.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from support.dispatched import Largest
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -99,19 +97,6 @@ def distance(result: Tensor, expected: Tensor) -> float:
     return ((result - expected).norm() / expected.norm()).item()
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a new tensor in fp32."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor) and value.dtype == torch.float32 and all(value is not each for each in args):
-                self.elements = max(self.elements, value.numel())
-        return result
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +105,7 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
     loss, gradient = in_slices(logits, labels, 1, smoothing)
     monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", 4 * VOCABULARY)
     for overwrites in (False, True):
-        with Largest() as largest:
+        with Largest(torch.float32) as largest:
             result = in_slices(logits, labels, 1, smoothing, overwrites)
         assert torch.equal(result[0], loss)
         assert torch.equal(result[1], gradient)
@@ -156,7 +141,7 @@ def test_a_table_with_a_gradient_takes_rows(dtype: torch.dtype, padding: int | N
         gradient = torch.randn(20, 4, 5, generator=generator).to(dtype)
         functional.embedding(ids, stock, padding_idx=padding).backward(gradient)
         is_first = given.grad is None
-        with Largest() as largest:
+        with Largest(torch.float32) as largest:
             embedding(ids, given, padding).backward(gradient)
         assert torch.equal(given.grad, stock.grad)
         assert is_first or largest.elements <= ids.numel() * 5

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.dispatched import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -29,19 +29,6 @@ Change = Callable[[Tensor], Tensor]
 def softcap(logits: Tensor) -> Tensor:
     """As Gemma's."""
     return torch.tanh(logits / 3.0) * 3.0
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a new tensor."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.elements = max(self.elements, value.numel())
-        return result
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, nn.Linear]:

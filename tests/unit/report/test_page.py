@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import opened
 from support.profiles import tiny_profile
 from support.simulated import case_of, cluster_with, on_meta
 from support.windows import bar, window
@@ -106,16 +107,45 @@ def test_a_page_is_one_file(page: Path) -> None:
     assert len(text) < 3e6
 
 
-def test_a_page_in_a_browser(page: Path) -> None:
-    with opened(page) as shown:
-        tips = [shown.under_mouse(0, 0.15 + 0.02 * step, down) for step in range(20) for down in (50, 80)]
-        said = [tip.split() for tip in tips if tip]
-        assert {words[1] for words in said} <= set(re.findall(r'"([FB]\d+\.[^"]+)"', page.read_text()))
-        assert any("hidden" in words for words in said), said
-        assert shown.page.locator("pre").first.inner_text().startswith("measured & kept")
-        assert shown.page.locator(".bk-Figure").count() == 1
-        assert shown.errors == []
-        assert [address for address in shown.asked if not address.startswith(("file:", "data:", "blob:"))] == []
+@pytest.fixture
+def shown(page: Path) -> Iterator[tuple[Any, list[str], list[str]]]:
+    """The page in a headless browser, the errors of its scripts, and the addresses that it asks for."""
+    api = pytest.importorskip("playwright.sync_api")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no browser: apt-get install chromium")
+    errors: list[str] = []
+    asked: list[str] = []
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        result = browser.new_page(viewport={"width": 1220, "height": 900})
+        result.on("pageerror", lambda error: errors.append(str(error)))
+        result.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+        result.on("request", lambda request: asked.append(request.url))
+        result.goto(page.as_uri())
+        result.wait_for_selector(".bk-Figure")
+        yield result, errors, asked
+        browser.close()
+
+
+def test_a_page_in_a_browser(page: Path, shown: tuple[Any, list[str], list[str]]) -> None:
+    opened, errors, asked = shown
+
+    def under_mouse(across: float, down: int) -> list[str]:
+        """The words of the tip at a part of the width of the figure, and so many pixels below its top."""
+        box = opened.locator(".bk-Figure").first.bounding_box()
+        opened.mouse.move(box["x"] + across * box["width"], box["y"] + down)
+        opened.wait_for_timeout(100)
+        tips = opened.locator(".bk-Tooltip .bk-tooltip-content:visible")
+        return tips.first.inner_text().split() if tips.count() else []
+
+    said = [words for step in range(20) for down in (50, 80) if (words := under_mouse(0.15 + 0.02 * step, down))]
+    assert {words[1] for words in said} <= set(re.findall(r'"([FB]\d+\.[^"]+)"', page.read_text()))
+    assert any("hidden" in words for words in said), said
+    assert opened.locator("pre").first.inner_text().startswith("measured & kept")
+    assert opened.locator(".bk-Figure").count() == 1
+    assert errors == []
+    assert [address for address in asked if not address.startswith(("file:", "data:", "blob:"))] == []
 
 
 def test_what_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from support.kernel_counts import count_layer
 from support.models import tiny
 from support.small_modules import HEAD_DIM, Rotated
 from support.small_traces import check_on_two_ranks, gradients_cut, inferred, traced
@@ -15,6 +14,7 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
+from benchmarks.kernel_count import count_layer
 from hf_helix.models import registry
 from hf_helix.models.placement.value_placement import name_of
 from hf_helix.models.trace import opaque_calls

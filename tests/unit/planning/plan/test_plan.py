@@ -342,6 +342,7 @@ BLOCK_DAMAGES = [
     (lambda data: data.update(blocks=[]), "is damaged"),
     (lambda data: data["blocks"].pop("F.layer | B.head"), r"is damaged: block 'F\.layer \| B\.head' is missing"),
     (lambda data: data["blocks"].update({"X.layer": []}), "is damaged: not a block: 'X.layer'"),
+    (lambda data: data["blocks"].update({"F.nope": ["F.anything"]}), "nope"),
     (lambda data: data["blocks"].update({"F.layer": None}), "is damaged"),
     (lambda data: data["blocks"].update({"F.layer": 5}), "is damaged"),
     (lambda data: data["blocks"].update({"F.layer": [["F.up"]]}), "is damaged"),
@@ -370,6 +371,7 @@ PRIORITY_DAMAGES = [
         lambda data: data["priorities"].update(extra_live_layers=0.5),
         "extra_live_layers must be a whole number of at least 0, got 0.5",
     ),
+    (lambda data: data["priorities"]["operators"].update(nope={"F.anything": {"ms": -1}}), "nope"),
     (lambda data: data["priorities"]["operators"].pop("head"), "unit 'head' lacks the operator 'F.gather'"),
     (lambda data: figures(data).pop("B.up.W"), "unit 'layer' lacks the operator 'B.up.W'"),
     (lambda data: figures(data).update({"F.nope": {}}), "unit 'layer' has no operator 'F.nope'"),
@@ -415,19 +417,6 @@ TILE_DAMAGES = [
 def test_a_damaged_file_is_refused_with_the_reason_and_a_remedy(file: Path, damage, message: str):
     edit(file, damage)
     check_refused(file, message)
-
-
-@pytest.mark.parametrize(
-    ("plan", "damage"),
-    [
-        ("blocks", lambda data: data["blocks"].update({"F.nope": ["F.anything"]})),
-        ("priorities", lambda data: data["priorities"]["operators"].update(nope={"F.anything": {"ms": -1}})),
-    ],
-    indirect=["plan"],
-)
-def test_a_unit_that_does_not_exist_is_refused(file: Path, damage):
-    edit(file, damage)
-    check_refused(file, "nope")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '"plan"'])
