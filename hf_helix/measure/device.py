@@ -46,7 +46,7 @@ MOST_OPERANDS = 256  # the largest number of operands
 ALIVE = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes of results that stay alive for a while, as activations do
 LONGEST = 0.15  # seconds of a work after which no larger work is tried
 CHAIN, TINY_KERNELS = 16, 8
-USUAL_KERNELS = 3  # of an operator: a layer of a Llama has 63 in 25 operators (`python -m benchmarks.kernel_count`)
+USUAL_KERNELS = 3  # of an operator: a layer of a Llama has 63 in 25 operators without fused kernels, and 35 with
 
 
 class Activations:

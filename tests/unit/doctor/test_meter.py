@@ -68,6 +68,17 @@ def test_attention_and_half_of_it_where_it_is_causal() -> None:
         assert attention_kernel(q, k, v, True, is_backward).flops == torchs / 2
 
 
+def test_views_and_allocations_are_no_kernels() -> None:
+    meter = Meter()
+    with meter:
+        meter.begin("here")
+        value = torch.empty(4, 2, 8, device="meta").normal_()  # 1
+        value = value.transpose(0, 1).reshape(-1, 8)  # 1: it copies
+        functional.linear(value, meta(8, 8)).view(2, 4, 8)  # 1
+        meter.begin(None)
+    assert len(meter.counted["here"].kernels) == 3
+
+
 def test_a_norm_inside_of_a_segment_is_a_kernel_and_two_backward() -> None:
     """Not the steps that torch takes on the meta device, such as of the norms of queries and keys."""
     value, weight = meta(2, 4, 8, 16).requires_grad_(), meta(16).requires_grad_()

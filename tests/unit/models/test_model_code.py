@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from support.models import FAMILIES, llama, sequences, tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
+
+from hf_helix.models.alike import description
 
 DECLARED = sorted(set(FAMILIES) - {"starcoder2"})
 IDS = torch.arange(1, 9).unsqueeze(0)
@@ -331,3 +334,11 @@ def test_hooks_on_routers_run(tmp_path: Path) -> None:
     model = tiny("phimoe", num_hidden_layers=1)
     model.model.layers[0].mlp.router.register_forward_hook(hook)
     trainer_of(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phimoe", "qwen3_moe"])
+def test_no_text_of_a_layer_has_an_address_of_memory(family: str) -> None:
+    """Else a proof that is kept by the text would not be found again by another process."""
+    model = tiny(family)
+    texts = [description(layer) for layer in model.model.layers]
+    assert not [found for text in texts for found in re.findall(r"\S+ \d{12,}\b", text)]

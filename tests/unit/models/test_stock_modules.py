@@ -112,7 +112,7 @@ def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_of_a_layer_on_cuda() -> None:
     """A norm is one kernel; backward one, the sum of the weight's gradient, and its addition."""
-    result = count_layer(tiny("llama")).totals()
+    result = count_layer(tiny("llama").config)
     assert {name: result[name] for name in result if "norm" in name} == {
         "F.attn.norm": 1,
         "F.mlp.norm": 1,
