@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from hf_helix.config import AUTO, HelixConfig
+from hf_helix.config import AUTO, RULES, HelixConfig
 from hf_helix.measure.machine import machine
 from hf_helix.measure.memory import memory_limit
 from hf_helix.measure.operators import measure_profile
@@ -32,7 +32,7 @@ from hf_helix.measure.progress import StageProgress, progress_bar, stage_progres
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import RULES, runs_one_strand
+from hf_helix.planning.plan.registry import NEED_PROFILE, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names, scheduler_of
 from hf_helix.planning.schedule.slot_clock import stage_costs
@@ -52,7 +52,7 @@ from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners
 from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
 
 CLOSE = 1.05  # times that differ by less than this may have changed places
-MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
+MEASURED = {AUTO: CANDIDATES} | {rule: (rule,) for rule in NEED_PROFILE}
 """The rules of plans that wait for a measurement."""
 
 UNMEASURED = "greedy"  # the rule until then

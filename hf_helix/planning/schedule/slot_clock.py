@@ -305,22 +305,13 @@ class Simulated:
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
-    def busy(self) -> list[float]:
-        """The busy seconds of each rank."""
-        return [
-            sum(end - start for start, end in zip(*times, strict=True))
-            for times in zip(self.starts, self.ends, strict=True)
-        ]
-
-    @property
-    def idle(self) -> list[float]:
-        """The idle seconds of each rank."""
-        return [self.seconds - busy for busy in self.busy]
-
-    @property
     def bubbles(self) -> list[float]:
         """The idle part of the window on each rank."""
-        return [idle / self.seconds for idle in self.idle]
+        busy = (
+            sum(end - start for start, end in zip(*times, strict=True))
+            for times in zip(self.starts, self.ends, strict=True)
+        )
+        return [(self.seconds - seconds) / self.seconds for seconds in busy]
 
     @property
     def bubble(self) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from hf_helix.planning.window.layout import Name
-from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, NONE, WindowArrays
 
 Slowdown = Callable[[Name, Name], float]
 """How many times longer the first operator takes while the second runs; 1 without interference."""
@@ -41,15 +41,6 @@ class Timeline:
     def seconds(self) -> float:
         """The seconds of the whole window."""
         return max(self.ends, default=0.0)
-
-    def spans(self) -> list[tuple[str, str, int, float, float]]:
-        """(stream, entry, instruction, start, end) of every operator, for pictures."""
-        arrays = self.arrays
-        return [
-            (STREAMS[arrays.streams[i]].value, arrays.names[entry][1], i, self.starts[i], self.ends[i])
-            for i, entry in enumerate(arrays.entries)
-            if entry != NONE
-        ]
 
 
 def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:

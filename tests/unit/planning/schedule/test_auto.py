@@ -134,7 +134,7 @@ def test_simulation_is_a_longest_path(seed: int):
     for rank, slots in enumerate(schedule):
         lengths = [end - start for start, end in zip(result.starts[rank], result.ends[rank], strict=True)]
         assert lengths == pytest.approx([costs.slot_seconds(slot) for slot in slots])
-        assert result.busy[rank] + result.idle[rank] == pytest.approx(result.seconds)
+        assert sum(lengths) + result.bubbles[rank] * result.seconds == pytest.approx(result.seconds)
 
 
 def test_what_cannot_end_is_refused():
