@@ -246,7 +246,6 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
-
     case, usual = step.case, HelixConfig()
     options = {
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},

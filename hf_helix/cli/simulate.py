@@ -75,7 +75,6 @@ class OnCluster(Command):
 
     def scaled_cluster(self) -> Cluster:
         """Returns the cluster of the file, with the devices and the network of the options."""
-
         cluster = load_cluster(self.cluster)
         if self.gpus is not None:
             cluster = _resized(cluster, self.gpus)

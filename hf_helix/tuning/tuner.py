@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -337,7 +338,7 @@ class Tuner:
                     progress=progress,
                     graphs=self._graphs,
                 )
-        self.result = self._in_words(dataclasses.replace(result, measured=cache.today()), runner, timed)
+        self.result = self._in_words(dataclasses.replace(result, measured=time.strftime("%Y-%m-%d")), runner, timed)
         if rank() == 0 and self.config.cache:
             try:
                 cache.store(timed.cache_key, self.result, chosen.plan.to_json())

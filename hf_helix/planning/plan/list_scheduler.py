@@ -38,7 +38,7 @@ from hf_helix.planning.schedule.actions import Schedule, SyncPoints
 from hf_helix.planning.text import round_ms
 from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.planning.window.passes import OrderedWindow
-from hf_helix.planning.window.window import COMPUTE, NumberedPass, Times, Window, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, Times, Window, WindowArrays
 
 Priority = Mapping[Name, float]
 """Seconds by operator, 0 by default; the smaller goes first. A computation with a priority of 2 ms goes before one with
@@ -292,11 +292,13 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
     layout, operators = window.layout, window.pattern.operators
     longest = max(arrays.seconds, default=0.0)
     step = 3 * SMALL * longest  # more than the differences within a unit
+    # of both halves of a split backward, the pass of the last micro-batch
+    passes = {(made.unit, made.computation_type): made for made in window.passes if made.computation_type != "F"}
     for rank in range(layout.num_ranks):
         units = [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
         before = {unit: len(units) - 1 - place for place, unit in enumerate(units)}
         last = set(units[:deferred])
-        for made in _last_passes(window):
+        for made in passes.values():
             if made.unit not in before:
                 continue
             for place, index in enumerate(made.indices, made.start):
@@ -304,15 +306,6 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
                 units_before = before[made.unit] + (len(units) if is_weight and made.unit in last else 0)
                 own = arrays.seconds[place] + (longest if is_weight else 0.0)
                 yield place, SMALL * own + step * units_before
-
-
-def _last_passes(window: Window) -> list[NumberedPass]:
-    """The backward passes through every unit for its last micro-batch; both halves of a split backward."""
-    last: dict[tuple[int, str], NumberedPass] = {}
-    for made in window.passes:
-        if made.computation_type != "F":
-            last[made.unit, made.computation_type] = made
-    return list(last.values())
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hf_helix.planning.plan.baselines.dhelix import dhelix
-from hf_helix.planning.plan.baselines.in_turn import round_robin, sequential
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
-from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock
+from hf_helix.planning.plan.block_plan import BlockPlan, OrderBlock, round_robin, sequential
 from hf_helix.planning.plan.list_scheduler import PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
 from hf_helix.planning.plan.search import Progress, defer_weight_gradients, greedy, search, usual_schedule

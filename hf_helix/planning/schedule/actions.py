@@ -41,6 +41,10 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.computation_type}{self.microbatch}"
 
+    def later(self, count: int) -> Action:
+        """The same action `count` micro-batches later."""
+        return Action(self.stage, self.computation_type, self.microbatch + count)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         match = _ACTION.match(text)
@@ -75,6 +79,10 @@ class Slot:
         if self.fused:
             return f"({self.forward};{self.backward})OVERLAP_F_B"
         return str(self.forward or self.backward)
+
+    def later(self, count: int) -> Slot:
+        """The same slot `count` micro-batches later."""
+        return Slot(self.forward and self.forward.later(count), self.backward and self.backward.later(count))
 
     @classmethod
     def alone(cls, action: Action) -> Slot:

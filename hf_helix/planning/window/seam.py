@@ -95,11 +95,7 @@ def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
 
 def moved_by(forward: Schedule, later: int) -> Schedule:
     """Returns a forward schedule with larger numbers of micro-batches."""
-
-    def moved(action: Action) -> Slot:
-        return Slot(forward=replace(action, microbatch=action.microbatch + later))
-
-    return [[moved(slot.forward) for slot in slots if slot.forward] for slots in forward]
+    return [[slot.later(later) for slot in slots] for slots in forward]
 
 
 def mirrored(forward: Schedule) -> Schedule:

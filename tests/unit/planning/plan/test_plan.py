@@ -29,8 +29,7 @@ from support.graphs import (
 from hf_helix.config import AUTO, PLANS, RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Operator, Part
-from hf_helix.planning.plan.baselines.in_turn import sequential
-from hf_helix.planning.plan.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, validate_order
+from hf_helix.planning.plan.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, sequential, validate_order
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
