@@ -233,10 +233,10 @@ class Tuner:
             steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
             graphs: the CUDA graphs of the run, if any.
         """
-        is_first = not self._has_begun
         self._graphs = None if graphs is None or graphs.has_given_up else graphs
-        self._say_nothing_interleaves(num_microbatches)
-        if is_first:
+        if not self._has_begun:
+            self._has_begun = True
+            self._say_nothing_interleaves(num_microbatches)
             if self._graphs is not None:
                 self._steps = StepTimer(uncounted=2)
             runner = self._within_memory(runner)
@@ -388,10 +388,9 @@ class Tuner:
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Says once, if the first step has nothing to interleave, the option to change."""
-        is_first, self._has_begun = not self._has_begun, True
+        """Says the option to change if the first step has nothing to interleave."""
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
-        if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):
+        if num_microbatches > 1 or not (interleaves and self.config.communicates):
             return
         start = "an optimizer step has one micro-batch here, and nothing to interleave it with"
         if self.num_microbatches == 1:

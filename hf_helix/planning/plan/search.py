@@ -53,22 +53,17 @@ Progress = Callable[[float], object]
 """Called with the finished part of a search, from 0 to 1."""
 
 
-def usual_extra_live_layers(layout: Layout) -> int:
-    """Returns one layer of activations beyond one strand; on several ranks none: fused slots already keep one more
-    layer (paper, section 6.5)."""
-    return EXTRA_LIVE_LAYERS if layout.num_ranks == 1 else 0
-
-
 def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities:
-    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last; None for
-    `usual_extra_live_layers`."""
+    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last. By default a
+    layer of activations is alive beyond one strand; on several ranks none, as fused slots already keep one more layer
+    (paper, section 6.5)."""
     times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
     longest = max(times.values())
     priority = {
         name: 1e-3 * (times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
-    usual = usual_extra_live_layers(profile.layout)
+    usual = EXTRA_LIVE_LAYERS if profile.layout.num_ranks == 1 else 0
     return Priorities(times, priority, usual if extra_live_layers is None else extra_live_layers)
 
 
@@ -101,7 +96,7 @@ def search(
     views.append((shorten(profile.layout), short, 0))
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
-        told = None if progress is None else functools.partial(_tell, progress, number, len(views))
+        told = progress and functools.partial(_tell, progress, number, len(views))
         improved = defer_weight_gradients(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
         candidates.append((improved, cost.of(improved)))
     return best()

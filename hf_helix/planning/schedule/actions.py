@@ -26,17 +26,11 @@ PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One micro-batch through one virtual stage.
+    """One micro-batch through one virtual stage."""
 
-    Attributes:
-        stage: the virtual stage.
-        computation_type: "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients).
-        microbatch: its number in the window.
-    """
-
-    stage: int
-    computation_type: str
-    microbatch: int
+    stage: int  # the virtual stage
+    computation_type: str  # "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients)
+    microbatch: int  # its number in the window
 
     def __str__(self) -> str:
         return f"{self.stage}{self.computation_type}{self.microbatch}"

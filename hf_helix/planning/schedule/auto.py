@@ -128,26 +128,16 @@ def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_liv
 
 @dataclass(frozen=True)
 class Policy:
-    """The preferences of a rank in list scheduling.
+    """The preferences of a rank in list scheduling."""
 
-    Attributes:
-        max_live: activations, each of one stage and micro-batch, alive at once on a rank; at least 2.
-        pair: whether an F and a B that can start run as one slot.
-        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients
-            sooner.
-        apart: the number of a rank's last backwards that run as I, with W where nothing else can start.
-        forward: the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last.
-        backward: the chunk whose B goes first, likewise.
-        delay: the part of a W that may delay another action; 1 fills every gap.
-    """
-
-    max_live: int
-    pair: bool = True
+    max_live: int  # activations, each of one stage and micro-batch, alive at once on a rank; at least 2
+    pair: bool = True  # whether an F and a B that can start run as one slot
+    # whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients sooner
     early: bool = False
-    apart: int = 0
-    forward: int = 1
-    backward: int = 1
-    delay: float = 1.0
+    apart: int = 0  # the number of a rank's last backwards that run as I, with W where nothing else can start
+    forward: int = 1  # the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last
+    backward: int = 1  # the chunk whose B goes first, likewise
+    delay: float = 1.0  # the part of a W that may delay another action; 1 fills every gap
 
 
 def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
@@ -302,12 +292,8 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, limit:
     """Returns the fastest schedule of a random walk of small changes.
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
-    does. Without clock, hash or transcendental function, the walk is equal on every machine.
-
-    Args:
-        clock: of its stages and micro-batches.
-        max_live: activations, each of one stage and micro-batch, alive at once on a rank.
-        limit: of the memory of every rank; None without a limit.
+    does. Without clock, hash or transcendental function, the walk is equal on every machine. `max_live` and `limit` are
+    as of `choose_schedule`.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)

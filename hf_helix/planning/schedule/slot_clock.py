@@ -122,19 +122,13 @@ def stage_costs(profile: Profile) -> Costs:
 
 
 class TimedSlot(NamedTuple):
-    """A slot with its inputs, outputs, parts and seconds.
-
-    Attributes:
-        needs: the results that must have arrived, each with the seconds of its transfer.
-        gives: the results that exist at its end.
-        parts: of its actions: the number among all stages' parts, and the micro-batch.
-    """
+    """A slot with its inputs, outputs, parts and seconds."""
 
     slot: Slot
     seconds: float
-    needs: tuple[tuple[int, float], ...]
-    gives: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
+    needs: tuple[tuple[int, float], ...]  # the results that must have arrived, each with the seconds of its transfer
+    gives: tuple[int, ...]  # the results that exist at its end
+    parts: tuple[tuple[int, int], ...]  # of its actions: the number among all stages' parts, and the micro-batch
 
 
 Row = list[TimedSlot]

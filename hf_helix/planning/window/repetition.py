@@ -42,25 +42,15 @@ REMEMBERED = 4  # windows, so that comparing a few plans orders each once
 
 @dataclass(frozen=True)
 class RepeatedWindow:
-    """A window in the order of issue, with a stretch to repeat.
+    """A window in the order of issue, with a stretch to repeat."""
 
-    Attributes:
-        ordered: the short window, or the window itself.
-        schedule: of `ordered`.
-        periodic: the whole schedule; None if nothing repeats.
-        kept: periods that `schedule` has kept.
-        stretches: begin and end of the stretch in the order of each rank.
-        periods: of the schedule in a stretch.
-        repeats: how many more times the whole window has the stretch.
-    """
-
-    ordered: OrderedWindow
-    schedule: Schedule
-    periodic: Periodic | None = None
-    kept: int = 0
-    stretches: Sequence[tuple[int, int]] = ()
-    periods: int = 0
-    repeats: int = 0
+    ordered: OrderedWindow  # the short window, or the window itself
+    schedule: Schedule  # of `ordered`
+    periodic: Periodic | None = None  # the whole schedule; None if nothing repeats
+    kept: int = 0  # periods that `schedule` has kept
+    stretches: Sequence[tuple[int, int]] = ()  # begin and end of the stretch in the order of each rank
+    periods: int = 0  # of the schedule in a stretch
+    repeats: int = 0  # how many more times the whole window has the stretch
 
     @property
     def shift(self) -> int:
