@@ -178,19 +178,13 @@ class _State:
 
     # -- actions that can start ---------------------------------------------------------------------------------------
 
-    def _forward_time(self, stage: int) -> float:
-        """When the next F of a stage can start; infinity if none is left, has room, or is on its way."""
-        following = self.done["F"][stage]
-        if following == self.num_microbatches or not self._has_room(stage):
+    def _time(self, part: str, stage: int) -> float:
+        """When the next F or I of a stage can start; infinity if none is left, an F has no room, or an input is on its
+        way."""
+        following = self.done[part][stage]
+        if following == self.num_microbatches or (part == "F" and not self._has_room(stage)):
             return math.inf
-        return self.clock.arrival(self.clock.number("F", stage, following), self.results)
-
-    def _backward_time(self, stage: int) -> float:
-        """When the next B or I of a stage can start; infinity if none is left or on its way."""
-        following = self.done["I"][stage]
-        if following == self.num_microbatches:
-            return math.inf
-        return self.clock.arrival(self.clock.number("I", stage, following), self.results)
+        return self.clock.arrival(self.clock.number(part, stage, following), self.results)
 
     def _has_room(self, stage: int) -> bool:
         down, up = self.chunks[self.clock.ranks[stage]]
@@ -210,10 +204,10 @@ class _State:
 
     def choose(self, rank: int, now: float) -> Slot | None:
         """Returns the slot that a free rank starts now; None to wait for a result on its way."""
-        backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
+        backward = next((stage for stage in self._preferred(rank, "B") if self._time("I", stage) <= now), None)
         forward = None
         if backward is None or self.policy.pair:
-            forward = next((stage for stage in self._preferred(rank, "F") if self._forward_time(stage) <= now), None)
+            forward = next((stage for stage in self._preferred(rank, "F") if self._time("F", stage) <= now), None)
         if backward is not None:
             return self._backward_slot(rank, forward, backward)
         if forward is not None:
@@ -235,7 +229,7 @@ class _State:
         if not waiting:
             return None
         stage = min(waiting, key=lambda stage: self.results[self.clock.number("I", stage, self.done["W"][stage])])
-        until = min(time(each) for time in (self._forward_time, self._backward_time) for each in self.chunks[rank])
+        until = min(self._time(part, each) for part in "FI" for each in self.chunks[rank])
         fits = now + self.clock.costs.weight[stage] * (1 - self.policy.delay) <= until
         return Slot(backward=self._next(stage, "W")) if fits else None
 
