@@ -293,16 +293,12 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
 
 @dataclass(frozen=True)
 class PriorityPlan(Plan):
-    """A plan that orders whole windows by list scheduling.
-
-    Attributes:
-        priorities: the input of the list scheduler.
-    """
+    """A plan that orders whole windows by list scheduling."""
 
     KEY: ClassVar[str] = "priorities"
     BY_TIMES: ClassVar[bool] = True
 
-    priorities: Priorities
+    priorities: Priorities  # the input of the list scheduler
 
     def issue(
         self,

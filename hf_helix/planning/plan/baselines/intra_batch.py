@@ -33,11 +33,7 @@ from hf_helix.planning.window.layout import Layout, Name, is_per_step, named_ope
 
 @dataclass(frozen=True)
 class IntraBatchPlan(BlockPlan):
-    """A block plan of the graphs whose collectives are cut into tiles.
-
-    Attributes:
-        tiles: how many.
-    """
+    """A block plan of the graphs whose collectives are cut into tiles."""
 
     KEY: ClassVar[str] = "tiled_blocks"
 
