@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import add_outputs, columns, facts, options_of, save
+from hf_helix.config import RULES
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
@@ -36,7 +37,7 @@ from hf_helix.operators.base import Call, Communication, SplitComputation, Tenso
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
-from hf_helix.planning.plan.registry import RULES, make_plan
+from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh

@@ -40,17 +40,13 @@ def configuration_file(model: str) -> str:
     try:
         return hf_hub_download(model, "config.json")
     except (HfHubHTTPError, ValueError, OSError) as error:
+        folders = {str(file.parent) for file in Path(model).parent.glob("*/config.json")}
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         raise ValueError(
-            f"{model}: there is no such folder or file here{_near_folder(Path(model))}, and the Hub gave no "
+            f"{model}: there is no such folder or file here{nearest(str(Path(model)), folders)}, and the Hub gave no "
             f"config.json of that name ({type(error).__name__}: {reason}). Give a folder that model.save_pretrained() "
             "wrote, its config.json, or, with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B"
         ) from error
-
-
-def _near_folder(missing: Path) -> str:
-    folders = {str(file.parent) for file in missing.parent.glob("*/config.json")}
-    return nearest(str(missing), folders)
 
 
 def _refuse_class(name: str) -> None:

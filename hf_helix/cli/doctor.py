@@ -76,15 +76,15 @@ class DoctorCommand(OnCluster):
         from hf_helix.models.registry import family_of
 
         tokens = parse_count(self.batch_tokens)
-        self.check_counts("top", "sequence_length")
-        self.check_experts()
-        self.check_state_bytes()
+        self.check("top", "sequence_length")
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
         base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
         for offload in OFFLOADS if self.offload == AUTO else ():
-            if not ranking.steps or (offload == OFFLOADS[0] and self._is_short_of_memory(ranking)):
+            # Also where the fastest layout recomputes, while memory of devices has optimizer states.
+            recomputes = bool(ranking.steps) and ranking.steps[0].case.recompute != "none" and not self.lora_r
+            if not ranking.steps or (offload == OFFLOADS[0] and recomputes):
                 ranking = ranking.merged(replace(self, offload=offload)._search(simulated, cluster, tokens, self.top))
         if not ranking.steps:
             family_of(base).digest(base)  # raises where no layout at all can be made
@@ -140,10 +140,6 @@ class DoctorCommand(OnCluster):
                 f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
-
-    def _is_short_of_memory(self, ranking: Ranking) -> bool:
-        """Returns whether the fastest layout recomputes, while memory of devices has optimizer states."""
-        return ranking.steps[0].case.recompute != "none" and not self.lora_r
 
     def _chosen(self, ranking: Ranking) -> Step:
         """Returns the step of `layout`.
@@ -249,7 +245,6 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
-
     case, usual = step.case, HelixConfig()
     options = {
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_helix.cli.options import Command, argument
 from hf_helix.models.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
-
-AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 
 
 class SupportedModel(NamedTuple):
@@ -68,11 +65,6 @@ are equal. refused: such a model cannot be trained cut like this, and says so be
 used. Behind -> stands what to do instead. `hf-helix check NAME` compares a class or a checkpoint's own configuration
 here and now.
 """
-
-
-def layout_name(sizes: Mapping[str, int]) -> str:
-    """The axes of two ranks or more, for example `tp2+dp2`."""
-    return "+".join(f"{axis}{sizes[axis]}" for axis in AXES if sizes.get(axis, 1) > 1)
 
 
 @dataclass(kw_only=True)

@@ -69,7 +69,6 @@ class PlanCommand(Command):
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
     """The plan of a rule from a profile, for windows of a schedule."""
-
     model, mesh = made_for(profile)
     with progress_bar() as progress:
         return make_plan(

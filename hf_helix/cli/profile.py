@@ -54,7 +54,6 @@ class ProfileCommand(Command):
 
     def run(self) -> None:
         """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
-
         Scheduler(self.schedule, self.pp_size)  # refused once, not by every process
         self.model = configuration_file(self.model)
         if "WORLD_SIZE" in os.environ:

@@ -112,14 +112,12 @@ class ShowCommand(Command):
             raise ValueError(f"{' and '.join(given)} would mean nothing where {what} is drawn; leave it out")
 
     def _show_profile(self, file: Path) -> None:
-
         self._refuse((*OF_PLANS, *OF_BOTH), "a profile")
         profile = load_profile(file)
         about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
         print(about, heatmap.text_breakdown(profile), heatmap.text_heatmap(profile), sep="\n\n")
 
     def _show_plan(self, file: Path) -> None:
-
         microbatches = 3 if self.microbatches is None else self.microbatches
         if self.profile is None:
             raise ValueError("a plan is drawn with times: add --profile profile.json")
@@ -157,7 +155,6 @@ class ShowCommand(Command):
         print(self.html)
 
     def _show_strips(self, plans: Sequence[Plan], profile: Profile) -> None:
-
         self._refuse(("model",), "a comparison of two layers")
         shown, title = strips_of_plans(profile, plans), f"two decoder layers ({note_of(profile)})"
         if self.html is not None:
@@ -169,7 +166,6 @@ class ShowCommand(Command):
             print(title, text_strips(shown, self.width), sep="\n")
 
     def _show_schedule(self, name: str) -> None:
-
         if self.pp < 1:
             raise ValueError(f"--pp {self.pp} must be at least 1, such as --pp 4")
         if name == "all":
@@ -187,7 +183,6 @@ class ShowCommand(Command):
 
     def _simulated(self, name: str) -> tuple[str, Simulated]:
         """A schedule by name or file, and its label, run on a clock with the times of the command line."""
-
         times = {key: getattr(self, key) for key in TIMES}
         label, simulated = simulate_layers(name, self.pp, self.microbatches, self.layers, **times)
         return name if label == name else f"{name} ({label})", simulated

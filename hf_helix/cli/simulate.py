@@ -75,7 +75,6 @@ class OnCluster(Command):
 
     def scaled_cluster(self) -> Cluster:
         """Returns the cluster of the file, with the devices and the network of the options."""
-
         cluster = load_cluster(self.cluster)
         if self.gpus is not None:
             cluster = _resized(cluster, self.gpus)
@@ -130,31 +129,24 @@ class OnCluster(Command):
         )
         print(f"a page of it: {self.html}")
 
-    def check_state_bytes(self) -> None:
-        """Raises ValueError where states would take less than nothing."""
-        if not 0 <= self.state_bytes < inf:
-            raise ValueError(f"--state_bytes {self.state_bytes:g}: give 0 or more, such as 2 for AdamW in 8 bits")
-
-    def check_counts(self, *names: str) -> None:
-        """Raises ValueError where an option is below 1."""
-        for name in names:
+    def check(self, *counts: str) -> None:
+        """Raises ValueError where a count is below 1, experts would get less than the mean, both options set the rows
+        of experts, or states would take less than nothing."""
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: give 1 or more")
-
-    def check_experts(self) -> None:
-        """Raises ValueError where experts would get less than the mean, or where both options set their rows."""
         imbalance, capacity = self.imbalance, self.expert_capacity_factor
         if not 1 <= imbalance < inf:
             raise ValueError(f"--imbalance {imbalance:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
-        if capacity is None:
-            return
-        if not 1 <= capacity < inf:
+        if capacity is not None and not 1 <= capacity < inf:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: give 1 or more, such as 1.25, or leave it out")
-        if imbalance > 1:
+        if capacity is not None and imbalance > 1:
             raise ValueError(
                 f"--imbalance {imbalance:g}: with --expert_capacity_factor every expert gets the same number of rows, "
                 "whatever the router chooses; leave out one of them"
             )
+        if not 0 <= self.state_bytes < inf:
+            raise ValueError(f"--state_bytes {self.state_bytes:g}: give 0 or more, such as 2 for AdamW in 8 bits")
 
 
 @dataclass(kw_only=True)
@@ -210,9 +202,7 @@ class SimulateCommand(OnCluster):
     def _case(self, cluster: Cluster) -> Case:
         from hf_helix.doctor.step import Case
 
-        self.check_counts(*SIZES, "batch_size", "microbatches", "sequence_length")
-        self.check_experts()
-        self.check_state_bytes()
+        self.check(*SIZES, "batch_size", "microbatches", "sequence_length")
         ranks = self.tp_size * self.pp_size * self.cp_size
         if cluster.devices % ranks:
             raise ValueError(

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.window import STREAMS
 from hf_helix.report.figures import COLOURS, EMPTY
-from hf_helix.runtime.trace import Span, Trace, merge
+from hf_helix.runtime.trace import Span, Trace, common, merge
 
 _LABEL = re.compile(r"^([FB])(\d+)\.([^.]+(?:\.\d+)?)\.(.+)$")
 
@@ -120,19 +120,10 @@ def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int
     return {u: f"{name}.{n}" if len(units) > 1 else name for name, units in same.items() for n, u in enumerate(units)}
 
 
-def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:
-    """Returns the bars from `start` to `end`, in seconds; bars that reach beyond are cut."""
-    return [
-        replace(bar, start=max(bar.start, start), end=min(bar.end, end))
-        for bar in bars
-        if bar.start < end and bar.end > start
-    ]
-
-
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:
     """Returns the share of the seconds from `start` to `end` in which a stream is busy."""
-    busy = merge((bar.start, bar.end) for bar in between(bars, start, end) if bar.stream == stream)
-    return sum(b - a for a, b in busy) / (end - start)
+    busy = merge((bar.start, bar.end) for bar in bars if bar.stream == stream)
+    return sum(b - a for a, b in common(busy, [(start, end)])) / (end - start)
 
 
 def extent(bars: Sequence[Bar]) -> tuple[float, float]:

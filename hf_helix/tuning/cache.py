@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -89,11 +88,6 @@ def load(cache_key: Mapping[str, str]) -> tuple[TuningResult, str] | None:
         return _parse_result(data, profile), (folder / "plan.json").read_text()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def today() -> str:
-    """Returns the date as text."""
-    return time.strftime("%Y-%m-%d")
 
 
 def _parse_result(data: Mapping[str, Any], profile: Profile | None) -> TuningResult:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from hf_helix.config import AUTO, HelixConfig
+from hf_helix.config import AUTO, RULES, HelixConfig
 from hf_helix.measure.machine import machine
 from hf_helix.measure.memory import memory_limit
 from hf_helix.measure.operators import measure_profile
@@ -32,7 +33,7 @@ from hf_helix.measure.progress import StageProgress, progress_bar, stage_progres
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import RULES, runs_one_strand
+from hf_helix.planning.plan.registry import NEED_PROFILE, runs_one_strand
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names, scheduler_of
 from hf_helix.planning.schedule.slot_clock import stage_costs
@@ -52,7 +53,7 @@ from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners
 from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
 
 CLOSE = 1.05  # times that differ by less than this may have changed places
-MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
+MEASURED = {AUTO: CANDIDATES} | {rule: (rule,) for rule in NEED_PROFILE}
 """The rules of plans that wait for a measurement."""
 
 UNMEASURED = "greedy"  # the rule until then
@@ -232,10 +233,10 @@ class Tuner:
             steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
             graphs: the CUDA graphs of the run, if any.
         """
-        is_first = not self._has_begun
         self._graphs = None if graphs is None or graphs.has_given_up else graphs
-        self._say_nothing_interleaves(num_microbatches)
-        if is_first:
+        if not self._has_begun:
+            self._has_begun = True
+            self._say_nothing_interleaves(num_microbatches)
             if self._graphs is not None:
                 self._steps = StepTimer(uncounted=2)
             runner = self._within_memory(runner)
@@ -337,7 +338,7 @@ class Tuner:
                     progress=progress,
                     graphs=self._graphs,
                 )
-        self.result = self._in_words(dataclasses.replace(result, measured=cache.today()), runner, timed)
+        self.result = self._in_words(dataclasses.replace(result, measured=time.strftime("%Y-%m-%d")), runner, timed)
         if rank() == 0 and self.config.cache:
             try:
                 cache.store(timed.cache_key, self.result, chosen.plan.to_json())
@@ -387,10 +388,9 @@ class Tuner:
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Says once, if the first step has nothing to interleave, the option to change."""
-        is_first, self._has_begun = not self._has_begun, True
+        """Says the option to change if the first step has nothing to interleave."""
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
-        if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):
+        if num_microbatches > 1 or not (interleaves and self.config.communicates):
             return
         start = "an optimizer step has one micro-batch here, and nothing to interleave it with"
         if self.num_microbatches == 1:

@@ -17,8 +17,7 @@ from support.derived_models import HOME, HYBRIDS
 from support.models import FAMILIES
 from support.parity import KINDS, LENGTHS
 
-from hf_helix.cli.models import AXES
-
+AXES = ("tp", "pp", "cp", "dp", "ep")  # in the order in which layouts name them
 BOTH = ("folded_1f1b", "dualpipe_v")
 
 

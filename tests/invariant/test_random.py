@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invariant.classes import Case, sizes_of
+from invariant.classes import AXES, Case, sizes_of
 from invariant.harness import run
 from support.parity import KINDS, compare_window, unsplit
-
-from hf_helix.cli.models import layout_name
 
 SECONDS = 120
 """That a configuration may take, with the start of its processes."""
@@ -22,7 +20,7 @@ SCHEDULES = ("folded_1f1b", "dualpipe_v", "1f1b", "auto")
 def random_layout(draw: random.Random, most_ranks: int) -> str:
     """Mostly pipelines; a sequence is shared by few."""
     choices = [
-        layout_name({"tp": tp, "pp": pp, "cp": cp, "dp": dp})
+        "+".join(f"{axis}{size}" for axis, size in zip(AXES, (tp, pp, cp, dp), strict=False) if size > 1)
         for tp in (1, 2, 4)
         for pp in (1, 2, 2, 4)
         for cp in (1, 1, 1, 2)

@@ -14,7 +14,7 @@ from hf_helix.planning.graph.backward import GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.plan.baselines.dhelix import dhelix
-from hf_helix.planning.plan.baselines.in_turn import round_robin, sequential
+from hf_helix.planning.plan.block_plan import round_robin, sequential
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import graphs_digest
 from hf_helix.planning.schedule.actions import Schedule

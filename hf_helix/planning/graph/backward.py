@@ -55,17 +55,11 @@ def derive_backward(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class BackwardParts:
-    """The operators of a backward graph before they are put in one order.
+    """The operators of a backward graph before they are put in one order."""
 
-    Attributes:
-        chain: I, B and sums, in the reverse order of forward.
-        weights: the W of every I, by the I's name.
-        recomputation: recomputed operators, in the order of forward.
-    """
-
-    chain: list[Operator]
-    weights: dict[str, Operator]
-    recomputation: list[Operator]
+    chain: list[Operator]  # I, B and sums, in the reverse order of forward
+    weights: dict[str, Operator]  # the W of every I, by the I's name
+    recomputation: list[Operator]  # recomputed operators, in the order of forward
 
 
 def backward_parts(graph: Graph) -> BackwardParts:

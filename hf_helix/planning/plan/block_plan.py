@@ -4,12 +4,15 @@ In:   a rule that orders a block (the forward graph of a unit with the backward 
 Out:  a `BlockPlan`: for every block a list of entries, for example `F.attn.gather` and `B.mlp.down.W`.
 Must hold: an order holds every operator of its block once, each after its inputs. `validate_order` checks this
 independently of the rules.
+
+Two rules need no times: `sequential`, the baseline of all plans, and `round_robin`, the paper's Wavelet+.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.backward import RECEIVE, SEND, GraphPair
@@ -245,3 +248,26 @@ def _problem(
         return f"comes before the operator that writes {', '.join(missing)}"
     early = [name for name in operators[entry].ordered_after if f"{entry[0]}.{name}" not in seen]
     return f"comes before {', '.join(early)}" if early else None
+
+
+# -- orders without times ----------------------------------------------------------------------------------------------
+
+
+def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
+    """Returns an order with a strand at a time, in canonical order, each with a barrier at its end.
+
+    As in Megatron-LM, a single overlap: the weight gradient of a column-parallel linear with the reduce-scatter after
+    its input gradient.
+
+    Args:
+        forward, backward: the graphs of the block; None where a strand is absent.
+        profile: unused.
+    """
+    strands = (entries(forward, None), entries(None, backward))
+    return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
+
+
+def round_robin(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
+    """Returns the operators of the strands in turn; the rest of the longer strand follows."""
+    turns = zip_longest(entries(forward, None), entries(None, backward))
+    return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)

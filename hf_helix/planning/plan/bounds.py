@@ -6,6 +6,7 @@ Out:  seconds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from hf_helix.config import parse_link
@@ -68,20 +69,16 @@ def bound(arrays: WindowArrays, layout: Layout) -> float:
 
 def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int) -> float:
     """Seconds of the critical paths through all repeating units of a strand of a rank."""
-    times = dict(zip(arrays.entries, arrays.seconds, strict=True))
-    seconds = {name: times[number] for number, name in enumerate(arrays.names)}
+    names = [arrays.names[entry] for entry in arrays.entries]
+    seconds = dict(zip(names, arrays.seconds, strict=True))
+    passes = Counter(name for place, name in enumerate(names) if arrays.rank(place) == rank)
     total = 0.0
     for unit, pair in layout.graphs.items():
         graph = pair.forward if strand == "F" else pair.backward
-        first = (unit, f"{strand}.{graph.operators[0].name}")
-        if graph.repeats and first in seconds:
-            number = arrays.names.index(first)
-            unit_passes = sum(
-                entry == number and arrays.rank(place) == rank for place, entry in enumerate(arrays.entries)
-            )
-            total += unit_passes * critical_path(
-                graph, {op.name: seconds[unit, f"{strand}.{op.name}"] for op in graph.operators}
-            )
+        count = passes[unit, f"{strand}.{graph.operators[0].name}"]
+        if graph.repeats and count:
+            of_unit = {op.name: seconds[unit, f"{strand}.{op.name}"] for op in graph.operators}
+            total += count * critical_path(graph, of_unit)
     return total
 
 

@@ -29,19 +29,12 @@ NO_LINK = LinkSpeed(None)
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted times of a window on a link.
+    """Predicted times of a window on a link."""
 
-    Attributes:
-        speed: of the link; `NO_LINK` for none.
-        computation: seconds of computation alone.
-        communication: seconds of communication alone.
-        plans: by rule, seconds of a window under the plan that the rule makes for this link.
-    """
-
-    speed: LinkSpeed
-    computation: float
-    communication: float
-    plans: Mapping[str, float]
+    speed: LinkSpeed  # of the link; `NO_LINK` for none
+    computation: float  # seconds of computation alone
+    communication: float  # seconds of communication alone
+    plans: Mapping[str, float]  # by rule, seconds of a window under the plan that the rule makes for this link
 
 
 def link_of(profile: Profile) -> LinkSpeed:

@@ -38,7 +38,7 @@ from hf_helix.planning.schedule.actions import Schedule, SyncPoints
 from hf_helix.planning.text import round_ms
 from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.planning.window.passes import OrderedWindow
-from hf_helix.planning.window.window import COMPUTE, NumberedPass, Times, Window, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, Times, Window, WindowArrays
 
 Priority = Mapping[Name, float]
 """Seconds by operator, 0 by default; the smaller goes first. A computation with a priority of 2 ms goes before one with
@@ -55,19 +55,13 @@ at the same time, and never delay what can start."""
 
 @dataclass(frozen=True)
 class Priorities:
-    """The input of list scheduling besides the window itself.
+    """The input of list scheduling besides the window itself."""
 
-    Attributes:
-        times: seconds of every operator alone.
-        priority: see `Priority`.
-        extra_live_layers: how many layers' activations may be alive beyond those of one strand.
-        num_units_with_deferred_wgrad: in the last backward, the first so many units of each rank compute their weight
-            gradients after all else, see `planning.plan.search`; None to order the last backward like all others.
-    """
-
-    times: Times
-    priority: Priority
-    extra_live_layers: int = EXTRA_LIVE_LAYERS
+    times: Times  # seconds of every operator alone
+    priority: Priority  # see `Priority`
+    extra_live_layers: int = EXTRA_LIVE_LAYERS  # how many layers' activations may be alive beyond those of one strand
+    # in the last backward, the first so many units of each rank compute their weight gradients after all else, see
+    # `planning.plan.search`; None to order the last backward like all others
     num_units_with_deferred_wgrad: int | None = None
 
 
@@ -234,37 +228,23 @@ class ListScheduler:
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of a rank during list scheduling.
+    """The state of a rank during list scheduling."""
 
-    Attributes:
-        limit: how many layers' activations may be alive.
-        computing: the ready computations.
-        moving: the ready communication.
-        now: when the compute stream is free.
-        alive: layers whose activations, kept by forward, are alive.
-        recomputed: layers whose recomputed activations are alive.
-        chosen: the next instruction; -1 for none.
-        start: its begin.
-        issued: the number of issued instructions.
-        sync_points: later ones, the last first: the place from which on instructions wait, and the number of
-            instructions before the point.
-        closed_from: the place from which on instructions wait for the next sync point.
-        opens: the number of issued instructions at the next sync point.
-        waiting: ready instructions from `closed_from` on, each with whether it computes.
-    """
-
-    limit: float
-    computing: list[int] = field(default_factory=list)
-    moving: list[int] = field(default_factory=list)
-    now: float = 0.0
-    alive: float = 0.0
-    recomputed: float = 0.0
-    chosen: int = -1
-    start: float = math.inf
-    issued: int = 0
+    limit: float  # how many layers' activations may be alive
+    computing: list[int] = field(default_factory=list)  # the ready computations
+    moving: list[int] = field(default_factory=list)  # the ready communication
+    now: float = 0.0  # when the compute stream is free
+    alive: float = 0.0  # layers whose activations, kept by forward, are alive
+    recomputed: float = 0.0  # layers whose recomputed activations are alive
+    chosen: int = -1  # the next instruction; -1 for none
+    start: float = math.inf  # its begin
+    issued: int = 0  # the number of issued instructions
+    # later ones, the last first: the place from which on instructions wait, and the number of instructions before the
+    # point
     sync_points: list[tuple[int, int]] = field(default_factory=list)
-    closed_from: int = sys.maxsize
-    opens: int = -1
+    closed_from: int = sys.maxsize  # the place from which on instructions wait for the next sync point
+    opens: int = -1  # the number of issued instructions at the next sync point
+    # ready instructions from `closed_from` on, each with whether it computes
     waiting: list[tuple[int, bool]] = field(default_factory=list)
 
     def add(self, place: int, computes: bool) -> None:
@@ -292,11 +272,13 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
     layout, operators = window.layout, window.pattern.operators
     longest = max(arrays.seconds, default=0.0)
     step = 3 * SMALL * longest  # more than the differences within a unit
+    # of both halves of a split backward, the pass of the last micro-batch
+    passes = {(made.unit, made.computation_type): made for made in window.passes if made.computation_type != "F"}
     for rank in range(layout.num_ranks):
         units = [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
         before = {unit: len(units) - 1 - place for place, unit in enumerate(units)}
         last = set(units[:deferred])
-        for made in _last_passes(window):
+        for made in passes.values():
             if made.unit not in before:
                 continue
             for place, index in enumerate(made.indices, made.start):
@@ -306,30 +288,17 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
                 yield place, SMALL * own + step * units_before
 
 
-def _last_passes(window: Window) -> list[NumberedPass]:
-    """The backward passes through every unit for its last micro-batch; both halves of a split backward."""
-    last: dict[tuple[int, str], NumberedPass] = {}
-    for made in window.passes:
-        if made.computation_type != "F":
-            last[made.unit, made.computation_type] = made
-    return list(last.values())
-
-
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PriorityPlan(Plan):
-    """A plan that orders whole windows by list scheduling.
-
-    Attributes:
-        priorities: the input of the list scheduler.
-    """
+    """A plan that orders whole windows by list scheduling."""
 
     KEY: ClassVar[str] = "priorities"
     BY_TIMES: ClassVar[bool] = True
 
-    priorities: Priorities
+    priorities: Priorities  # the input of the list scheduler
 
     def issue(
         self,

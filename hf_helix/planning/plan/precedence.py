@@ -260,15 +260,10 @@ def shares_of(pair: GraphPair) -> Shares:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """The allocated and freed activations of a pattern's instructions, in layers' activations.
+    """The allocated and freed activations of a pattern's instructions, in layers' activations."""
 
-    Attributes:
-        alloc: by instruction; an instruction that allocates is delayed while the limit is reached.
-        free: by instruction.
-    """
-
-    alloc: list[float]
-    free: list[float]
+    alloc: list[float]  # by instruction; an instruction that allocates is delayed while the limit is reached
+    free: list[float]  # by instruction
 
 
 def activation_memory(

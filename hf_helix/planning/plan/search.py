@@ -18,6 +18,7 @@ looks good while computation is the bottleneck; so candidates are also simulated
 from __future__ import annotations
 
 import functools
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -53,22 +54,17 @@ Progress = Callable[[float], object]
 """Called with the finished part of a search, from 0 to 1."""
 
 
-def usual_extra_live_layers(layout: Layout) -> int:
-    """Returns one layer of activations beyond one strand; on several ranks none: fused slots already keep one more
-    layer (paper, section 6.5)."""
-    return EXTRA_LIVE_LAYERS if layout.num_ranks == 1 else 0
-
-
 def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities:
-    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last; None for
-    `usual_extra_live_layers`."""
+    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last. By default a
+    layer of activations is alive beyond one strand; on several ranks none, as fused slots already keep one more layer
+    (paper, section 6.5)."""
     times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
     longest = max(times.values())
     priority = {
         name: 1e-3 * (times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
-    usual = usual_extra_live_layers(profile.layout)
+    usual = EXTRA_LIVE_LAYERS if profile.layout.num_ranks == 1 else 0
     return Priorities(times, priority, usual if extra_live_layers is None else extra_live_layers)
 
 
@@ -101,7 +97,7 @@ def search(
     views.append((shorten(profile.layout), short, 0))
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
-        told = None if progress is None else functools.partial(_tell, progress, number, len(views))
+        told = progress and functools.partial(_tell, progress, number, len(views))
         improved = defer_weight_gradients(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
         candidates.append((improved, cost.of(improved)))
     return best()
@@ -255,42 +251,31 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
 
     No more activations are alive than without deferring, or than the memory limit allows; the window is never longer.
     """
-    layout = profile.layout
-    if not layout.reductions:
+    if not profile.layout.reductions:
         return priorities
-    trial = _Trial(priorities, profile, schedule)
+    layout = profile.layout.without_gathers
+    # A window just long enough to show how its last backward ends.
+    short = without_microbatches(schedule, min(num_microbatches_of(schedule), MICROBATCHES * layout.num_ranks))
+    scheduler = ListScheduler(short, layout, priorities.times, priorities.extra_live_layers)
+    arrays = scheduler.window.arrays(profile.times, per_step=True)
+    plain = scheduler.peaks(scheduler.order(priorities.priority))
+    limits = [max(pair) + SLACK for pair in zip(plain, scheduler.limits, strict=True)]
+
+    @functools.cache
+    def seconds(deferred: int | None) -> float:
+        """The seconds of the window; infinity if too many activations would be alive."""
+        order = scheduler.order(priorities.priority, deferred=deferred)
+        if any(peak > limit for peak, limit in zip(scheduler.peaks(order), limits, strict=True)):
+            return math.inf
+        return simulate(arrays, profile.contention, run_passes(scheduler.window, order)).seconds
+
     count = max(len([u for u in layout.units_of(rank) if not layout.transfers(u)]) for rank in range(layout.num_ranks))
-    seconds = {deferred: trial.seconds(deferred) for deferred in _spread(0, count)}
-    best = min(seconds, key=lambda deferred: seconds[deferred])
-    near = -(-count // PARTS)
-    around = _spread(max(0, best - near), min(count, best + near))
-    seconds |= {deferred: trial.seconds(deferred) for deferred in around}
-    best = min(seconds, key=lambda deferred: seconds[deferred])
-    gains = seconds[best] < (1 - GAIN) * trial.seconds(None)
+    tried = _spread(0, count)
+    best, near = min(tried, key=seconds), -(-count // PARTS)
+    best = min([*tried, *_spread(max(0, best - near), min(count, best + near))], key=seconds)
+    gains = seconds(best) < (1 - GAIN) * seconds(None)
     return replace(priorities, num_units_with_deferred_wgrad=best if gains else None)
 
 
 def _spread(first: int, last: int) -> list[int]:
     return sorted({first + round((last - first) * part / PARTS) for part in range(PARTS + 1)})
-
-
-class _Trial:
-    """A window just long enough to show how its last backward ends."""
-
-    def __init__(self, priorities: Priorities, profile: Profile, schedule: Schedule) -> None:
-        layout = profile.layout.without_gathers
-        few = min(num_microbatches_of(schedule), MICROBATCHES * layout.num_ranks)
-        short = without_microbatches(schedule, few)
-        self._priority = priorities.priority
-        self._scheduler = ListScheduler(short, layout, priorities.times, priorities.extra_live_layers)
-        self._arrays = self._scheduler.window.arrays(profile.times, per_step=True)
-        self._contention = profile.contention
-        plain = self._scheduler.peaks(self._scheduler.order(self._priority))
-        self._limits = [max(pair) + SLACK for pair in zip(plain, self._scheduler.limits, strict=True)]
-
-    def seconds(self, deferred: int | None) -> float:
-        """The seconds of the window; infinity if too many activations would be alive."""
-        order = self._scheduler.order(self._priority, deferred=deferred)
-        if any(peak > limit for peak, limit in zip(self._scheduler.peaks(order), self._limits, strict=True)):
-            return float("inf")
-        return simulate(self._arrays, self._contention, run_passes(self._scheduler.window, order)).seconds

@@ -26,20 +26,18 @@ PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One micro-batch through one virtual stage.
+    """One micro-batch through one virtual stage."""
 
-    Attributes:
-        stage: the virtual stage.
-        computation_type: "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients).
-        microbatch: its number in the window.
-    """
-
-    stage: int
-    computation_type: str
-    microbatch: int
+    stage: int  # the virtual stage
+    computation_type: str  # "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients)
+    microbatch: int  # its number in the window
 
     def __str__(self) -> str:
         return f"{self.stage}{self.computation_type}{self.microbatch}"
+
+    def later(self, count: int) -> Action:
+        """The same action `count` micro-batches later."""
+        return Action(self.stage, self.computation_type, self.microbatch + count)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -75,6 +73,10 @@ class Slot:
         if self.fused:
             return f"({self.forward};{self.backward})OVERLAP_F_B"
         return str(self.forward or self.backward)
+
+    def later(self, count: int) -> Slot:
+        """The same slot `count` micro-batches later."""
+        return Slot(self.forward and self.forward.later(count), self.backward and self.backward.later(count))
 
     @classmethod
     def alone(cls, action: Action) -> Slot:

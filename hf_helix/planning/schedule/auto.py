@@ -128,26 +128,16 @@ def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_liv
 
 @dataclass(frozen=True)
 class Policy:
-    """The preferences of a rank in list scheduling.
+    """The preferences of a rank in list scheduling."""
 
-    Attributes:
-        max_live: activations, each of one stage and micro-batch, alive at once on a rank; at least 2.
-        pair: whether an F and a B that can start run as one slot.
-        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients
-            sooner.
-        apart: the number of a rank's last backwards that run as I, with W where nothing else can start.
-        forward: the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last.
-        backward: the chunk whose B goes first, likewise.
-        delay: the part of a W that may delay another action; 1 fills every gap.
-    """
-
-    max_live: int
-    pair: bool = True
+    max_live: int  # activations, each of one stage and micro-batch, alive at once on a rank; at least 2
+    pair: bool = True  # whether an F and a B that can start run as one slot
+    # whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients sooner
     early: bool = False
-    apart: int = 0
-    forward: int = 1
-    backward: int = 1
-    delay: float = 1.0
+    apart: int = 0  # the number of a rank's last backwards that run as I, with W where nothing else can start
+    forward: int = 1  # the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last
+    backward: int = 1  # the chunk whose B goes first, likewise
+    delay: float = 1.0  # the part of a W that may delay another action; 1 fills every gap
 
 
 def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
@@ -188,19 +178,13 @@ class _State:
 
     # -- actions that can start ---------------------------------------------------------------------------------------
 
-    def _forward_time(self, stage: int) -> float:
-        """When the next F of a stage can start; infinity if none is left, has room, or is on its way."""
-        following = self.done["F"][stage]
-        if following == self.num_microbatches or not self._has_room(stage):
+    def _time(self, part: str, stage: int) -> float:
+        """When the next F or I of a stage can start; infinity if none is left, an F has no room, or an input is on its
+        way."""
+        following = self.done[part][stage]
+        if following == self.num_microbatches or (part == "F" and not self._has_room(stage)):
             return math.inf
-        return self.clock.arrival(self.clock.number("F", stage, following), self.results)
-
-    def _backward_time(self, stage: int) -> float:
-        """When the next B or I of a stage can start; infinity if none is left or on its way."""
-        following = self.done["I"][stage]
-        if following == self.num_microbatches:
-            return math.inf
-        return self.clock.arrival(self.clock.number("I", stage, following), self.results)
+        return self.clock.arrival(self.clock.number(part, stage, following), self.results)
 
     def _has_room(self, stage: int) -> bool:
         down, up = self.chunks[self.clock.ranks[stage]]
@@ -220,10 +204,10 @@ class _State:
 
     def choose(self, rank: int, now: float) -> Slot | None:
         """Returns the slot that a free rank starts now; None to wait for a result on its way."""
-        backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
+        backward = next((stage for stage in self._preferred(rank, "B") if self._time("I", stage) <= now), None)
         forward = None
         if backward is None or self.policy.pair:
-            forward = next((stage for stage in self._preferred(rank, "F") if self._forward_time(stage) <= now), None)
+            forward = next((stage for stage in self._preferred(rank, "F") if self._time("F", stage) <= now), None)
         if backward is not None:
             return self._backward_slot(rank, forward, backward)
         if forward is not None:
@@ -245,7 +229,7 @@ class _State:
         if not waiting:
             return None
         stage = min(waiting, key=lambda stage: self.results[self.clock.number("I", stage, self.done["W"][stage])])
-        until = min(time(each) for time in (self._forward_time, self._backward_time) for each in self.chunks[rank])
+        until = min(self._time(part, each) for part in "FI" for each in self.chunks[rank])
         fits = now + self.clock.costs.weight[stage] * (1 - self.policy.delay) <= until
         return Slot(backward=self._next(stage, "W")) if fits else None
 
@@ -302,12 +286,8 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, limit:
     """Returns the fastest schedule of a random walk of small changes.
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
-    does. Without clock, hash or transcendental function, the walk is equal on every machine.
-
-    Args:
-        clock: of its stages and micro-batches.
-        max_live: activations, each of one stage and micro-batch, alive at once on a rank.
-        limit: of the memory of every rank; None without a limit.
+    does. Without clock, hash or transcendental function, the walk is equal on every machine. `max_live` and `limit` are
+    as of `choose_schedule`.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)

@@ -29,14 +29,7 @@ SURE = 24.0
 
 
 def periodic_schedules(ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int) -> list[Schedule]:
-    """Returns schedules, the fastest of a short window first.
-
-    Args:
-        ranks: of every virtual stage.
-        costs: of every virtual stage.
-        num_microbatches: of the window.
-        count: the number of schedules at most.
-    """
+    """Returns at most `count` schedules, the fastest of a short window first; `ranks` are those of the stages."""
     clock = SlotClock(ranks, costs, min(num_microbatches, 3 * (max(ranks) + 1)))
     tried = [_placed(clock, *each) for each in product(STRETCHES, GAPS)]
     if not any(tried):

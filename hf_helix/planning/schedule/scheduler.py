@@ -8,7 +8,7 @@ costs, so layers never move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
@@ -59,7 +59,7 @@ class Scheduler:
         self.name = name
         self.num_ranks = num_ranks
         self._limit = limit
-        self._costs = None if costs is None else lambda ranks: costs
+        self._costs = costs
         self._made: dict[int, Schedule] = {}
         self.max_microbatches: int | None = None
         if self.name in SCHEDULES:
@@ -124,7 +124,7 @@ def find_schedule(
     name: str,
     num_ranks: int,
     num_microbatches: int | None,
-    costs: Callable[[Sequence[int]], Costs] | None = None,
+    costs: Costs | None = None,
     limit: MemoryLimit | None = None,
     placement: str = FOLD,
 ) -> tuple[str, Schedule]:
@@ -132,7 +132,7 @@ def find_schedule(
 
     Args:
         num_microbatches: of the window; None for all of an action file, or else three for each rank.
-        costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
+        costs: of the virtual stages; `auto` searches with them. None for no search.
         limit: of the memory of a window, which `auto` keeps to; None without a limit.
         placement: of the virtual stages of `auto`.
 
@@ -146,10 +146,10 @@ def find_schedule(
     if name in PLACEMENT_OF:
         return name, build_schedule(name, num_ranks, count)
     if name == AUTO:
-        ranks = stage_ranks(placement, num_ranks)
         slices = num_ranks - 1 if placement == SPREAD else 0
-        of_stages = costs(ranks) if costs else Costs.even(len(ranks), slices)
-        return choose_schedule(num_ranks, count, of_stages, search=bool(costs), limit=limit, placement=placement)
+        even = Costs.even(len(stage_ranks(placement, num_ranks)), slices)
+        searches = costs is not None
+        return choose_schedule(num_ranks, count, costs or even, search=searches, limit=limit, placement=placement)
     check_schedule(name)
     return name, load_schedule(name, num_ranks, num_microbatches)
 
@@ -166,11 +166,8 @@ def check_schedule(name: str) -> None:
 def simulate_layers(
     name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
 ) -> tuple[str, Simulated]:
-    """Simulates a schedule with equal layers; returns its label and the simulation.
-
-    Args:
-        num_layers: of the model; None for two for each rank.
-    """
+    """Simulates a schedule of `num_layers` equal layers, by default two for each rank; returns its label and the
+    simulation."""
 
     def costs(ranks: Sequence[int]) -> Costs:
         slices = num_ranks - 1 if len(ranks) > 2 * num_ranks else 0
@@ -179,16 +176,14 @@ def simulate_layers(
         ends = [SLICE] * slices
         return Costs.of_layers([*ends, *map(len, layers), *ends], **times)
 
-    label, schedule = find_schedule(name, num_ranks, num_microbatches, costs)
+    of_fold = costs(stage_ranks(FOLD, num_ranks)) if name == AUTO else None
+    label, schedule = find_schedule(name, num_ranks, num_microbatches, of_fold)
     ranks = stage_ranks(placement_of(schedule), num_ranks)
     return label, simulate_schedule(schedule, ranks, costs(ranks))
 
 
 def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None = None) -> Schedule:
-    """Returns the schedule of an action file, validated.
-
-    Args:
-        num_microbatches: of the window; the file may have more. None for all of the file.
+    """Returns the schedule of an action file, validated, for a window; the file may have more micro-batches.
 
     Raises:
         OSError: the file cannot be read.

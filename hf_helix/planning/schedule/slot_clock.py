@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_helix.planning.graph.backward import SEND
-from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, num_microbatches_of
 from hf_helix.planning.timing.profile import Profile
 
@@ -94,11 +94,6 @@ class Costs:
         return max(sum(alone) / self.gain, *alone) if slot.fused else sum(alone)
 
 
-def part_of(op: Operator) -> str:
-    """The part of a stage that an operator belongs to: "F", "I" or "W"."""
-    return "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
-
-
 def stage_costs(profile: Profile) -> Costs:
     """The costs of the virtual stages of a profile: the times of their operators, one after the other.
 
@@ -113,7 +108,8 @@ def stage_costs(profile: Profile) -> Costs:
                 continue
             name = layout.units[unit]
             for entry, op in layout.graphs[name].entries():
-                part, seconds = part_of(op), profile.times[name, entry]
+                part = op.part.value if op.part in (Part.F, Part.W) else "I"
+                seconds = profile.times[name, entry]
                 totals[stage, part] = totals.get((stage, part), 0.0) + seconds
                 loads[op.kind] += seconds
     forward, inputs, weights = ([totals.get((stage, part), 0.0) for stage in layout.chunks] for part in "FIW")
@@ -122,19 +118,13 @@ def stage_costs(profile: Profile) -> Costs:
 
 
 class TimedSlot(NamedTuple):
-    """A slot with its inputs, outputs, parts and seconds.
-
-    Attributes:
-        needs: the results that must have arrived, each with the seconds of its transfer.
-        gives: the results that exist at its end.
-        parts: of its actions: the number among all stages' parts, and the micro-batch.
-    """
+    """A slot with its inputs, outputs, parts and seconds."""
 
     slot: Slot
     seconds: float
-    needs: tuple[tuple[int, float], ...]
-    gives: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
+    needs: tuple[tuple[int, float], ...]  # the results that must have arrived, each with the seconds of its transfer
+    gives: tuple[int, ...]  # the results that exist at its end
+    parts: tuple[tuple[int, int], ...]  # of its actions: the number among all stages' parts, and the micro-batch
 
 
 Row = list[TimedSlot]
@@ -305,22 +295,13 @@ class Simulated:
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @property
-    def busy(self) -> list[float]:
-        """The busy seconds of each rank."""
-        return [
-            sum(end - start for start, end in zip(*times, strict=True))
-            for times in zip(self.starts, self.ends, strict=True)
-        ]
-
-    @property
-    def idle(self) -> list[float]:
-        """The idle seconds of each rank."""
-        return [self.seconds - busy for busy in self.busy]
-
-    @property
     def bubbles(self) -> list[float]:
         """The idle part of the window on each rank."""
-        return [idle / self.seconds for idle in self.idle]
+        busy = (
+            sum(end - start for start, end in zip(*times, strict=True))
+            for times in zip(self.starts, self.ends, strict=True)
+        )
+        return [(self.seconds - seconds) / self.seconds for seconds in busy]
 
     @property
     def bubble(self) -> float:

@@ -144,15 +144,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Island:
-    """Devices of a node with better links among them.
-
-    Attributes:
-        devices: how many.
-        link: carries bytes between them.
-    """
+    """Devices of a node with better links among them."""
 
     devices: int
-    link: Link
+    link: Link  # carries bytes between them
 
 
 @dataclass(frozen=True)
@@ -172,36 +167,22 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes.
-
-    Attributes:
-        name: as people call it.
-        nodes: how many.
-        devices_per_node: how many.
-        device: each of them.
-        node: carries bytes between the devices of a node; with islands, between the islands of a node.
-        network: carries bytes between nodes.
-        contention: (kind, other kind) -> how many times longer an operator of the first takes beside another of the
-            second, by the bytes of a rank in a collective.
-        island: devices of a node with better links among them; None where all links are alike.
-        host: of each node.
-        waiting: seconds that ranks wait for each other at a collective, behind a second of computation.
-        backend: "nccl" or "gloo".
-        sources: where its numbers are from.
-    """
+    """Equal devices in equal nodes."""
 
     name: str
     nodes: int
     devices_per_node: int
     device: Device
-    node: Link
-    network: Link
+    node: Link  # carries bytes between the devices of a node; with islands, between the islands of a node
+    network: Link  # carries bytes between nodes
+    # (kind, other kind) -> how many times longer an operator of the first takes beside another of the second, by the
+    # bytes of a rank in a collective
     contention: Mapping[tuple[Kind, Kind], Curve] = field(default_factory=dict)
-    island: Island | None = None
-    host: Host = Host()
-    waiting: float = 0.0
-    backend: str = "nccl"
-    sources: Mapping[str, str] = field(default_factory=dict)
+    island: Island | None = None  # devices of a node with better links among them; None where all links are alike
+    host: Host = Host()  # of each node
+    waiting: float = 0.0  # seconds that ranks wait for each other at a collective, behind a second of computation
+    backend: str = "nccl"  # "nccl" or "gloo"
+    sources: Mapping[str, str] = field(default_factory=dict)  # where its numbers are from
 
     @property
     def devices(self) -> int:

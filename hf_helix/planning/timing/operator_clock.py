@@ -14,15 +14,19 @@ Must hold: the rules are those of the executor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 
 from hf_helix.planning.window.layout import Name
-from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, NONE, WindowArrays
 
 Slowdown = Callable[[Name, Name], float]
 """How many times longer the first operator takes while the second runs; 1 without interference."""
+
+Rates = Callable[[tuple[int, ...]], list[float]]
 
 Queue = list[tuple[int, int, int]]
 """Instructions that run one after the other, each with the last computation issued before it and the collective that
@@ -42,15 +46,6 @@ class Timeline:
         """The seconds of the whole window."""
         return max(self.ends, default=0.0)
 
-    def spans(self) -> list[tuple[str, str, int, float, float]]:
-        """(stream, entry, instruction, start, end) of every operator, for pictures."""
-        arrays = self.arrays
-        return [
-            (STREAMS[arrays.streams[i]].value, arrays.names[entry][1], i, self.starts[i], self.ends[i])
-            for i, entry in enumerate(arrays.entries)
-            if entry != NONE
-        ]
-
 
 def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
     """Returns when each instruction runs.
@@ -67,7 +62,7 @@ def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequ
     timeline = Timeline(arrays, [0.0] * len(arrays), [0.0] * len(arrays))
     done = bytearray(len(arrays) + 1)
     done[NONE] = 1
-    rates = None if slowdown is None else _Rates(arrays, slowdown)
+    rates = None if slowdown is None else _rates(arrays, slowdown)
     ranks = [_RankClock(timeline, queues, done, rates) for queues in _queues(arrays, order)]
     waiting = _waiting_ranks(arrays, len(ranks))
     events: list[tuple[float, int, int]] = []  # the time of a rank's next end, the rank, and its state at that time
@@ -138,7 +133,7 @@ class _RankClock:
         state: a number that changes with the set of running instructions.
     """
 
-    def __init__(self, timeline: Timeline, queues: list[Queue], done: bytearray, rates: _Rates | None) -> None:
+    def __init__(self, timeline: Timeline, queues: list[Queue], done: bytearray, rates: Rates | None) -> None:
         self.now = self.step = 0.0
         self.state = 0
         self._arrays, self._starts, self._ends = timeline.arrays, timeline.starts, timeline.ends
@@ -221,30 +216,18 @@ class _RankClock:
         return ended
 
 
-class _Rates:
+def _rates(arrays: WindowArrays, slowdown: Slowdown) -> Rates:
     """How many times longer concurrent operators take, by their numbers; barriers neither slow down nor are slowed."""
 
-    def __init__(self, arrays: WindowArrays, slowdown: Slowdown) -> None:
-        self._slowdown, self._names = slowdown, arrays.names
-        self._pairs: dict[tuple[int, int], float] = {}
-        self._known: dict[tuple[int, ...], list[float]] = {}
+    @cache
+    def of(entry: int, other: int) -> float:
+        return 1.0 if NONE in (entry, other) else slowdown(arrays.names[entry], arrays.names[other])
 
-    def __call__(self, entries: tuple[int, ...]) -> list[float]:
-        rates = self._known.get(entries)
-        if rates is None:
-            rates = self._known[entries] = [self._rate(place, entries) for place in range(len(entries))]
-        return rates
+    @cache
+    def rates(entries: tuple[int, ...]) -> list[float]:
+        return [
+            math.prod(of(entry, other) for number, other in enumerate(entries) if number != place)
+            for place, entry in enumerate(entries)
+        ]
 
-    def _rate(self, place: int, entries: tuple[int, ...]) -> float:
-        rate = 1.0
-        for other, entry in enumerate(entries):
-            if other != place:
-                rate *= self._of(entries[place], entry)
-        return rate
-
-    def _of(self, entry: int, other: int) -> float:
-        if NONE in (entry, other):
-            return 1.0
-        if (entry, other) not in self._pairs:
-            self._pairs[entry, other] = self._slowdown(self._names[entry], self._names[other])
-        return self._pairs[entry, other]
+    return rates

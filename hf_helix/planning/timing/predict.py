@@ -31,20 +31,13 @@ NEAR = 1e-9  # times that differ by a smaller part are equal
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted times of a window.
+    """The predicted times of a window."""
 
-    Attributes:
-        seconds: of the full window.
-        reduction_seconds: at its end, with gradient reductions and copies to the host only.
-        copy_seconds: at its end, with copies to the host only.
-        drawn: the timeline, if requested.
-        instructions: of the timeline, in the order of issue, rank by rank.
-    """
-
-    seconds: float
-    reduction_seconds: float
-    copy_seconds: float = 0.0
-    drawn: Timeline | None = field(default=None, repr=False)
+    seconds: float  # of the full window
+    reduction_seconds: float  # at its end, with gradient reductions and copies to the host only
+    copy_seconds: float = 0.0  # at its end, with copies to the host only
+    drawn: Timeline | None = field(default=None, repr=False)  # the timeline, if requested
+    # of the timeline, in the order of issue, rank by rank
     instructions: Sequence[Instruction] = field(default=(), repr=False)
 
     @property

@@ -16,14 +16,13 @@ from functools import cached_property
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.operator_clock import Slowdown
 from hf_helix.planning.window.layout import (
+    REDUCTIONS,
     Layout,
     Name,
     is_per_step,
     named_copies,
-    named_gathers,
     named_operators,
     named_per_step,
-    named_reductions,
     names_per_step,
 )
 
@@ -65,17 +64,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class OperatorMemory:
-    """The memory of one call of an operator.
+    """The memory of one call of an operator."""
 
-    Attributes:
-        delta: change of live bytes, including releases by its readers.
-        peak: largest increase of live bytes while the operator runs.
-        weights: the part of `delta` in gathered weights or copies of gathered weights.
-    """
-
-    delta: int = 0
-    peak: int = 0
-    weights: int = 0
+    delta: int = 0  # change of live bytes, including releases by its readers
+    peak: int = 0  # largest increase of live bytes while the operator runs
+    weights: int = 0  # the part of `delta` in gathered weights or copies of gathered weights
 
 
 @dataclass(frozen=True)
@@ -196,14 +189,12 @@ def slowdown_of(alone: float, concurrent: float, other: float) -> float:
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
-    sums = {name for name, _ in named_reductions(layout)}
-    gathers = {name for name, _ in named_gathers(layout)}
-    copies = {name for name, _ in named_copies(layout)}
     known = {name for name, _ in named_operators(layout)}
-    for name in sorted((known | sums | gathers | copies) - times.keys()):
+    for name in sorted((known | {name for name, _ in named_per_step(layout)}) - times.keys()):
         what = f"operator {join_name(name)!r}"
         if is_per_step(name):
-            what = f"the {'sums of gradients' if name in sums else 'gathers of weights'} ({len(sums or gathers)} here)"
+            sort = "sums of gradients" if name[0] == REDUCTIONS else "gathers of weights"
+            what = f"the {sort} ({len(layout.reductions or layout.gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
         if name not in known and not is_per_step(name):  # a part of the layout may have none of these

@@ -19,22 +19,14 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost.
+    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost."""
 
-    Attributes:
-        tp: tensor parallelism.
-        cp: context parallelism.
-        pp: the pipeline.
-        dp: data parallelism.
-        ep: experts.
-        stages_outermost: whether the pipeline is the outermost dimension instead, as in Megatron-LM; never here.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
+    tp: int = 1  # tensor parallelism
+    cp: int = 1  # context parallelism
+    pp: int = 1  # the pipeline
+    dp: int = 1  # data parallelism
+    ep: int = 1  # experts
+    # whether the pipeline is the outermost dimension instead, as in Megatron-LM; never here
     stages_outermost: bool = False
 
     @classmethod

@@ -25,17 +25,12 @@ GATHER_COST = 8.0
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """A bucket: gradients reduced by replicas (dp, cp) in one collective, after the last micro-batch has added to all.
+    """A bucket: gradients that replicas (dp, cp) reduce together, once the last micro-batch has added to all."""
 
-    Attributes:
-        adders: the backward operators that add to the gradients, as (unit, name), all on one pipeline rank.
-        bytes: of the gradients, on the rank with most bytes.
-        every_microbatch: whether every micro-batch's gradients are reduced, and summed in shards.
-    """
-
+    # the backward operators that add to the gradients, as (unit, name), all on one pipeline rank
     adders: tuple[tuple[int, str], ...]
-    bytes: int
-    every_microbatch: bool = False
+    bytes: int  # of the gradients, on the rank with most bytes
+    every_microbatch: bool = False  # whether every micro-batch's gradients are reduced, and summed in shards
 
 
 @dataclass(frozen=True)
@@ -44,16 +39,11 @@ class WeightGather:
 
     A window gathers the weights once, from its start on, in the order of the layout. The first computation of a unit
     waits for all gathers of the unit.
-
-    Attributes:
-        units: the units with these weights, all on one pipeline rank.
-        name: unique among the gathers of these units.
-        bytes: of the weights, on the rank with most bytes.
     """
 
-    units: tuple[int, ...]
-    name: str
-    bytes: int
+    units: tuple[int, ...]  # the units with these weights, all on one pipeline rank
+    name: str  # unique among the gathers of these units
+    bytes: int  # of the weights, on the rank with most bytes
 
 
 @dataclass(frozen=True)

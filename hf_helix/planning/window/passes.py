@@ -53,17 +53,11 @@ def run_passes(window: Window, order: Order) -> Order:
 
 @dataclass(frozen=True)
 class OrderedWindow:
-    """A window in the order of issue of a plan.
+    """A window in the order of issue of a plan."""
 
-    Attributes:
-        window: the instructions of all ranks.
-        orders: the places of each rank in the plan's order, before the passes.
-        ends: when the instruction at each place ends by the clock of the plan; None where the order does not depend on
-            times.
-    """
-
-    window: Window
-    orders: Sequence[Order]
+    window: Window  # the instructions of all ranks
+    orders: Sequence[Order]  # the places of each rank in the plan's order, before the passes
+    # when the instruction at each place ends by the clock of the plan; None where the order does not depend on times
     ends: Sequence[float] | None = None
 
     def program(self, rank: int) -> list[Instruction]:

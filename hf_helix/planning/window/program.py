@@ -27,21 +27,13 @@ COPIES = (2, 6, 14)  # repetitions to write out until two neighbours free the sa
 
 @dataclass(frozen=True, eq=False)
 class Program(Sequence[Instruction]):
-    """The instructions of a rank; a long window holds its repeated part once.
+    """The instructions of a rank; a long window holds its repeated part once."""
 
-    Attributes:
-        once: the instructions of a short window.
-        period: begin and end of the part of `once` that repeats.
-        repeats: the number of further repetitions.
-        shift: micro-batch indices grow by `shift` per repetition.
-        slots: of the short window.
-    """
-
-    once: list[Instruction]
-    period: tuple[int, int] = (0, 0)
-    repeats: int = 0
-    shift: int = 0
-    slots: Sequence[Slot] = ()
+    once: list[Instruction]  # the instructions of a short window
+    period: tuple[int, int] = (0, 0)  # begin and end of the part of `once` that repeats
+    repeats: int = 0  # the number of further repetitions
+    shift: int = 0  # micro-batch indices grow by `shift` per repetition
+    slots: Sequence[Slot] = ()  # of the short window
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """Yields parts of `once` in the order of issue: begin, end, and the summand of micro-batch indices."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, SyncPoints
+from hf_helix.planning.schedule.actions import PARTS, Schedule, Slot, SyncPoints
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import Window
@@ -42,25 +42,15 @@ REMEMBERED = 4  # windows, so that comparing a few plans orders each once
 
 @dataclass(frozen=True)
 class RepeatedWindow:
-    """A window in the order of issue, with a stretch to repeat.
+    """A window in the order of issue, with a stretch to repeat."""
 
-    Attributes:
-        ordered: the short window, or the window itself.
-        schedule: of `ordered`.
-        periodic: the whole schedule; None if nothing repeats.
-        kept: periods that `schedule` has kept.
-        stretches: begin and end of the stretch in the order of each rank.
-        periods: of the schedule in a stretch.
-        repeats: how many more times the whole window has the stretch.
-    """
-
-    ordered: OrderedWindow
-    schedule: Schedule
-    periodic: Periodic | None = None
-    kept: int = 0
-    stretches: Sequence[tuple[int, int]] = ()
-    periods: int = 0
-    repeats: int = 0
+    ordered: OrderedWindow  # the short window, or the window itself
+    schedule: Schedule  # of `ordered`
+    periodic: Periodic | None = None  # the whole schedule; None if nothing repeats
+    kept: int = 0  # periods that `schedule` has kept
+    stretches: Sequence[tuple[int, int]] = ()  # begin and end of the stretch in the order of each rank
+    periods: int = 0  # of the schedule in a stretch
+    repeats: int = 0  # how many more times the whole window has the stretch
 
     @property
     def shift(self) -> int:
@@ -154,9 +144,11 @@ def _agreeing(ordered: OrderedWindow, shift: int) -> list[tuple[int, int]]:
     """Returns the first of the last stretches of `shift` micro-batches on each rank; nothing unless all ranks agree."""
     stretches: list[tuple[int, int]] = []
     seconds: float | None = None
+    indices, microbatches = ordered.window.indices, ordered.window.microbatches
     for order in ordered.orders:
-        bounds = _bounds(ordered, order, shift) if order else [0] * (AGREEING + 1)
-        if bounds is None or not _agree(ordered, order, bounds, shift):
+        keys = [(indices[place], microbatches[place]) if place >= 0 else (place, 0) for place in order]
+        bounds = _bounds(keys, shift) if order else [0] * (AGREEING + 1)
+        if bounds is None or not _agree(keys, bounds, shift):
             return []
         if ordered.ends is not None:
             if seconds is None:
@@ -167,38 +159,25 @@ def _agreeing(ordered: OrderedWindow, shift: int) -> list[tuple[int, int]]:
     return stretches
 
 
-def _bounds(ordered: OrderedWindow, order: Sequence[int], shift: int) -> list[int] | None:
+def _bounds(keys: Sequence[tuple[int, int]], shift: int) -> list[int] | None:
     """The begins of the last stretches: the rank's first instruction again, for later micro-batches."""
-    indices, microbatches = ordered.window.indices, ordered.window.microbatches
-    first = indices[order[0]]
-    places = [place for place, each in enumerate(order) if each >= 0 and indices[each] == first]
+    places = [place for place, (index, _) in enumerate(keys) if index == keys[0][0]]
     if len(places) <= AGREEING * shift:
         return None
     bounds = places[-1 - AGREEING * shift :: shift]
-    numbers = [microbatches[order[place]] for place in bounds]
+    numbers = [keys[place][1] for place in bounds]
     return bounds if numbers == list(range(numbers[0], numbers[0] + AGREEING * shift + 1, shift)) else None
 
 
-def _agree(ordered: OrderedWindow, order: Sequence[int], bounds: Sequence[int], shift: int) -> bool:
+def _agree(keys: Sequence[tuple[int, int]], bounds: Sequence[int], shift: int) -> bool:
     """Whether each stretch issues the same as the one before, for micro-batches `shift` later."""
-    indices, at, microbatches = ordered.window.indices, ordered.window.at, ordered.window.microbatches
-    first = order[bounds[0] : bounds[1]]
-    if not first:
-        return True
-    counts = Counter(indices[place] for place in first if place >= 0)
-    if set(counts.values()) != {shift} or len(counts) != len({indices[place] for place in order if place >= 0}):
+    first = keys[bounds[0] : bounds[1]]
+    if Counter(index for index, _ in first if index >= 0) != dict.fromkeys({i for i, _ in keys if i >= 0}, shift):
         return False  # an operator is deferred until micro-batches run out
-    for number, (begin, end) in enumerate(pairwise(bounds[1:]), 1):
-        later = number * shift
-        if end - begin != len(first):
-            return False
-        for one, other in zip(first, order[begin:end], strict=True):
-            if one < 0:
-                if other != one:
-                    return False
-            elif microbatches[one] + later >= len(at) or at[microbatches[one] + later][indices[one]] != other:
-                return False
-    return True
+    return all(
+        keys[begin:end] == [(index, microbatch + number * shift * (index >= 0)) for index, microbatch in first]
+        for number, (begin, end) in enumerate(pairwise(bounds))
+    )
 
 
 def _equally_later(order: Sequence[int], ends: Sequence[float], bounds: Sequence[int], seconds: float) -> bool:
@@ -239,7 +218,7 @@ class Periodic:
         """The schedule with so many periods."""
         removed = self.periods - periods
         return [
-            _without(slots, begin, removed * length, removed * self.shift)
+            [*slots[:begin], *(slot.later(-removed * self.shift) for slot in slots[begin + removed * length :])]
             for slots, (begin, _, length) in zip(self.schedule, self.regions, strict=True)
         ]
 
@@ -298,18 +277,6 @@ def _parts(slots: Sequence[Slot]) -> dict[tuple[int, str], int]:
     return Counter(
         (action.stage, part) for slot in slots for action in slot.actions for part in PARTS[action.computation_type]
     )
-
-
-def _without(slots: Sequence[Slot], place: int, count: int, microbatches: int) -> list[Slot]:
-    """The slots without `count` from a place on; later slots run earlier micro-batches instead."""
-
-    def earlier(action: Action | None) -> Action | None:
-        if action is None:
-            return None
-        return Action(action.stage, action.computation_type, action.microbatch - microbatches)
-
-    rest = [Slot(earlier(slot.forward), earlier(slot.backward)) for slot in slots[place + count :]]
-    return [*slots[:place], *rest]
 
 
 def _closed(schedule: Schedule, ends: Sequence[int]) -> list[int]:

@@ -58,13 +58,10 @@ def build_segments(
     placement: str,
     slots_ahead: int = 1,
 ) -> Segments:
-    """Returns the segments of a rank.
+    """Returns the segments of a rank, from the forward slots of one call of every rank.
 
-    Args:
-        forward: the forward slots of one call, of every rank.
-        outputs: the values that the caller reads; never freed by the programs.
-        placement: of the virtual stages. Where stages are not folded, the passes of `both` follow each other.
-        slots_ahead: see `Plan.issue`.
+    The programs never free `outputs`, which the caller reads. Where the placement of the virtual stages is no fold, the
+    passes of `both` follow each other.
     """
     count = num_microbatches_of(forward)
     within = layout if layout.reduced_often else replace(layout, reductions=())
@@ -95,11 +92,7 @@ def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
 
 def moved_by(forward: Schedule, later: int) -> Schedule:
     """Returns a forward schedule with larger numbers of micro-batches."""
-
-    def moved(action: Action) -> Slot:
-        return Slot(forward=replace(action, microbatch=action.microbatch + later))
-
-    return [[moved(slot.forward) for slot in slots if slot.forward] for slots in forward]
+    return [[slot.later(later) for slot in slots] for slots in forward]
 
 
 def mirrored(forward: Schedule) -> Schedule:

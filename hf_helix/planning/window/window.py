@@ -249,18 +249,13 @@ def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
 
 
 class NumberedPass(NamedTuple):
-    """A micro-batch in a unit, as a part of an action.
-
-    Attributes:
-        start: the place of the first instruction; the others follow.
-        indices: the instructions, as indices into the pattern.
-    """
+    """A micro-batch in a unit, as a part of an action."""
 
     microbatch: int
     unit: int
     computation_type: str
-    start: int
-    indices: Sequence[int]
+    start: int  # the place of the first instruction; the others follow
+    indices: Sequence[int]  # the instructions, as indices into the pattern
 
 
 class Window:

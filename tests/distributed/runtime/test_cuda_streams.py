@@ -13,9 +13,8 @@ import torch
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, RULES
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import RULES
 from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.runtime import streams
 from hf_helix.runtime.executor import Executor

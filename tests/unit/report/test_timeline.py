@@ -17,7 +17,6 @@ from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
 from hf_helix.planning.window.layout import GradientReduction
 from hf_helix.report.timeline import (
     bars_of_timeline,
-    between,
     busy_fraction,
     parse_label,
     part_of,
@@ -95,7 +94,6 @@ def test_sums_of_gradients_have_a_row_of_their_own() -> None:
 
 def test_a_stretch() -> None:
     bars = [bar(0, 2), bar(2, 5), bar(6, 8)]
-    assert between(bars, 1, 6) == [bar(1, 2), bar(2, 5)]
     assert busy_fraction(bars, "compute", 1, 6) == pytest.approx(4 / 5)
     assert busy_fraction(bars, "intra_node", 1, 6) == 0
 

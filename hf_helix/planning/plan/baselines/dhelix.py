@@ -27,8 +27,7 @@ from itertools import accumulate, combinations, islice
 from operator import itemgetter
 
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.plan.baselines.in_turn import sequential
-from hf_helix.planning.plan.block_plan import BARRIER, Order, entries
+from hf_helix.planning.plan.block_plan import BARRIER, Order, entries, sequential
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.window import COMPUTE, STREAMS, WindowArrays

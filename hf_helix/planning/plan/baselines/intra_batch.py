@@ -33,11 +33,7 @@ from hf_helix.planning.window.layout import Layout, Name, is_per_step, named_ope
 
 @dataclass(frozen=True)
 class IntraBatchPlan(BlockPlan):
-    """A block plan of the graphs whose collectives are cut into tiles.
-
-    Attributes:
-        tiles: how many.
-    """
+    """A block plan of the graphs whose collectives are cut into tiles."""
 
     KEY: ClassVar[str] = "tiled_blocks"
 
@@ -202,7 +198,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     of_window = [name for name in profile.times if is_per_step(name)]  # also reductions outside a part of the window
     times |= {name: profile.times[name] for name in of_window}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
-    first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
+    first = {name: name if name in times else _first_tile(name, op) for name, op in named_operators(old)}
     first |= {name: name for name in of_window}
     like = {name: first[profile.like.get(source, source)] for name, (source, _) in sources.items()}
     like = {name: other for name, other in like.items() if other != name}
@@ -222,11 +218,8 @@ def _fits(site: Site) -> bool:
 
 
 def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
-    """The tiles of the first and of the second operator, in canonical order.
-
-    Args:
-        recomputed: whether backward recomputes the operators before.
-    """
+    """The tiles of the first and of the second operator, in canonical order; `recomputed`: whether backward recomputes
+    the operators before."""
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
     cut = Operator(
@@ -279,10 +272,10 @@ def _light(graph: Graph, tiles: int) -> float:
     return min((op.relative_cost for op in _local_operators(graph)), default=least) / 2
 
 
-def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
-    """The name of a tile of an operator: X.W becomes X.0.W."""
+def _first_tile(name: Name, op: Operator) -> Name:
+    """The name of the first tile of an operator: X.W becomes X.0.W."""
     unit, entry = name
-    return unit, f"{entry[0]}.{op.forward_name}.{tile}{op.name.removeprefix(op.forward_name)}"
+    return unit, f"{entry[0]}.{op.forward_name}.0{op.name.removeprefix(op.forward_name)}"
 
 
 def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:

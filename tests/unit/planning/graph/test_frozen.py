@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
+from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Part, digest
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines.intra_batch import tile_pair
 from hf_helix.planning.plan.precedence import activation_memory, shares_of
-from hf_helix.planning.plan.registry import RULES, make_plan
+from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile

@@ -184,7 +184,9 @@ def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
         layout,
         {name: op.relative_cost for name, op in named_operators(layout)},
     )
-    return {entry: (start, end) for _, entry, _, start, end in simulate(work).spans()}
+    timeline = simulate(work)
+    names = (work.names[entry][1] for entry in work.entries)
+    return dict(zip(names, zip(timeline.starts, timeline.ends, strict=True), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.baselines import dhelix as dhelix_module
 from hf_helix.planning.plan.baselines.dhelix import dhelix
-from hf_helix.planning.plan.baselines.in_turn import sequential
-from hf_helix.planning.plan.block_plan import BARRIER, Order, all_blocks, entries, validate_order
+from hf_helix.planning.plan.block_plan import BARRIER, Order, all_blocks, entries, sequential, validate_order
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Pair, Profile, rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, unit_instructions

@@ -26,15 +26,14 @@ from support.graphs import (
     random_times,
 )
 
-from hf_helix.config import AUTO, PLANS
+from hf_helix.config import AUTO, PLANS, RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Operator, Part
-from hf_helix.planning.plan.baselines.in_turn import sequential
-from hf_helix.planning.plan.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, validate_order
+from hf_helix.planning.plan.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, sequential, validate_order
 from hf_helix.planning.plan.files import load_plan, parse_plan
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
-from hf_helix.planning.plan.registry import RULES, make_plan
+from hf_helix.planning.plan.registry import NEED_PROFILE, OF_BLOCKS, ONE_STRAND, make_plan
 from hf_helix.planning.text import first_difference
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.window.layout import Layout
@@ -54,7 +53,7 @@ PROFILE = profile_of(layout_of(UNITS, 3))
 
 def test_every_rule_can_be_asked_for_by_name():
     assert {*RULES, AUTO} == set(PLANS)
-    assert all(rule.name == name for name, rule in RULES.items())
+    assert {*OF_BLOCKS, *NEED_PROFILE, *ONE_STRAND} < {*RULES}
 
 
 def test_every_block_is_listed_once():

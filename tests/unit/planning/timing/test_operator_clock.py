@@ -17,7 +17,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.operator_clock import Slowdown, Timeline, simulate
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, entry_of, unit_instructions
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.window import STREAMS, WindowArrays
+from hf_helix.planning.window.window import NONE, STREAMS, WindowArrays
 
 COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE
 
@@ -72,8 +72,8 @@ def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
     assert simulate(arrays_of([norm, gather, act], layout, times)).seconds == 5
     barred = simulate(arrays_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
     assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
-    shown = [("compute", "F.norm", 0), ("intra_node", "F.gather", 1), ("compute", "F.act", 3)]
-    assert [row[:3] for row in barred.spans()] == shown
+    assert barred.arrays.entries == [0, 1, NONE, 2]
+    assert [name for _, name in barred.arrays.names] == ["F.norm", "F.gather", "F.act"]
 
 
 def factors(table: dict[tuple[int, int], float]) -> Slowdown:
