@@ -272,7 +272,8 @@ class Builder:
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
-            frees_inputs, elementwise: see `Segment`.
+            frees_inputs: see `Segment`.
+            elementwise: see `Segment`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
