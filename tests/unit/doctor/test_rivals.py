@@ -146,13 +146,16 @@ PUBLISHED = {
     "1.7B": (
         {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16},
         65417,
+        0.16,
     ),
     "32B": (
         {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25600, "num_attention_heads": 64},
         5516,
+        0.05,
     ),
 }
-"""Qwen3 on eight RTX 4090, tokens per second with fp16 sums, in the README of RoundPipe 0.1.1."""
+"""Qwen3 on eight RTX 4090, tokens per second with fp16 sums, in the README of RoundPipe 0.1.1, and by how much the
+prediction is off: too fast, since rivals are given the fused kernels of norms of queries and keys, too."""
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -160,10 +163,10 @@ def test_the_offload_pipeline_is_near_its_published_figures(size: str):
     """With fp16 sums an RTX 4090 has twice its peak."""
     cluster = load_cluster("rtx4090x8")
     cluster = replace(cluster, device=replace(cluster.device, peaks={"bf16": 330e12}))
-    options, published = PUBLISHED[size]
+    options, published, error = PUBLISHED[size]
     model = on_meta("qwen3", **QWEN3, **options, tie_word_embeddings=size == "1.7B")
     search = Search(SimulatedModel(model, cluster).amounts, cluster, 512_000, 4096, layers=options["num_hidden_layers"])
     found = search.rival(PIPELINE_OFFLOAD)
     assert found is not None
     step = found.step
-    assert step.tokens_per_second == pytest.approx(published, rel=0.12)
+    assert published < step.tokens_per_second < (1 + error) * published
