@@ -180,7 +180,7 @@ class HelixConfig:
             divide. With `tp_size`, all-gathers before these linears carry half the bytes of bf16. Not run on a GPU yet,
             emulated on CPUs; see docs/gpu.md:
             `tensorwise`: one scale for each matrix, and gradients in e5m2; the same as true;
-            `rowwise`: one scale for each row, and gradients in e4m3: closer to bf16, and slower.
+            `rowwise`: one scale for each row, and gradients in e4m3: closer to bf16.
             None for products in the type of the run.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on

@@ -80,7 +80,8 @@ class CheckCommand(Command):
         if is_launched:
             _join_ranks()
         configs = configs_for(subject, [asked] if asked else None)
-        misfits = _misfits(subject, configs)
+        reason = _reason_against_all(subject) if len(configs) > 1 else ""
+        misfits = [(config, reason) for config in configs] if reason else _misfits(subject, configs)
         proofs = [Proof(subject.name, layout_text(each), refusal=reason) for each, reason in misfits]
         layouts = [{**each.option_sizes, **product} for each in configs if each not in dict(misfits)]
         for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
@@ -98,6 +99,19 @@ class CheckCommand(Command):
         bad = any(proof.verdict in ("different", "failed") for proof in proofs)
         if bad or not any(proof.ok for proof in proofs):
             sys.exit(1)
+
+
+def _reason_against_all(subject: Subject) -> str:
+    """Returns why a model can be cut in no layout at all, such as code that is not derived; empty without a reason."""
+    from hf_helix.engine.proof.prove import reason_of
+    from hf_helix.models.registry import family_of
+
+    try:
+        model = subject.build()
+        family_of(model).digest(model)
+    except Exception as error:
+        return reason_of(error)
+    return ""
 
 
 def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[HelixConfig, str]]:

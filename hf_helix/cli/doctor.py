@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
 
-OF_A_NODE = "--machine_rank RANK --main_process_ip HOST"
+OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 29500"
 """What the launch of each of several nodes adds to the file that they share."""
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -53,7 +53,7 @@ class DoctorCommand(OnCluster):
     are best told apart by training a few steps with each.
     """
 
-    batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k or 4M")
+    batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k (512,000) or 4M")
     offload: str = option(
         AUTO,
         "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
@@ -245,6 +245,8 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
+    from hf_helix.doctor.memory import bytes_text
+
     case, usual = step.case, HelixConfig()
     options = {
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
@@ -275,10 +277,11 @@ def launch_file(step: Step, cluster: Cluster) -> str:
             "helix": {name: given for name, given in options.items() if given != getattr(usual, name)} or {"tp_size": 1}
         },
     }
+    on_host = f" Needs {bytes_text(step.host)} of memory of each node's host." if step.host else ""
     machine = f"accelerate launch --config_file FILE {OF_A_NODE} YOUR_SCRIPT.py"
     several = f" On every machine, with its own RANK:\n#   {machine}" if cluster.nodes > 1 else ""
     return (
         f"# Proposed by hf-helix doctor for {cluster.name}: {step.tokens_per_second:,.0f} tokens/s predicted.\n"
         f"# With per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches}, and\n"
-        f"# sequences of {case.length} tokens.{several}\n{yaml.safe_dump(data, sort_keys=False)}"
+        f"# sequences of {case.length} tokens.{on_host}{several}\n{yaml.safe_dump(data, sort_keys=False)}"
     )

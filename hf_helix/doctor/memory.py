@@ -76,7 +76,8 @@ def bytes_text(count: float) -> str:
 
 def needs_text(needed: float, budget: float) -> str:
     """Returns why bytes do not fit."""
-    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}, with all that saves memory"
+    more = f", {bytes_text(needed - budget)} too much" if bytes_text(needed) == bytes_text(budget) else ""
+    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}{more}, with all that saves memory"
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:

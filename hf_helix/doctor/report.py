@@ -123,7 +123,7 @@ def shards_line(best: Step, shared: Step) -> str:
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
     """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and rivals."""
     best, plain, rivals = ranking.steps[0], ranking.plain(), ranking.fitting_rivals(cluster)
-    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in _own_steps(ranking, top)]
+    rows = [(size_text(step.case.sizes), _how(step), step) for step in _own_steps(ranking, top)]
     rows += [(each.name, each.options, each.step) for each in rivals]
     fastest = max((step for _, _, step in rows), key=lambda step: step.tokens_per_second)
     if is_plain(best.case) and fastest is best:
@@ -139,13 +139,12 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         else:
             ahead = f"{1 / ratio - 1:.1%} ahead of {name}{close or ': train with that'}"
             yield f"{rival.name} is the fastest of these, {ahead}."
-    width = max(len(how) for _, how, _ in rows) + 1
     yield (
-        f"{'layout':<28}{'micro-batches':<{width}}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"
-        f"{'exposed':>9}{'sums':>7}{'memory':>10}"
+        f"{'layout':<28}{'micro-batches':<13}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"
+        f"{'exposed':>9}{'sums':>7}{'memory':>10}  options"
     )
     for name, how, step in rows:
-        yield _row(name, f"{how:<{width}}", step, fastest, cluster)
+        yield _row(name, how, step, fastest, cluster)
     for each in ranking.rivals:
         if each not in rivals:
             yield f"{each.name}: {needs_text(each.step.memory.total, cluster.device.memory)}."
@@ -179,14 +178,31 @@ def shown_steps(ranking: Ranking, cluster: Cluster, top: int) -> dict[str, Step]
     return own | {each.name: each.step for each in ranking.fitting_rivals(cluster)}
 
 
-def _meanings(options: Sequence[str]) -> Iterator[str]:
-    """Yields what the columns say."""
-    strand = "; one strand: micro-batches one after the other" if any("one strand" in each for each in options) else ""
-    yield (
-        "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits\n"
-        "for computation of others; exposed: communication that nothing hides; sums: of gradients, after\n"
-        f"the last backward; memory: of the fullest device{strand}."
+MEANINGS = {
+    "one strand": "micro-batches one after the other",
+    "recompute selective": "what attention and MLP compute between products runs again in backward",
+    "recompute full": "layers run again in backward",
+    "recompute offload": "so do layers, and their inputs lie in the memory of the host",
+    "offload optimizer": "fp32 weights and optimizer states lie in the memory of the host, which steps them",
+    "offload parameters": "all weights, too, are copied up for every use",
+    "host": "that memory, of each node; compare it with what your nodes have",
+    "layers_per_stage": "stages of unequal length",
+    "spread_vocabulary": "a slice of embedding and head on every rank of the pipeline",
+    "shard_optimizer": "each replica steps a part of the weights",
+    "shard_parameters": "each replica holds a part of the weights",
+}
+"""What the options of a row mean."""
+
+
+def _meanings(rows: Sequence[str]) -> Iterator[str]:
+    """Yields what the columns say, and the options of the rows."""
+    columns = (
+        "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits for "
+        "computation of others; exposed: communication that nothing hides; sums: of gradients, after the last "
+        "backward; memory: of the fullest device"
     )
+    used = (f"{name}: {meaning}" for name, meaning in MEANINGS.items() if any(f", {name}" in each for each in rows))
+    yield fill(f"{'; '.join([columns, *used])}.", WIDTH)
 
 
 def help_lines(ranking: Ranking, helps: Callable[[], Sequence[str]]) -> Iterator[str]:
@@ -211,16 +227,22 @@ def help_lines(ranking: Ranking, helps: Callable[[], Sequence[str]]) -> Iterator
         yield from (f"What helps, predicted: {each}." for each in helps())
 
 
+def _how(step: Step) -> str:
+    """Returns the micro-batches and the options of a step, and the memory of the host."""
+    return case_text(step.case) + (f", host {bytes_text(step.host)}" if step.host else "")
+
+
 def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
     """Returns a row of the table of layouts."""
+    microbatches, _, options = how.partition(", ")
     peak = cluster.device.peaks[step.case.dtype] / 1e12
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second
     return (
-        f"{name:<28}{how}{step.case.tokens:>11,}{step.tokens_per_second:>11,.0f}{share:>8.0%} "
+        f"{name:<28}{microbatches:<13}{step.case.tokens:>11,}{step.tokens_per_second:>11,.0f}{share:>8.0%} "
         f"{step.tflops[0] / peak:>6.1%}{step.bubble:>8.1%}{exposed:>9.1%}{step.sums / step.seconds:>7.1%}"
-        f"{bytes_text(step.memory.total):>10}"
-    )
+        f"{bytes_text(step.memory.total):>10}  {options}"
+    ).rstrip()
 
 
 def dropped_lines(dropped: Sequence[Dropped]) -> Iterator[str]:

@@ -116,7 +116,7 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
     except ValueError as error:
         share = world // (config.pp_size * config.cp_size)
         works = [str(size) for size in range(1, share + 1) if share % size == 0 and fits(size)]
-        raise ValueError(f"{error} (with {world} processes: {', '.join(works)})") from error
+        raise ValueError(f"{error} (with {world} processes, tp_size={' or '.join(works)})") from error
 
 
 def limits_of(base: Any) -> Limits:

@@ -72,9 +72,9 @@ OF_DOCUMENTS = (
 )
 
 DECLARE = (
-    "where tp_size or cp_size alone is refused, use pp_size; else describe its decoder layer in a subclass of "
-    "hf_helix.models.family.Family and call hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows, or "
-    "use a class that `hf-helix models` calls proven, or the stock Trainer for this class"
+    "use a class that `hf-helix models` calls proven, or the stock Trainer for this class; or pp_size, where tp_size "
+    "or cp_size alone is refused; or describe its decoder layer in a subclass of hf_helix.models.family.Family and "
+    "call hf_helix.register_model(YourFamily()), as docs/adding_a_model.md shows"
 )
 
 

@@ -85,6 +85,7 @@ def count_layers(
         raise ValueError(
             f"the model has {num_layers} layers and pp_size={num_ranks} needs at least {num_stages}; "
             f"the largest pp_size that fits is {max(1, num_layers * num_ranks // num_stages)}"
+            + (f"; with schedule='1f1b' it needs {num_ranks}" if num_ranks <= num_layers else "")
         )
     counts: Sequence[float]
     if num_ranks == 1:  # stages of one rank may be empty, and cost what they cost on any split

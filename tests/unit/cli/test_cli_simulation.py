@@ -120,8 +120,9 @@ def test_states_go_to_the_host_where_the_best_layout_recomputes(one_process: Non
     def rows(*words: str) -> dict[str, tuple[bool, int]]:
         """Of each layout, whether the host has states, and its tokens a second."""
         main(words_of("doctor", scarce, "--batch_tokens", "8k", *words))
-        found = re.findall(r"^((?:\w\w \d(?: x )?)+)(.*?) ([\d,]+) +\d+% ", capsys.readouterr().out, re.MULTILINE)
-        return {name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, how, rate in found}
+        row = r"^((?:\w\w \d(?: x )?)+) .*? ([\d,]+) +\d+% (.*)$"
+        found = re.findall(row, capsys.readouterr().out, re.MULTILINE)
+        return {name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, rate, how in found}
 
     usual, without = rows(), rows("--offload", "none")
     assert without.keys() <= usual.keys()
@@ -224,7 +225,7 @@ def test_the_doctor_writes_a_page_of_all_rows(small: Path, one_process: None, ca
     pytest.importorskip("bokeh")
     page = tmp_path / "page.html"
     main(words_of("doctor", small, "--batch_tokens", "2k", "--html", page))
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" MB") and "%" in line]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.count("%") > 4]
     text = page.read_text()
     assert len(rows) > 2
     assert all(row in text for row in rows)

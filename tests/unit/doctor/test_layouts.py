@@ -132,7 +132,8 @@ def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
     assert "tp_size=4 must divide the model's 6 attention heads and 2 key-value heads" in result[Sizes(tp=4)]
     assert (
         result[Sizes(pp=4)]
-        == "the model has 4 layers and pp_size=4 needs at least 8; the largest pp_size that fits is 2"
+        == "the model has 4 layers and pp_size=4 needs at least 8; the largest pp_size that fits is 2; "
+        "with schedule='1f1b' it needs 4"
     )
     assert result[Sizes(cp=2, dp=2)] == "cp_size=2 leaves less than 2,048 of 64 tokens to a rank"
     short = search(paper_of(), sequences=2)
