@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from benchmarks.gpu.windows import (
 )
 
 LENGTHS = (48, 33)  # one that divides by what layouts divide by, one that does not
+OTHER_LENGTHS = ((31, 17), (40, 40), (64, 9))  # of further windows in bf16
 PLANS = ("greedy", "round_robin", "dhelix")
 LAST_PLACE = 2.0**-9  # half a unit in the last place of bf16
 
@@ -82,10 +83,11 @@ def check_family(report: Report, family: str, device: torch.device) -> None:
                 _compare(report, f"{family} {name}", train(engine, window), exact, 1e-5, 1e-4)
     with report.attempt(f"{family} bf16"):
         made = functools.partial(tiny, family, **changes)
-        exact = unsplit(made, window, torch.device("cpu"), dtype=torch.float64)
-        stock = unsplit(made, window, device, autocast=torch.bfloat16)
+        windows = [batches(2, lengths=lengths) for lengths in (LENGTHS, *OTHER_LENGTHS)]
+        exact = [unsplit(made, window, torch.device("cpu"), dtype=torch.float64) for window in windows]
+        stock = [unsplit(made, window, device, autocast=torch.bfloat16) for window in windows]
         with engine_on(made, silent_mesh(device), 2, torch.bfloat16) as engine:
-            _compare_bf16(report, f"{family} bf16", train(engine, window), stock, exact)
+            _compare_bf16(report, f"{family} bf16", [train(engine, window) for window in windows], stock, exact)
 
 
 def check_devices(
@@ -126,20 +128,35 @@ def _compare(report: Report, name: str, window: Window, wanted: Window, loss: fl
     report.check(name, error <= loss and largest <= gradient, figure)
 
 
-def _compare_bf16(report: Report, name: str, window: Window, stock: Window, exact: Window) -> None:
-    # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
-    least = 1e-3 * sum(float(value.norm()) ** 2 for value in exact.gradients.values()) ** 0.5
-    mine, theirs = gradient_errors(window, exact, least), gradient_errors(stock, exact, least)
-    passed = loss_error(window, exact) <= 2 * loss_error(stock, exact) + 1e-4
-    over = {where: error / (2 * theirs.get(where, 0.0) + LAST_PLACE) for where, error in mine.items()}
-    largest, where = worst(over)
+def _compare_bf16(
+    report: Report, name: str, windows: Sequence[Window], stock: Sequence[Window], exact: Sequence[Window]
+) -> None:
+    """Compares root mean squares of errors over windows: in a single one, a tensor of the stock model may be much
+    closer than bf16 allows (a router's gradient between 0.2 and 1.2 %)."""
+
+    def errors(made: Sequence[Window]) -> tuple[float, dict[str, float], float]:
+        """Returns the errors of losses, of each gradient, and of all gradients together."""
+        by_window = []
+        for window, wanted in zip(made, exact, strict=True):
+            # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
+            least = 1e-3 * sum(float(value.norm()) ** 2 for value in wanted.gradients.values()) ** 0.5
+            by_window.append(gradient_errors(window, wanted, least))
+        of_each = {where: _rms([each[where] for each in by_window]) for where in by_window[0]}
+        pairs = [*zip(made, exact, strict=True)]
+        return _rms([loss_error(*pair) for pair in pairs]), of_each, _rms([_joined(*pair) for pair in pairs])
+
+    (loss, mine, joined), (stock_loss, theirs, stock_joined) = errors(windows), errors(stock)
+    largest, where = worst({name: error / (2 * theirs.get(name, 0.0) + LAST_PLACE) for name, error in mine.items()})
     figure = (
-        f"loss {loss_error(window, exact):.1e} (stock {loss_error(stock, exact):.1e}), worst "
-        f"gradient {mine[where]:.1e} at {where} (stock {theirs.get(where, 0.0):.1e}), all "
-        f"gradients {_joined(window, exact):.2e} (stock {_joined(stock, exact):.2e})"
+        f"loss {loss:.1e} (stock {stock_loss:.1e}), worst gradient {mine[where]:.1e} at {where} (stock "
+        f"{theirs.get(where, 0.0):.1e}), all gradients {joined:.2e} (stock {stock_joined:.2e})"
     )
-    close = _joined(window, exact) <= 2 * _joined(stock, exact)
-    report.check(name, passed and largest <= 1 and close, figure)
+    passed = loss <= 2 * stock_loss + 1e-4 and largest <= 1 and joined <= 2 * stock_joined
+    report.check(name, passed, figure)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return (sum(value**2 for value in values) / len(values)) ** 0.5
 
 
 def _joined(window: Window, wanted: Window) -> float:
